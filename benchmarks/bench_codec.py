@@ -1,0 +1,147 @@
+"""How fast is the codec beside a plain copy of the same tensor?
+
+Kernel to kernel: pack and unpack against copy_ into a tensor that exists already. API: codec.pack and codec.unpack
+against clone, which allocates its result as they do. Beside them torch's own 4-bit operators, which round to nearest.
+What is compared runs in turns, so that a change of the machine's speed meets both; medians are reported.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gact_dist import codec, ops
+
+GROUP_SIZE = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def median_times_s(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each action, all of them run once in each of ``rounds`` rounds after two to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 2):
+        for name, action in actions.items():
+            start_s = time.perf_counter()
+            result = action()
+            elapsed_s = time.perf_counter() - start_s
+            del result
+            if number >= 2:
+                times[name].append(elapsed_s)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernel_actions(x: Tensor, bits: int) -> dict[str, Callable[[], object]]:
+    """copy_, pack and unpack of the flat tensor ``x`` with an output that exists already."""
+    target = torch.empty_like(x)
+    buffer = ops.pack(x, bits, GROUP_SIZE, 1)
+    return {
+        "copy_": lambda: target.copy_(x),
+        "pack": lambda: ops.pack_out(x, bits, GROUP_SIZE, 1, buffer),
+        "copy_ again": lambda: target.copy_(x),
+        "unpack": lambda: ops.unpack_out(buffer, bits, GROUP_SIZE, x.numel(), x.dtype, target),
+    }
+
+
+def api_actions(x: Tensor, bits: int) -> dict[str, Callable[[], object]]:
+    """clone, codec.pack and codec.unpack of ``x``; each allocates its result."""
+    packed = codec.pack(x, bits, seed=1)
+    return {
+        "clone": x.clone,
+        "codec.pack": lambda: codec.pack(x, bits, seed=1),
+        "clone again": x.clone,
+        "codec.unpack": lambda: codec.unpack(packed),
+    }
+
+
+def torch_actions(x: Tensor) -> dict[str, Callable[[], object]]:
+    """torch's 4-bit row-wise quantisation, rounding to nearest, of ``x`` [rows, GROUP_SIZE] beside ours."""
+    rows = x.view(-1, GROUP_SIZE)
+    prepacked = torch.ops.quantized.embedding_bag_4bit_prepack(rows)
+    ours = codec.pack(x, 4, seed=1)
+    return {
+        "torch 4-bit pack": lambda: torch.ops.quantized.embedding_bag_4bit_prepack(rows),
+        "codec.pack": lambda: codec.pack(x, 4, seed=1),
+        "torch 4-bit unpack": lambda: torch.ops.quantized.embedding_bag_4bit_unpack(prepacked),
+        "codec.unpack": lambda: codec.unpack(ours),
+    }
+
+
+def measure(tensor_bytes: int, rounds: int, bit_widths: list[int]) -> list[dict]:
+    """One row for each dtype and width, times in seconds and ratios to the copy."""
+    rows = []
+    for name, dtype in DTYPES.items():
+        x = torch.randn(tensor_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for bits in bit_widths:
+            kernel = median_times_s(kernel_actions(x, bits), rounds)
+            api = median_times_s(api_actions(x, bits), rounds)
+            copy_s = (kernel["copy_"] + kernel["copy_ again"]) / 2
+            clone_s = (api["clone"] + api["clone again"]) / 2
+            rows.append(
+                {
+                    "dtype": name,
+                    "bits": bits,
+                    "times_s": kernel | api,
+                    "pack_to_copy": kernel["pack"] / copy_s,
+                    "unpack_to_copy": kernel["unpack"] / copy_s,
+                    "codec_pack_to_clone": api["codec.pack"] / clone_s,
+                    "codec_unpack_to_clone": api["codec.unpack"] / clone_s,
+                }
+            )
+    return rows
+
+
+def environment() -> dict:
+    """Hardware, versions and date."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "processor": facts.get("model name", platform.processor()),
+        "family_model": f"{facts.get('cpu family')}/{facts.get('model')}",
+        "threads": torch.get_num_threads(),
+        "isa": ops.isa(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    """Measure, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--mebibytes", type=int, default=256, help="size of the tensor")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tensor_bytes = arguments.mebibytes << 20
+
+    rows = measure(tensor_bytes, arguments.rounds, arguments.bits)
+    x = torch.randn(tensor_bytes // 4, generator=torch.Generator().manual_seed(0))
+    beside_torch = median_times_s(torch_actions(x), max(3, arguments.rounds // 3))
+
+    print(f"{'dtype':9} bits  copy_ ms  pack  unpack  (ratios)  codec.pack  codec.unpack  (to clone)")
+    for row in rows:
+        print(
+            f"{row['dtype']:9} {row['bits']:4} {1e3 * row['times_s']['copy_']:9.1f} {row['pack_to_copy']:5.2f} "
+            f"{row['unpack_to_copy']:7.2f} {row['codec_pack_to_clone']:21.2f} {row['codec_unpack_to_clone']:13.2f}"
+        )
+    print("float32, 4 bits, ms:", {name: round(1e3 * value, 1) for name, value in beside_torch.items()})
+    if arguments.json:
+        result = {"environment": environment(), "tensor_bytes": tensor_bytes, "group_size": GROUP_SIZE}
+        result |= {"rows": rows, "float32_4_bits_beside_torch_s": beside_torch}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+// CPU kernels of the gact_dist operators, registered through torch's stable ABI. Schemas are defined in ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "kernels.h"
+
+namespace gact {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Elements that are worth another thread; output bytes beyond which stores go around the cache.
+constexpr int64_t kGrainUnits = 64;
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
+
+const Kernels* best_kernels() {
+  if (const Kernels* kernels = avx512_kernels()) return kernels;
+  if (const Kernels* kernels = avx2_kernels()) return kernels;
+  return scalar_kernels();
+}
+
+const Kernels*& active_kernels() {
+  static const Kernels* active = best_kernels();
+  return active;
+}
+
+int64_t units_of(int64_t numel) { return (numel + kUnitElements - 1) / kUnitElements; }
+
+Element element_of(ScalarType dtype) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+                  "gact_dist packs float32, float16 and bfloat16; codec.pack handles the other dtypes");
+  if (dtype == ScalarType::Float) return Element::kFloat;
+  return dtype == ScalarType::Half ? Element::kHalf : Element::kBfloat;
+}
+
+void check_flat(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), "gact_dist: ", name,
+                  " must be one-dimensional and contiguous; codec.pack takes any shape and strides");
+}
+
+void check_format(int64_t bits, int64_t group_size) {
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "gact_dist: bits is ", bits, ", expected 1 to 8");
+  STD_TORCH_CHECK(group_size == 64 || group_size == 128 || group_size == 256 || group_size == 512,
+                  "gact_dist: group_size is ", group_size, ", expected 64, 128, 256 or 512");
+}
+
+void check_buffer(const Tensor& buffer, int64_t expected_bytes) {
+  check_flat(buffer, "buffer");
+  STD_TORCH_CHECK(buffer.scalar_type() == ScalarType::Byte && buffer.numel() == expected_bytes,
+                  "gact_dist: buffer has ", buffer.numel(), " elements, expected ", expected_bytes,
+                  " of uint8; give bits, group_size, numel and dtype of the tensor that was packed");
+}
+
+// Byte positions of the sections of a packed buffer, as in ops_reference.sections.
+struct Sections {
+  int64_t groups, scale_start, offset_start, total;
+};
+
+Sections sections(int64_t numel, int64_t bits, int64_t group_size, Element element) {
+  Sections where{};
+  where.groups = (numel + group_size - 1) / group_size;
+  where.scale_start = where.groups * bits * group_size / 8;
+  where.offset_start = (where.scale_start + 2 * where.groups + 3) / 4 * 4;
+  where.total = where.offset_start + where.groups * (element == Element::kFloat ? 4 : 2);
+  return where;
+}
+
+Tensor new_flat(const Tensor& like, int64_t numel, ScalarType dtype) {
+  return torch::stable::new_empty(like, {numel}, dtype);
+}
+
+void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer) {
+  check_format(bits, group_size);
+  check_flat(x, "x");
+  const Element element = element_of(x.scalar_type());
+  const Sections where = sections(x.numel(), bits, group_size, element);
+  check_buffer(buffer, where.total);
+  u8* bytes = static_cast<u8*>(buffer.mutable_data_ptr());
+  std::fill(bytes + where.scale_start + 2 * where.groups, bytes + where.offset_start, u8{0});
+  const PackJob job{x.const_data_ptr(),
+                    element,
+                    x.numel(),
+                    static_cast<int>(bits),
+                    static_cast<int>(group_size),
+                    static_cast<u64>(seed),
+                    bytes,
+                    reinterpret_cast<u16*>(bytes + where.scale_start),
+                    bytes + where.offset_start};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
+                              [&](int64_t first, int64_t last) { kernels->pack(job, first, last); });
+}
+
+Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
+  check_format(bits, group_size);
+  Tensor buffer = new_flat(x, sections(x.numel(), bits, group_size, element_of(x.scalar_type())).total,
+                           ScalarType::Byte);
+  pack_out(x, bits, group_size, seed, buffer);
+  return buffer;
+}
+
+void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, Tensor out) {
+  check_format(bits, group_size);
+  const Element element = element_of(dtype);
+  const Sections where = sections(numel, bits, group_size, element);
+  check_buffer(buffer, where.total);
+  check_flat(out, "out");
+  STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
+                  " elements, expected ", numel, " of the packed dtype");
+  const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
+  const UnpackJob job{bytes,
+                      reinterpret_cast<const u16*>(bytes + where.scale_start),
+                      bytes + where.offset_start,
+                      element,
+                      numel,
+                      static_cast<int>(bits),
+                      static_cast<int>(group_size),
+                      out.mutable_data_ptr(),
+                      numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
+                              [&](int64_t first, int64_t last) { kernels->unpack(job, first, last); });
+}
+
+Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype) {
+  Tensor out = new_flat(buffer, numel, dtype);
+  unpack_out(buffer, bits, group_size, numel, dtype, out);
+  return out;
+}
+
+// What a mask kernel has to know of a dtype: the bits that make an element non-zero, and the element 1.
+struct MaskType {
+  int width_bytes;
+  u64 nonzero;
+  u64 one;
+};
+
+MaskType mask_type(ScalarType dtype) {
+  if (dtype == ScalarType::Bool || dtype == ScalarType::Byte) return {1, 0xFF, 1};
+  if (dtype == ScalarType::Half) return {2, 0x7FFF, 0x3C00};
+  if (dtype == ScalarType::BFloat16) return {2, 0x7FFF, 0x3F80};
+  if (dtype == ScalarType::Float) return {4, 0x7FFFFFFF, 0x3F800000};
+  STD_TORCH_CHECK(dtype == ScalarType::Double,
+                  "gact_dist: a mask must be bool, uint8 or a float type; convert it with .to(bool)");
+  return {8, 0x7FFFFFFFFFFFFFFF, 0x3FF0000000000000};
+}
+
+Tensor pack_mask(const Tensor& x) {
+  check_flat(x, "x");
+  const MaskType type = mask_type(x.scalar_type());
+  Tensor buffer = new_flat(x, (x.numel() + 7) / 8, ScalarType::Byte);
+  const MaskJob job{const_cast<void*>(x.const_data_ptr()), static_cast<u8*>(buffer.mutable_data_ptr()), x.numel(),
+                    type.width_bytes, type.nonzero};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
+                              [&](int64_t first, int64_t last) { kernels->pack_mask(job, first, last); });
+  return buffer;
+}
+
+Tensor unpack_mask(const Tensor& buffer, int64_t numel, ScalarType dtype) {
+  const MaskType type = mask_type(dtype);
+  check_buffer(buffer, (numel + 7) / 8);
+  Tensor out = new_flat(buffer, numel, dtype);
+  const MaskJob job{out.mutable_data_ptr(), static_cast<u8*>(const_cast<void*>(buffer.const_data_ptr())), numel,
+                    type.width_bytes, type.one};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
+                              [&](int64_t first, int64_t last) { kernels->unpack_mask(job, first, last); });
+  return out;
+}
+
+Tensor rounding_variance(const Tensor& x, const Tensor& weight, int64_t group_size) {
+  check_format(1, group_size);
+  check_flat(x, "x");
+  check_flat(weight, "weight");
+  STD_TORCH_CHECK(weight.scalar_type() == ScalarType::Float && weight.numel() == x.numel(), "gact_dist: weight has ",
+                  weight.numel(), " elements, expected ", x.numel(), " of float32");
+  const VarianceJob job{x.const_data_ptr(), element_of(x.scalar_type()),
+                        static_cast<const float*>(weight.const_data_ptr()), x.numel(), static_cast<int>(group_size)};
+  // One partial sum for each slab of units: the order of additions does not depend on the number of threads.
+  const int64_t units = units_of(x.numel());
+  std::vector<std::array<double, 8>> partial((units + kGrainUnits - 1) / kGrainUnits);
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, static_cast<int64_t>(partial.size()), 1, [&](int64_t first, int64_t last) {
+    for (int64_t slab = first; slab < last; ++slab) {
+      const int64_t end = std::min((slab + 1) * kGrainUnits, units);
+      kernels->variance(job, slab * kGrainUnits, end, partial[slab].data());
+    }
+  });
+  Tensor totals = new_flat(x, 8, ScalarType::Double);
+  double* sums = static_cast<double*>(totals.mutable_data_ptr());
+  std::fill(sums, sums + 8, 0.0);
+  for (const auto& slab : partial) {
+    for (int i = 0; i < 8; ++i) sums[i] += slab[i];
+  }
+  return totals;
+}
+
+}  // namespace
+}  // namespace gact
+
+STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
+  library.impl("pack", TORCH_BOX(&gact::pack));
+  library.impl("pack_out", TORCH_BOX(&gact::pack_out));
+  library.impl("unpack", TORCH_BOX(&gact::unpack));
+  library.impl("unpack_out", TORCH_BOX(&gact::unpack_out));
+  library.impl("pack_mask", TORCH_BOX(&gact::pack_mask));
+  library.impl("unpack_mask", TORCH_BOX(&gact::unpack_mask));
+  library.impl("rounding_variance", TORCH_BOX(&gact::rounding_variance));
+}
+
+// Read and set which instruction set serves: 0 scalar, 1 AVX2, 2 AVX-512, the order of ops.ISAS.
+#define GACT_EXPORT extern "C" __attribute__((visibility("default")))
+
+GACT_EXPORT int gact_dist_isa() {
+  const gact::Kernels* active = gact::active_kernels();
+  if (active == gact::scalar_kernels()) return 0;
+  return active == gact::avx2_kernels() ? 1 : 2;
+}
+
+GACT_EXPORT int gact_dist_set_isa(int isa) {
+  const gact::Kernels* wanted = isa == 0   ? gact::scalar_kernels()
+                                : isa == 1 ? gact::avx2_kernels()
+                                           : gact::avx512_kernels();
+  if (wanted == nullptr) return 1;
+  gact::active_kernels() = wanted;
+  return 0;
+}

@@ -1,0 +1,334 @@
+// The loops around the per-ISA primitives. Each kernels_*.cpp includes this in its own translation unit with its own
+// flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction sets.
+//
+// An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
+//   range<T>(x, count, low, high) -> bool     range of count (multiple of 64) elements; false if one is NaN
+//   philox(block, seed, words)                the 4 x 16 output words of a block of 128 elements
+//   quantise<T, BITS>(x, group, words, planes, stride)   64 elements to 8 bytes in each plane
+//   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group whose scale is not negative
+//   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
+//   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
+#pragma once
+
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace gact {
+namespace {
+
+// Standard rounding, subnormals kept: torch.set_flush_denormal must not change the stored bytes.
+class PlainFloats {
+ public:
+#if defined(__x86_64__)
+  PlainFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
+  ~PlainFloats() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned int saved_;
+#endif
+};
+
+// Largest number of elements whose groups are described before they are quantised: stays in the first-level cache.
+constexpr i64 kBlockElements = 4096;
+constexpr int kCacheLine = 64;
+
+template <class T>
+void pack_group(const PackJob& job, i64 index) {
+  const i64 start = index * job.group_size;
+  const i64 left = job.numel - start;
+  const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
+  const T* x = static_cast<const T*>(job.x) + start;
+  const Group group = describe(extent_of(x, count), job.bits, float_of(Largest<T>::bits));
+  job.scales[index] = group.stored_scale;
+  from_float(group.low, static_cast<T*>(job.offsets) + index);
+
+  const int stride = job.group_size / 8;
+  u8* planes = job.planes + index * job.bits * stride;
+  for (int byte = 0; byte < job.bits * stride; ++byte) planes[byte] = 0;
+  for (int lane = 0; lane < 16; ++lane) {
+    u32 words[4];
+    u64 block_of_words = ~u64{0};
+    for (int i = lane; i < count; i += 16) {
+      const u64 element = static_cast<u64>(start + i);
+      if (element / kPhiloxBlock != block_of_words) {
+        block_of_words = element / kPhiloxBlock;
+        philox_of_lane(block_of_words, lane, job.seed, words);
+      }
+      const u32 noise = random_half(words, static_cast<u32>(element));
+      const u32 code = code_of(to_float(x[i]), group, job.bits, noise);
+      for (int plane = 0; plane < job.bits; ++plane) {
+        planes[plane * stride + i / 8] |= static_cast<u8>(((code >> plane) & 1u) << (i % 8));
+      }
+    }
+  }
+}
+
+template <class T>
+void unpack_group(const UnpackJob& job, i64 index) {
+  const i64 start = index * job.group_size;
+  const i64 left = job.numel - start;
+  const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
+  T* out = static_cast<T*>(job.out) + start;
+  const int stride = job.group_size / 8;
+  const u8* planes = job.planes + index * job.bits * stride;
+  const float offset = to_float(static_cast<const T*>(job.offsets)[index]);
+  for (int i = 0; i < count; ++i) {
+    u32 code = 0;
+    for (int plane = 0; plane < job.bits; ++plane) {
+      code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
+    }
+    from_float(decode(code, job.scales[index], offset, job.bits), out + i);
+  }
+}
+
+// Describe the groups of elements start .. start + count - 1 and store their scales and offsets.
+template <class Isa, class T>
+bool describe_block(const PackJob& job, i64 start, i64 count, Group* groups) {
+  const T* x = static_cast<const T*>(job.x) + start;
+  const i64 first_group = start / job.group_size;
+  bool any_special = false;
+  for (i64 g = 0; g < count / job.group_size; ++g) {
+    Extent extent{0.0f, 0.0f, false, false, false};
+    const T* values = x + g * job.group_size;
+    if (!Isa::range(values, job.group_size, &extent.low, &extent.high) || !is_finite(extent.high - extent.low)) {
+      extent = extent_of(values, job.group_size);
+    }
+    groups[g] = describe(extent, job.bits, float_of(Largest<T>::bits));
+    any_special |= groups[g].special;
+    job.scales[first_group + g] = groups[g].stored_scale;
+    from_float(groups[g].low, static_cast<T*>(job.offsets) + first_group + g);
+  }
+  return any_special;
+}
+
+// Full groups: elements start .. start + count - 1, count a multiple of 512 and at most kBlockElements.
+template <class Isa, class T, int BITS>
+void pack_block(const PackJob& job, i64 start, i64 count) {
+  Group groups[kBlockElements / 64];
+  const bool any_special = describe_block<Isa, T>(job, start, count, groups);
+
+  const T* x = static_cast<const T*>(job.x) + start;
+  const int stride = job.group_size / 8;
+  u8* planes = job.planes + start / job.group_size * BITS * stride;
+  for (i64 i = 0; i < count; i += kPhiloxBlock) {
+    alignas(kCacheLine) u32 words[4][16];
+    Isa::philox(static_cast<u64>(start + i) / kPhiloxBlock, job.seed, words);
+    for (int half = 0; half < 2; ++half) {
+      const i64 at = i + 64 * half;
+      const i64 g = at / job.group_size;
+#if defined(__x86_64__)
+      for (int line = 0; line < static_cast<int>(sizeof(T)); ++line) {
+        const char* ahead = reinterpret_cast<const char*>(x + at + kBlockElements) + line * kCacheLine;
+        _mm_prefetch(ahead, _MM_HINT_T0);
+      }
+#endif
+      u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
+      Isa::template quantise<T, BITS>(x + at, groups[g], words + 2 * half, target, stride);
+    }
+  }
+  if (!any_special) return;
+  for (i64 g = 0; g < count / job.group_size; ++g) {
+    if (groups[g].special) pack_group<T>(job, start / job.group_size + g);
+  }
+}
+
+template <class Isa, class T, int BITS>
+void pack_units(const PackJob& job, i64 first, i64 last) {
+  const PlainFloats plain;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  const i64 full_end = end / kUnitElements * kUnitElements;
+  for (i64 start = first * kUnitElements; start < full_end; start += kBlockElements) {
+    const i64 left = full_end - start;
+    pack_block<Isa, T, BITS>(job, start, left < kBlockElements ? left : kBlockElements);
+  }
+  for (i64 tail = full_end; tail < end; tail += job.group_size) {
+    pack_group<T>(job, tail / job.group_size);
+  }
+}
+
+template <class Isa, class T, int BITS>
+void unpack_units(const UnpackJob& job, i64 first, i64 last) {
+  const PlainFloats plain;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  const i64 last_full = end / job.group_size;
+  const int stride = job.group_size / 8;
+  const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
+  const T* offsets = static_cast<const T*>(job.offsets);
+  for (i64 g = first * kUnitElements / job.group_size; g < last_full; ++g) {
+    const u16 scale = job.scales[g];
+    if (scale & kSpecialFlag) {
+      unpack_group<T>(job, g);
+      continue;
+    }
+    const u8* planes = job.planes + g * BITS * stride;
+    T* out = static_cast<T*>(job.out) + g * job.group_size;
+    const float step = float_of(static_cast<u32>(scale) << 16);
+    Isa::template decode<T, BITS>(planes, job.group_size, step, to_float(offsets[g]), out, stream);
+  }
+  if (last_full * job.group_size < end) unpack_group<T>(job, last_full);
+#if defined(__x86_64__)
+  if (stream) _mm_sfence();
+#endif
+}
+
+template <class Isa, class Word>
+void pack_mask_words(const MaskJob& job, i64 begin, i64 end) {
+  const Word* x = static_cast<const Word*>(job.elements);
+  const Word pattern = static_cast<Word>(job.pattern);
+  i64 i = begin;
+  for (; i + 64 <= end; i += 64) {
+    alignas(kCacheLine) u8 bytes[64];
+    for (int j = 0; j < 64; ++j) bytes[j] = (x[i + j] & pattern) != 0 ? 1 : 0;
+    const u64 mask = Isa::byte_bits(bytes);
+    for (int byte = 0; byte < 8; ++byte) job.packed[i / 8 + byte] = static_cast<u8>(mask >> (8 * byte));
+  }
+  for (; i < end; i += 8) {
+    u8 byte = 0;
+    for (int bit = 0; bit < 8 && i + bit < end; ++bit) byte |= static_cast<u8>((x[i + bit] & pattern) != 0) << bit;
+    job.packed[i / 8] = byte;
+  }
+}
+
+template <class Isa, class Word>
+void unpack_mask_words(const MaskJob& job, i64 begin, i64 end) {
+  Word* out = static_cast<Word*>(job.elements);
+  const Word one = static_cast<Word>(job.pattern);
+  i64 i = begin;
+  for (; i + 64 <= end; i += 64) {
+    u64 mask = 0;
+    for (int byte = 0; byte < 8; ++byte) mask |= static_cast<u64>(job.packed[i / 8 + byte]) << (8 * byte);
+    alignas(kCacheLine) u8 bytes[64];
+    Isa::bit_bytes(mask, bytes);
+    for (int j = 0; j < 64; ++j) out[i + j] = static_cast<Word>(-static_cast<Word>(bytes[j])) & one;
+  }
+  for (; i < end; ++i) out[i] = (job.packed[i / 8] >> (i % 8)) & 1 ? one : Word{0};
+}
+
+template <class Isa>
+void pack_mask_units(const MaskJob& job, i64 first, i64 last) {
+  const i64 begin = first * kUnitElements;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  if (job.width_bytes == 1) pack_mask_words<Isa, u8>(job, begin, end);
+  if (job.width_bytes == 2) pack_mask_words<Isa, u16>(job, begin, end);
+  if (job.width_bytes == 4) pack_mask_words<Isa, u32>(job, begin, end);
+  if (job.width_bytes == 8) pack_mask_words<Isa, u64>(job, begin, end);
+}
+
+template <class Isa>
+void unpack_mask_units(const MaskJob& job, i64 first, i64 last) {
+  const i64 begin = first * kUnitElements;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  if (job.width_bytes == 1) unpack_mask_words<Isa, u8>(job, begin, end);
+  if (job.width_bytes == 2) unpack_mask_words<Isa, u16>(job, begin, end);
+  if (job.width_bytes == 4) unpack_mask_words<Isa, u32>(job, begin, end);
+  if (job.width_bytes == 8) unpack_mask_words<Isa, u64>(job, begin, end);
+}
+
+// sum of weight * q * (65536 - q), q the 16 fraction bits that pack rounds; 16 partial sums let it be vectorised.
+inline double weighted_fractions(const float* values, const float* weight, int count, const Group& group) {
+  float partial[16] = {};
+  int i = 0;
+  for (; i + 16 <= count; i += 16) {
+    for (int lane = 0; lane < 16; ++lane) {
+      const i32 fraction = scaled_value(values[i + lane], group) & 0xFFFF;
+      partial[lane] += weight[i + lane] * static_cast<float>(fraction * (65536 - fraction));
+    }
+  }
+  double sum = 0.0;
+  for (int lane = 0; lane < 16; ++lane) sum += partial[lane];
+  for (; i < count; ++i) {
+    const i32 fraction = scaled_value(values[i], group) & 0xFFFF;
+    sum += static_cast<double>(weight[i]) * (fraction * (65536 - fraction));
+  }
+  return sum;
+}
+
+template <class T>
+void variance_of_group(const VarianceJob& job, i64 start, int count, double totals[8]) {
+  const T* x = static_cast<const T*>(job.x) + start;
+  const float* weight = job.weight + start;
+  float values[512];
+  for (int i = 0; i < count; ++i) values[i] = to_float(x[i]);
+  const Extent extent = extent_of(values, count);
+  bool weighted = false;
+  for (int i = 0; i < count; ++i) weighted |= weight[i] != 0.0f;
+  if (!weighted) return;
+  for (int bits = 1; bits <= 8; ++bits) {
+    const Group group = describe(extent, bits, float_of(Largest<T>::bits));
+    // scale^2 * f * (1 - f) with f = q / 65536
+    const double unit = static_cast<double>(group.scale) * group.scale / 4294967296.0;
+    const double infinity = static_cast<double>(float_of(kInfinityBits));
+    totals[bits - 1] += group.special ? infinity : unit * weighted_fractions(values, weight, count, group);
+  }
+}
+
+template <class T>
+void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
+  const PlainFloats plain;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  for (i64 start = first * kUnitElements; start < end; start += job.group_size) {
+    const i64 left = end - start;
+    variance_of_group<T>(job, start, static_cast<int>(left < job.group_size ? left : job.group_size), totals);
+  }
+}
+
+// ---- from run-time bits and element type to the template
+
+template <class Isa, class T>
+void pack_bits(const PackJob& job, i64 first, i64 last) {
+  switch (job.bits) {
+    case 1: return pack_units<Isa, T, 1>(job, first, last);
+    case 2: return pack_units<Isa, T, 2>(job, first, last);
+    case 3: return pack_units<Isa, T, 3>(job, first, last);
+    case 4: return pack_units<Isa, T, 4>(job, first, last);
+    case 5: return pack_units<Isa, T, 5>(job, first, last);
+    case 6: return pack_units<Isa, T, 6>(job, first, last);
+    case 7: return pack_units<Isa, T, 7>(job, first, last);
+    default: return pack_units<Isa, T, 8>(job, first, last);
+  }
+}
+
+template <class Isa, class T>
+void unpack_bits(const UnpackJob& job, i64 first, i64 last) {
+  switch (job.bits) {
+    case 1: return unpack_units<Isa, T, 1>(job, first, last);
+    case 2: return unpack_units<Isa, T, 2>(job, first, last);
+    case 3: return unpack_units<Isa, T, 3>(job, first, last);
+    case 4: return unpack_units<Isa, T, 4>(job, first, last);
+    case 5: return unpack_units<Isa, T, 5>(job, first, last);
+    case 6: return unpack_units<Isa, T, 6>(job, first, last);
+    case 7: return unpack_units<Isa, T, 7>(job, first, last);
+    default: return unpack_units<Isa, T, 8>(job, first, last);
+  }
+}
+
+template <class Isa>
+void pack_any(const PackJob& job, i64 first, i64 last) {
+  if (job.element == Element::kFloat) return pack_bits<Isa, float>(job, first, last);
+  if (job.element == Element::kHalf) return pack_bits<Isa, Half>(job, first, last);
+  return pack_bits<Isa, Bfloat>(job, first, last);
+}
+
+template <class Isa>
+void unpack_any(const UnpackJob& job, i64 first, i64 last) {
+  if (job.element == Element::kFloat) return unpack_bits<Isa, float>(job, first, last);
+  if (job.element == Element::kHalf) return unpack_bits<Isa, Half>(job, first, last);
+  return unpack_bits<Isa, Bfloat>(job, first, last);
+}
+
+inline void variance_any(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
+  if (job.element == Element::kFloat) return variance_units<float>(job, first, last, totals);
+  if (job.element == Element::kHalf) return variance_units<Half>(job, first, last, totals);
+  return variance_units<Bfloat>(job, first, last, totals);
+}
+
+template <class Isa>
+constexpr Kernels make_kernels() {
+  return Kernels{pack_any<Isa>, unpack_any<Isa>, pack_mask_units<Isa>, unpack_mask_units<Isa>, variance_any};
+}
+
+}  // namespace
+}  // namespace gact

@@ -1,0 +1,67 @@
+// What the operators call: one table of functions for each instruction set, all with the same results.
+#pragma once
+
+#include "codec.h"
+
+namespace gact {
+
+enum class Element : int { kFloat, kHalf, kBfloat };
+
+// Work is cut into units of 512 elements, a multiple of every group size, so that results do not depend on threads.
+constexpr i64 kUnitElements = 512;
+
+struct PackJob {
+  const void* x;
+  Element element;
+  i64 numel;
+  int bits;
+  int group_size;
+  u64 seed;
+  u8* planes;  // [groups, bits, group_size / 8]
+  u16* scales;  // [groups] bfloat16
+  void* offsets;  // [groups] like x
+};
+
+struct UnpackJob {
+  const u8* planes;
+  const u16* scales;
+  const void* offsets;
+  Element element;
+  i64 numel;
+  int bits;
+  int group_size;
+  void* out;
+  bool stream;  // write around the cache: the output is larger than it
+};
+
+struct MaskJob {
+  void* elements;  // read by pack_mask, written by unpack_mask
+  u8* packed;
+  i64 numel;
+  int width_bytes;  // 1, 2, 4 or 8
+  u64 pattern;  // pack: the bits that make an element non-zero; unpack: the element 1
+};
+
+struct VarianceJob {
+  const void* x;
+  Element element;
+  const float* weight;
+  i64 numel;
+  int group_size;
+};
+
+// Each function works on units first .. last - 1; the last unit may be short.
+struct Kernels {
+  void (*pack)(const PackJob& job, i64 first, i64 last);
+  void (*unpack)(const UnpackJob& job, i64 first, i64 last);
+  void (*pack_mask)(const MaskJob& job, i64 first, i64 last);
+  void (*unpack_mask)(const MaskJob& job, i64 first, i64 last);
+  void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
+};
+
+const Kernels* scalar_kernels();
+// Null where the processor or the build lacks the instructions.
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace gact

@@ -1,0 +1,208 @@
+// AVX2 and F16C kernels. The same bits as kernels_scalar.cpp.
+#include "driver.h"
+
+#if defined(__AVX2__) && defined(__F16C__)
+
+namespace gact {
+namespace {
+
+inline __m256 load8(const float* x) { return _mm256_loadu_ps(x); }
+
+inline __m256 load8(const Half* x) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))); }
+
+inline __m256 load8(const Bfloat* x) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+
+inline void store32(void* out, __m256i value, bool stream) {
+  if (stream) {
+    _mm256_stream_si256(static_cast<__m256i*>(out), value);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(out), value);
+  }
+}
+
+// Ten Philox rounds on 4 counters, one in the low half of each 64-bit lane; what the upper halves hold is ignored.
+inline void philox_rounds(__m256i state[4], u64 seed) {
+  const __m256i m0 = _mm256_set1_epi64x(kPhiloxM0), m1 = _mm256_set1_epi64x(kPhiloxM1);
+  u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
+  for (int round = 0; round < 10; ++round, key0 += kPhiloxW0, key1 += kPhiloxW1) {
+    const __m256i product0 = _mm256_mul_epu32(state[0], m0), product1 = _mm256_mul_epu32(state[2], m1);
+    const __m256i mixed0 = _mm256_xor_si256(_mm256_srli_epi64(product1, 32), state[1]);
+    const __m256i mixed1 = _mm256_xor_si256(_mm256_srli_epi64(product0, 32), state[3]);
+    state[0] = _mm256_xor_si256(mixed0, _mm256_set1_epi32(static_cast<i32>(key0)));
+    state[1] = product1;
+    state[2] = _mm256_xor_si256(mixed1, _mm256_set1_epi32(static_cast<i32>(key1)));
+    state[3] = product0;
+  }
+}
+
+// Bytes of 32 codes from their bit planes, 4 bytes of each.
+template <int BITS>
+inline __m256i codes_of(const u8* planes, int stride) {
+  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
+                                          3, 3, 3, 3, 3);
+  const __m256i select = _mm256_set1_epi64x(static_cast<i64>(0x8040201008040201ull));
+  __m256i codes = _mm256_setzero_si256();
+  for (int plane = 0; plane < BITS; ++plane) {
+    i32 bits;
+    std::memcpy(&bits, planes + plane * stride, sizeof(bits));
+    const __m256i chosen = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), spread), select);
+    const __m256i weight = _mm256_set1_epi8(static_cast<char>(1 << plane));
+    codes = _mm256_or_si256(codes, _mm256_and_si256(_mm256_cmpeq_epi8(chosen, select), weight));
+  }
+  return codes;
+}
+
+// offset + code * scale of codes 8 * part .. 8 * part + 7; the two operations are as in codec.h.
+inline __m256 values_of(__m256i codes, int part, __m256 scale, __m256 offset) {
+  __m128i bytes = part < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
+  if (part & 1) bytes = _mm_srli_si128(bytes, 8);
+  const __m256 numbers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  return _mm256_add_ps(offset, _mm256_mul_ps(numbers, scale));
+}
+
+inline __m256i rounded_to_bfloat(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
+}
+
+inline __m256i to_words(__m256 low, __m256 high, Bfloat*) {
+  const __m256i packed = _mm256_packus_epi32(rounded_to_bfloat(low), rounded_to_bfloat(high));
+  return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
+}
+
+inline __m256i to_words(__m256 low, __m256 high, Half*) {
+  return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT),
+                          _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline float smallest(__m256 values) {
+  float lanes[8];
+  _mm256_storeu_ps(lanes, values);
+  float result = lanes[0];
+  for (int i = 1; i < 8; ++i) result = lanes[i] < result ? lanes[i] : result;
+  return result;
+}
+
+struct Avx2Isa {
+  template <class T>
+  static bool range(const T* x, int count, float* low, float* high) {
+    __m256 lows = load8(x), highs = lows, unordered = _mm256_setzero_ps();
+    for (int i = 0; i < count; i += 16) {
+      const __m256 a = load8(x + i), b = load8(x + i + 8);
+      lows = _mm256_min_ps(lows, _mm256_min_ps(a, b));
+      highs = _mm256_max_ps(highs, _mm256_max_ps(a, b));
+      unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+    }
+    *low = smallest(lows);
+    *high = -smallest(_mm256_sub_ps(_mm256_setzero_ps(), highs));
+    return _mm256_movemask_ps(unordered) == 0;
+  }
+
+  static void philox(u64 block, u64 seed, u32 words[4][16]) {
+    const u64 counter = block * 16u;
+    const __m256i high = _mm256_set1_epi64x(static_cast<i64>(counter >> 32)), zero = _mm256_setzero_si256();
+    for (int part = 0; part < 2; ++part) {
+      const __m256i first = _mm256_set1_epi64x(static_cast<i64>((counter & 0xFFFFFFFFu) + 8 * part));
+      __m256i even[4] = {_mm256_or_si256(first, _mm256_set_epi64x(6, 4, 2, 0)), high, zero, zero};
+      __m256i odd[4] = {_mm256_or_si256(first, _mm256_set_epi64x(7, 5, 3, 1)), high, zero, zero};
+      philox_rounds(even, seed);
+      philox_rounds(odd, seed);
+      for (int word = 0; word < 4; ++word) {
+        const __m256i mixed = _mm256_blend_epi32(even[word], _mm256_slli_epi64(odd[word], 32), 0xAA);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words[word] + 8 * part), mixed);
+      }
+    }
+  }
+
+  template <class T, int BITS>
+  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i codes = codes_of_values(x + 32 * half, group, words[half]);
+      for (int plane = 0; plane < BITS; ++plane) {
+        const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
+        std::memcpy(planes + plane * stride + 4 * half, &mask, sizeof(mask));
+      }
+    }
+  }
+
+  // The codes of 32 elements as bytes in order; their noise is the low, then the high halves of 16 words.
+  template <class T>
+  static __m256i codes_of_values(const T* x, const Group& group, const u32 words[16]) {
+    const __m256 low = _mm256_set1_ps(group.low), inverse = _mm256_set1_ps(group.inverse);
+    const __m256i limit = _mm256_set1_epi32(group.limit), mask = _mm256_set1_epi32(0xFFFF);
+    __m256i codes[4];
+    for (int vector = 0; vector < 4; ++vector) {
+      const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), low);
+      const __m256i steps = _mm256_min_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(distance, inverse)), limit);
+      const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + 8 * (vector & 1)));
+      const __m256i noise = vector < 2 ? _mm256_and_si256(word, mask) : _mm256_srli_epi32(word, 16);
+      codes[vector] = _mm256_srli_epi32(_mm256_add_epi32(steps, noise), 16);
+    }
+    const __m256i packed =
+        _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
+    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  }
+
+  template <class T, int BITS>
+  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
+    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
+    for (int i = 0; i < group_size; i += 32) {
+      store_values(codes_of<BITS>(planes + i / 8, group_size / 8), scales, offsets, out + i, stream);
+    }
+  }
+
+  static void store_values(__m256i codes, __m256 scale, __m256 offset, float* out, bool stream) {
+    for (int part = 0; part < 4; ++part) {
+      store32(out + 8 * part, _mm256_castps_si256(values_of(codes, part, scale, offset)), stream);
+    }
+  }
+
+  template <class T>
+  static void store_values(__m256i codes, __m256 scale, __m256 offset, T* out, bool stream) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256 low = values_of(codes, 2 * half, scale, offset);
+      store32(out + 16 * half, to_words(low, values_of(codes, 2 * half + 1, scale, offset), out), stream);
+    }
+  }
+
+  static u64 byte_bits(const u8 bytes[64]) {
+    u64 bits = 0;
+    for (int half = 0; half < 2; ++half) {
+      const __m256i value = _mm256_load_si256(reinterpret_cast<const __m256i*>(bytes + 32 * half));
+      bits |= static_cast<u64>(static_cast<u32>(_mm256_movemask_epi8(_mm256_slli_epi16(value, 7)))) << (32 * half);
+    }
+    return bits;
+  }
+
+  static void bit_bytes(u64 bits, u8 bytes[64]) {
+    for (int half = 0; half < 2; ++half) {
+      const u32 part = static_cast<u32>(bits >> (32 * half));
+      u8 little_endian[4];
+      std::memcpy(little_endian, &part, sizeof(part));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(bytes + 32 * half), codes_of<1>(little_endian, 0));
+    }
+  }
+};
+
+bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+
+}  // namespace
+
+const Kernels* avx2_kernels() {
+  static constexpr Kernels kernels = make_kernels<Avx2Isa>();
+  return supported() ? &kernels : nullptr;
+}
+
+}  // namespace gact
+
+#else
+
+namespace gact {
+const Kernels* avx2_kernels() { return nullptr; }
+}  // namespace gact
+
+#endif

@@ -1,0 +1,232 @@
+// AVX-512 kernels (F, BW, DQ, VL, VBMI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
+#include "driver.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__)
+
+namespace gact {
+namespace {
+
+// Shuffle indices: the odd 16-bit words of two vectors, the even bytes of two vectors.
+alignas(64) constexpr u16 kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                  33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+alignas(64) constexpr u8 kEvenBytes[64] = {
+    0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24,  26,  28,  30,  32,  34,  36,  38,  40, 42,
+    44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 64, 66, 68,  70,  72,  74,  76,  78,  80,  82,  84, 86,
+    88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
+
+inline __m512 load16(const float* x) { return _mm512_loadu_ps(x); }
+
+inline __m512 load16(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+
+inline __m512 load16(const Bfloat* x) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+inline void store64(void* out, __m512i value, bool stream) {
+  if (stream) {
+    _mm512_stream_si512(static_cast<__m512i*>(out), value);
+  } else {
+    _mm512_storeu_si512(out, value);
+  }
+}
+
+// 32 finite floats to bfloat16, ties to even.
+inline __m512i to_bfloat(__m512 low, __m512 high) {
+  const __m512i bias = _mm512_set1_epi32(0x7FFF), one = _mm512_set1_epi32(1);
+  __m512i a = _mm512_castps_si512(low), b = _mm512_castps_si512(high);
+  a = _mm512_add_epi32(_mm512_add_epi32(a, bias), _mm512_and_si512(_mm512_srli_epi32(a, 16), one));
+  b = _mm512_add_epi32(_mm512_add_epi32(b, bias), _mm512_and_si512(_mm512_srli_epi32(b, 16), one));
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(kOddWords), b);
+}
+
+inline __m512i to_words(__m512 low, __m512 high, Bfloat*) { return to_bfloat(low, high); }
+
+inline __m512i to_words(__m512 low, __m512 high, Half*) {
+  const __m256i first = _mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i second = _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
+
+// Ten Philox rounds on 8 counters, one in the low half of each 64-bit lane; what the upper halves hold is ignored.
+inline void philox_rounds(__m512i state[4], const u32 key0[10], const u32 key1[10]) {
+  const __m512i m0 = _mm512_set1_epi64(kPhiloxM0), m1 = _mm512_set1_epi64(kPhiloxM1);
+  for (int round = 0; round < 10; ++round) {
+    const __m512i product0 = _mm512_mul_epu32(state[0], m0), product1 = _mm512_mul_epu32(state[2], m1);
+    const __m512i k0 = _mm512_set1_epi32(static_cast<i32>(key0[round]));
+    const __m512i k1 = _mm512_set1_epi32(static_cast<i32>(key1[round]));
+    state[0] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(product1, 32), state[1], k0, 0x96);
+    state[1] = product1;
+    state[2] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(product0, 32), state[3], k1, 0x96);
+    state[3] = product0;
+  }
+}
+
+// Bytes of 64 codes from their bit planes, 8 bytes of each.
+template <int BITS>
+inline __m512i codes_of(const u8* planes, int stride) {
+  __m512i codes = _mm512_setzero_si512();
+  for (int plane = 0; plane < BITS; ++plane) {
+    u64 mask;
+    std::memcpy(&mask, planes + plane * stride, sizeof(mask));
+    const __m512i weight = _mm512_set1_epi8(static_cast<char>(1 << plane));
+    codes = plane == 0 ? _mm512_maskz_mov_epi8(mask, weight) : _mm512_mask_add_epi8(codes, mask, codes, weight);
+  }
+  return codes;
+}
+
+inline __m512i sixteen_codes(__m512i codes, int quarter) {
+  const __m128i bytes = quarter == 0   ? _mm512_castsi512_si128(codes)
+                        : quarter == 1 ? _mm512_extracti32x4_epi32(codes, 1)
+                        : quarter == 2 ? _mm512_extracti32x4_epi32(codes, 2)
+                                       : _mm512_extracti32x4_epi32(codes, 3);
+  return _mm512_cvtepu8_epi32(bytes);
+}
+
+// offset + code * scale of 16 codes; the two operations are as in codec.h.
+inline __m512 values_of(__m512i codes, __m512 scale, __m512 offset) {
+  return _mm512_add_ps(offset, _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale));
+}
+
+struct Avx512Isa {
+  template <class T>
+  static bool range(const T* x, int count, float* low, float* high) {
+    __m512 low0 = load16(x), low1 = low0, high0 = low0, high1 = low0;
+    __mmask16 unordered = 0;
+    for (int i = 0; i < count; i += 32) {
+      const __m512 a = load16(x + i), b = load16(x + i + 16);
+      low0 = _mm512_min_ps(low0, a);
+      low1 = _mm512_min_ps(low1, b);
+      high0 = _mm512_max_ps(high0, a);
+      high1 = _mm512_max_ps(high1, b);
+      unordered |= _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+    }
+    *low = _mm512_reduce_min_ps(_mm512_min_ps(low0, low1));
+    *high = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1));
+    return unordered == 0;
+  }
+
+  static void philox(u64 block, u64 seed, u32 words[4][16]) {
+    const u64 counter = block * 16u;
+    u32 key0[10], key1[10];
+    for (u32 round = 0; round < 10; ++round) {
+      key0[round] = static_cast<u32>(seed) + round * kPhiloxW0;
+      key1[round] = static_cast<u32>(seed >> 32) + round * kPhiloxW1;
+    }
+    const __m512i first = _mm512_set1_epi64(static_cast<i64>(counter & 0xFFFFFFFFu));
+    const __m512i high = _mm512_set1_epi64(static_cast<i64>(counter >> 32));
+    const __m512i even_lanes = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i zero = _mm512_setzero_si512();
+    __m512i even[4] = {_mm512_or_si512(first, even_lanes), high, zero, zero};
+    __m512i odd[4] = {_mm512_or_si512(even[0], _mm512_set1_epi64(1)), high, zero, zero};
+    philox_rounds(even, key0, key1);
+    philox_rounds(odd, key0, key1);
+    for (int word = 0; word < 4; ++word) {
+      const __m512 mixed = _mm512_mask_moveldup_ps(_mm512_castsi512_ps(even[word]), 0xAAAA,
+                                                   _mm512_castsi512_ps(odd[word]));
+      _mm512_store_ps(words[word], mixed);
+    }
+  }
+
+  template <class T, int BITS>
+  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
+    const __m512 low = _mm512_set1_ps(group.low), inverse = _mm512_set1_ps(group.inverse);
+    const __m512i limit = _mm512_set1_epi32(group.limit), half = _mm512_set1_epi32(0xFFFF);
+    __m512i sums[4];
+    for (int vector = 0; vector < 4; ++vector) {
+      const __m512 distance = _mm512_sub_ps(load16(x + 16 * vector), low);
+      const __m512i steps = _mm512_min_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(distance, inverse)), limit);
+      const __m512i word = _mm512_load_si512(words[vector >> 1]);
+      const __m512i noise = vector & 1 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, half);
+      sums[vector] = _mm512_add_epi32(steps, noise);
+    }
+    const __m512i codes = third_bytes(sums);
+    for (int plane = 0; plane < BITS; ++plane) {
+      const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
+      std::memcpy(planes + plane * stride, &mask, sizeof(mask));
+    }
+  }
+
+  // Bits 16..23 of 64 dwords, in order.
+  static __m512i third_bytes(const __m512i sums[4]) {
+    const __m512i odd_words = _mm512_load_si512(kOddWords);
+    const __m512i lower = _mm512_permutex2var_epi16(sums[0], odd_words, sums[1]);
+    const __m512i upper = _mm512_permutex2var_epi16(sums[2], odd_words, sums[3]);
+    return _mm512_permutex2var_epi8(lower, _mm512_load_si512(kEvenBytes), upper);
+  }
+
+  template <class T, int BITS>
+  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
+    const __m512 scales = _mm512_set1_ps(scale), offsets = _mm512_set1_ps(offset);
+    decode_codes<BITS>(planes, group_size, scales, offsets, out, stream);
+  }
+
+  // Up to 16 different codes: look the 16 floats up.
+  template <int BITS>
+  static void decode_codes(const u8* planes, int count, __m512 scale, __m512 offset, float* out, bool stream) {
+    const __m512i counting = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 table = values_of(counting, scale, offset);
+    for (int i = 0; i < count; i += 64) {
+      const __m512i codes = codes_of<BITS>(planes + i / 8, count / 8);
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const __m512i sixteen = sixteen_codes(codes, quarter);
+        const __m512 values = BITS <= 4 ? _mm512_permutexvar_ps(sixteen, table) : values_of(sixteen, scale, offset);
+        store64(out + i + 16 * quarter, _mm512_castps_si512(values), stream);
+      }
+    }
+  }
+
+  // 16-bit outputs: up to 32 different codes are looked up.
+  template <int BITS, class T>
+  static void decode_codes(const u8* planes, int count, __m512 scale, __m512 offset, T* out, bool stream) {
+    const __m512i counting = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i next = _mm512_add_epi32(counting, _mm512_set1_epi32(16));
+    const __m512i table = to_words(values_of(counting, scale, offset), values_of(next, scale, offset), out);
+    for (int i = 0; i < count; i += 64) {
+      const __m512i codes = codes_of<BITS>(planes + i / 8, count / 8);
+      for (int half = 0; half < 2; ++half) {
+        __m512i words;
+        if (BITS <= 5) {
+          const __m256i bytes = half ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
+          words = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(bytes), table);
+        } else {
+          words = to_words(values_of(sixteen_codes(codes, 2 * half), scale, offset),
+                           values_of(sixteen_codes(codes, 2 * half + 1), scale, offset), out);
+        }
+        store64(out + i + 32 * half, words, stream);
+      }
+    }
+  }
+
+  static u64 byte_bits(const u8 bytes[64]) {
+    const __m512i value = _mm512_load_si512(bytes);
+    return _mm512_test_epi8_mask(value, value);
+  }
+
+  static void bit_bytes(u64 bits, u8 bytes[64]) {
+    _mm512_store_si512(bytes, _mm512_maskz_set1_epi8(bits, 1));
+  }
+};
+
+bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi");
+}
+
+}  // namespace
+
+const Kernels* avx512_kernels() {
+  static constexpr Kernels kernels = make_kernels<Avx512Isa>();
+  return supported() ? &kernels : nullptr;
+}
+
+}  // namespace gact
+
+#else
+
+namespace gact {
+const Kernels* avx512_kernels() { return nullptr; }
+}  // namespace gact
+
+#endif

@@ -1,0 +1,69 @@
+// Portable kernels: the primitives of driver.h written with the scalar functions of codec.h.
+#include "driver.h"
+
+namespace gact {
+namespace {
+
+struct ScalarIsa {
+  template <class T>
+  static bool range(const T* x, int count, float* low, float* high) {
+    const Extent extent = extent_of(x, count);
+    *low = extent.low;
+    *high = extent.high;
+    return !(extent.has_nan || extent.has_minus || extent.has_plus);
+  }
+
+  static void philox(u64 block, u64 seed, u32 words[4][16]) {
+    for (u32 lane = 0; lane < 16; ++lane) {
+      u32 lane_words[4];
+      philox_of_lane(block, lane, seed, lane_words);
+      for (int word = 0; word < 4; ++word) words[word][lane] = lane_words[word];
+    }
+  }
+
+  // words: the two output words of 16 lanes that hold the noise of these 64 elements.
+  template <class T, int BITS>
+  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
+    u64 bits[BITS] = {};
+    for (int i = 0; i < 64; ++i) {
+      const u32 word = words[i >> 5][i & 15];
+      const u32 noise = (i & 16) ? word >> 16 : word & 0xFFFFu;
+      const u64 code = code_of(to_float(x[i]), group, BITS, noise);
+      for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << i;
+    }
+    for (int plane = 0; plane < BITS; ++plane) {
+      for (int byte = 0; byte < 8; ++byte) planes[plane * stride + byte] = static_cast<u8>(bits[plane] >> (8 * byte));
+    }
+  }
+
+  template <class T, int BITS>
+  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool) {
+    const int stride = group_size / 8;
+    for (int i = 0; i < group_size; ++i) {
+      u32 code = 0;
+      for (int plane = 0; plane < BITS; ++plane) {
+        code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
+      }
+      from_float(offset + static_cast<float>(code) * scale, out + i);
+    }
+  }
+
+  static u64 byte_bits(const u8 bytes[64]) {
+    u64 bits = 0;
+    for (int i = 0; i < 64; ++i) bits |= static_cast<u64>(bytes[i]) << i;
+    return bits;
+  }
+
+  static void bit_bytes(u64 bits, u8 bytes[64]) {
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<u8>((bits >> i) & 1u);
+  }
+};
+
+}  // namespace
+
+const Kernels* scalar_kernels() {
+  static constexpr Kernels kernels = make_kernels<ScalarIsa>();
+  return &kernels;
+}
+
+}  // namespace gact

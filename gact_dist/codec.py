@@ -1,0 +1,298 @@
+"""Tensors to packed buffers and back: any strided tensor in, a private tensor with the same strides out.
+
+Nothing here waits for a device or touches the global random state; the random bits of stochastic rounding come from
+Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES
+
+DEFAULT_GROUP_SIZE = 256
+
+_COMPLEX_PARTS = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+class Scheme(Enum):
+    """How the payload of a Packed holds its elements."""
+
+    EXACT = auto()  # the elements themselves
+    QUANTISED = auto()  # groups of 1..8-bit codes
+    MASK = auto()  # one bit each: zero or not
+    BINARY = auto()  # one bit each: zero or `constant`
+    NARROW = auto()  # integers in a smaller integer type
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A stored tensor. It owns its buffers and keeps nothing else alive.
+
+    Attributes:
+        payload: uint8 buffer, or for EXACT the elements in memory order.
+        scheme: how ``payload`` is to be read.
+        bits: bits for each element, None when exact.
+        dtype, shape, strides: of the tensor that was packed.
+        group_size: elements that share a scale and an offset (QUANTISED).
+        constant: 0-d tensor, the value other than zero (BINARY).
+        conjugate: the tensor was a lazily conjugated complex one.
+    """
+
+    payload: Tensor
+    scheme: Scheme
+    bits: int | None
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    group_size: int = DEFAULT_GROUP_SIZE
+    constant: Tensor | None = None
+    conjugate: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that this object owns."""
+        return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
+
+
+class _Fill(Enum):
+    """How the elements of a strided tensor lie in the memory between its first and its last element."""
+
+    SPAN = auto()  # every place is an element; some may be several
+    SCATTERED = auto()  # gaps, every element has a place of its own
+    TANGLED = auto()  # gaps and shared places
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The memory of a strided tensor without its stride-0 and size-1 dimensions, widest stride first."""
+
+    fill: _Fill
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    span: int  # elements between the first and the last, both counted
+
+    @property
+    def stored_numel(self) -> int:
+        return _product(self.sizes) if self.fill is _Fill.SCATTERED else self.span
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    numel = 1
+    for size in sizes:
+        numel *= size
+    return numel
+
+
+def _layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout:
+    if 0 in shape:
+        return _Layout(_Fill.SPAN, (0,), (1,), 0)
+    kept = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride != 0]
+    kept.sort(reverse=True)
+    span, gaps, shared = 1, False, False
+    for stride, size in reversed(kept):
+        gaps |= stride > span
+        shared |= stride < span
+        span += stride * (size - 1)
+    fill = _Fill.SPAN
+    if gaps:
+        fill = _Fill.TANGLED if shared else _Fill.SCATTERED
+    return _Layout(fill, tuple(size for _, size in kept), tuple(stride for stride, _ in kept), span)
+
+
+def _flatten(tensor: Tensor, layout: _Layout) -> Tensor:
+    """The stored elements in memory order, 1-D contiguous: a view where there are no gaps."""
+    if layout.fill is _Fill.SCATTERED:
+        return tensor.as_strided(layout.sizes, layout.strides).reshape(-1)
+    return tensor.as_strided((layout.span,), (1,))
+
+
+def _restore(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], layout: _Layout) -> Tensor:
+    """Inverse of ``_flatten``: a tensor with this shape and these strides."""
+    if layout.fill is not _Fill.SCATTERED:
+        return flat.as_strided(shape, strides)
+    out = torch.empty_strided(shape, strides, dtype=flat.dtype, device=flat.device)
+    out.as_strided(layout.sizes, layout.strides).copy_(flat.view(layout.sizes))
+    return out
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph; TypeError unless it has strided memory of its own."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"got a tensor of layout {tensor.layout}, expected a strided one; pack its values and indices")
+    if tensor.is_quantized:
+        raise TypeError(f"got a quantised tensor of {tensor.dtype}; it is small already, keep it as it is")
+    if tensor.device.type == "meta":
+        raise TypeError("got a meta tensor, which has no data to pack; use a FakeTensorMode to trace shapes")
+    tensor = tensor.detach()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
+    """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
+
+    Elements are taken in memory order in groups of ``group_size``; an element of a finite group decodes to at most
+    one step of its group away: (max - min) / (2^bits - 1), rounded up to bfloat16. Groups with infinities keep them
+    exactly and give up two codes; groups with NaN decode to NaN. float64 and complex128 go through float32: values
+    beyond 3.4e38 become infinite and 2^-24 relative precision is lost on top.
+
+    Args:
+        tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
+        bits: 1 to 8, or None for an exact private copy of any dtype.
+        seed: 64-bit integer that selects the random bits.
+        group_size: 64, 128, 256 or 512.
+
+    Raises:
+        ValueError: bits, seed or group_size out of range.
+        TypeError: a dtype or layout that cannot be packed; the message says what to do.
+    """
+    _check_numbers(bits, seed, group_size)
+    data = _plain(tensor)
+    layout = _layout_of(data.shape, data.stride())
+    if data.dtype == torch.bool and bits == 1:
+        return pack_mask(tensor)
+    if bits is None or layout.fill is _Fill.TANGLED:
+        if bits is not None:
+            _real_dtype(data.dtype)
+        return _pack_exact(data, layout)
+    part = _real_dtype(data.dtype)
+    conjugate = data.is_conj()
+    physical = data.conj() if conjugate else data
+    flat = _flatten(physical, layout)
+    values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    payload = ops.pack(values.to(part), bits, group_size, seed)
+    return Packed(
+        payload, Scheme.QUANTISED, bits, data.dtype, data.shape, data.stride(), group_size, conjugate=conjugate
+    )
+
+
+def _check_numbers(bits: int | None, seed: int, group_size: int) -> None:
+    if bits is not None and (not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS):
+        raise ValueError(f"bits is {bits!r}, expected an integer {MIN_BITS} to {MAX_BITS}, or None for an exact copy")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size!r}, expected one of {GROUP_SIZES}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}, expected a signed 64-bit integer; take it modulo 2**63")
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The float type in which a tensor of ``dtype`` is quantised; TypeError if it cannot be."""
+    part = _COMPLEX_PARTS.get(dtype, dtype)
+    if part == torch.float64:
+        return torch.float32
+    if part not in PACK_DTYPES:
+        raise TypeError(
+            f"cannot quantise {dtype}, expected float32, float16, bfloat16, float64 or complex; "
+            "use bits=None for an exact copy, or pack_mask for a tensor of zeros and ones"
+        )
+    return part
+
+
+def _pack_exact(data: Tensor, layout: _Layout) -> Packed:
+    conjugate = data.is_conj()
+    physical = data.conj() if conjugate else data
+    flat = _flatten(physical, layout)
+    if layout.fill is not _Fill.SCATTERED or flat.data_ptr() == physical.data_ptr():
+        flat = flat.clone()
+    return Packed(flat, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), conjugate=conjugate)
+
+
+def pack_mask(tensor: Tensor) -> Packed:
+    """Store which elements are not zero, one bit each; they come back as 1 (True) in the same dtype.
+
+    Exact for bool, and for a tensor that holds only zeros and ones.
+
+    Raises:
+        TypeError: the dtype is not bool, uint8 or a float type.
+    """
+    data = _plain(tensor)
+    if data.dtype not in MASK_DTYPES:
+        raise TypeError(f"a mask cannot have dtype {data.dtype}, expected one of {MASK_DTYPES}; use .to(torch.bool)")
+    layout = _layout_of(data.shape, data.stride())
+    if layout.fill is _Fill.TANGLED:
+        return _pack_exact(data, layout)
+    return Packed(ops.pack_mask(_flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride())
+
+
+def pack_binary(tensor: Tensor) -> Packed:
+    """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
+
+    That the values are so is the caller's promise; checking it would wait for the device. -0.0 comes back as 0.0.
+
+    Raises:
+        TypeError: the dtype is not float32, float16, bfloat16 or float64.
+    """
+    data = _plain(tensor)
+    if not data.is_floating_point() or data.dtype not in MASK_DTYPES:
+        raise TypeError(f"got {data.dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
+    layout = _layout_of(data.shape, data.stride())
+    if layout.fill is _Fill.TANGLED or layout.stored_numel == 0:
+        return _pack_exact(data, layout)
+    flat = _flatten(data, layout)
+    high = flat.amax()
+    constant = torch.where(high != 0, high, flat.amin())
+    return Packed(ops.pack_mask(flat), Scheme.BINARY, 1, data.dtype, data.shape, data.stride(), constant=constant)
+
+
+_NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
+
+
+def pack_narrow(tensor: Tensor) -> Packed | None:
+    """Store integers exactly in the smallest type that holds them (the indices of max pooling, of a gather).
+
+    None where that saves nothing, and on an accelerator, where finding their range would wait for the device.
+    """
+    data = _plain(tensor)
+    layout = _layout_of(data.shape, data.stride())
+    if data.device.type != "cpu" or data.numel() == 0 or layout.fill is _Fill.TANGLED:
+        return None
+    flat = _flatten(data, layout)
+    low, high = (int(bound) for bound in flat.aminmax())
+    for narrow, least, most in _NARROW_TYPES:
+        if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
+            bits = 8 * narrow.itemsize
+            return Packed(flat.to(narrow), Scheme.NARROW, bits, data.dtype, data.shape, data.stride())
+    return None
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
+    data = _plain(tensor).resolve_conj()
+    flat = _flatten(data, _layout_of(data.shape, data.stride()))
+    values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return values.to(_real_dtype(data.dtype))
+
+
+def unpack(packed: Packed) -> Tensor:
+    """A private tensor with the dtype, shape and strides of the one that was packed."""
+    layout = _layout_of(packed.shape, packed.strides)
+    out = _restore(_decode(packed, layout), packed.shape, packed.strides, layout)
+    return out.conj() if packed.conjugate else out
+
+
+def _decode(packed: Packed, layout: _Layout) -> Tensor:
+    """The stored elements in memory order, in a new tensor."""
+    if packed.scheme is Scheme.EXACT:
+        return packed.payload.clone()
+    if packed.scheme is Scheme.NARROW:
+        return packed.payload.to(packed.dtype)
+    if packed.scheme is Scheme.QUANTISED:
+        return _dequantise(packed, layout.stored_numel)
+    flat = ops.unpack_mask(packed.payload, layout.stored_numel, packed.dtype)
+    return flat if packed.constant is None else flat.mul_(packed.constant)
+
+
+def _dequantise(packed: Packed, numel: int) -> Tensor:
+    part = _COMPLEX_PARTS.get(packed.dtype, packed.dtype)
+    values = numel * 2 if packed.dtype.is_complex else numel
+    flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, _real_dtype(packed.dtype)).to(part)
+    return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat

@@ -1,0 +1,110 @@
+"""Settings of gact_dist: the frozen Config, the levels by name, and their validation. Imports nothing of ours."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+POLICIES = ("gact", "uniform", "exact", "off")
+GROUP_SIZES = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of one attached model; every rank must use the same ones.
+
+    Raises ValueError (or TypeError for a wrong type) at construction when a value cannot be used.
+    """
+
+    policy: str = "gact"
+    """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
+    uniform: the same bits for every tensor; exact: all the machinery, every tensor stored exactly; off: nothing."""
+    bits: float = 4.0
+    """Average bits for an element of a compressible tensor, 1 to 8; a fraction such as 2.5 only with policy gact."""
+    adapt_interval: int = 1000
+    """Steps between two adaptations (policy gact); the first step that is given a loss function adapts as well."""
+    calibration_samples: int = 8
+    """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
+    group_size: int = 256
+    """Consecutive elements that share one scale and offset: 64, 128, 256 or 512."""
+    min_numel: int = 1024
+    """Tensors with fewer elements are stored exactly."""
+    seed: int = 0
+    """Key of the stochastic rounding, together with rank, step and tensor name."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
+            )
+        _check_bits(self.policy, self.bits)
+        for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
+            _check_integer(name, getattr(self, name), least)
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
+        _check_integer("seed", self.seed, -(2**63))
+
+    @classmethod
+    def from_level(cls, level: str, **changes: Any) -> "Config":
+        """The settings that a level stands for (see LEVELS), with single fields changed."""
+        if level in OFFLOAD_LEVELS:
+            raise ValueError(
+                f"level {level!r} moves compressed tensors to pinned host memory, which this version cannot do yet; "
+                f"use {OFFLOAD_LEVELS[level]!r}, the same without offload"
+            )
+        if level not in LEVELS:
+            raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
+        return cls.from_dict({**LEVELS[level], **changes})
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
+        """A Config from plain keys and values; an unknown key raises ValueError and names the nearest known one."""
+        known = [field.name for field in fields(cls)]
+        for key in settings:
+            if key not in known:
+                raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain keys and values, accepted by from_dict."""
+        return asdict(self)
+
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "L0": {"policy": "off"},
+    "L1": {"policy": "uniform", "bits": 4},
+    "L1.1": {"policy": "uniform", "bits": 8},
+    "L1.2": {"policy": "uniform", "bits": 2},
+    "L2": {"policy": "gact", "bits": 4},
+    "L2.1": {"policy": "gact", "bits": 3},
+    "L2.2": {"policy": "gact", "bits": 2},
+    "exact": {"policy": "exact"},
+}
+"""The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and for finding faults."""
+
+OFFLOAD_LEVELS = {"L3": "L2"}
+"""Levels that need offload, each with the level it is without."""
+
+
+def _nearest(word: object, known: Any) -> str:
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name} is {value}, expected at least {least} and below 2**63")
+
+
+def _check_bits(policy: str, bits: object) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)):
+        raise TypeError(f"bits is {bits!r} ({type(bits).__name__}), expected a number from 1 to 8")
+    if not (math.isfinite(bits) and 1 <= bits <= 8):
+        raise ValueError(f"bits is {bits}, expected a number from 1 to 8 (policy 'exact' stores tensors exactly)")
+    if policy == "uniform" and bits != int(bits):
+        raise ValueError(
+            f"bits is {bits}, expected an integer with policy 'uniform'; policy 'gact' reaches any average"
+        )

@@ -1,0 +1,252 @@
+"""The handle that a user holds: composes engine, sensitivity, allocation and agreement, and keeps the schedule."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import sync
+from .adaptation import Adaptation, plan_from
+from .batches import first_samples
+from .config import Config
+from .engine import Engine
+from .naming import unwrap
+from .report import MemoryReport, build_report
+from .sensitivity import Sensitivity, measure
+
+_log = logging.getLogger(__name__)
+_default_level = "L2"
+
+
+class Lifecycle(Enum):
+    """What a controller may be asked to do."""
+
+    ATTACHED = "attached"  # step() compresses one forward at a time
+    INSTALLED = "installed"  # the hooks stay on from install_hook() to uninstall_hook(); iterate() ends an iteration
+    DETACHED = "detached"  # the model is as it was; only report(), plan and state_dict() still answer
+
+
+def set_optimization_level(level: str) -> None:
+    """Set the level of controllers that are made from now on without a level or a config (it is "L2" at first).
+
+    level: a name in gact_dist.LEVELS. Raises ValueError for an unknown one.
+    """
+    global _default_level
+    Config.from_level(level)
+    _default_level = level
+
+
+def attach(
+    model: nn.Module, level: str | None = None, *, config: Config | None = None, process_group: Any = None
+) -> "Controller":
+    """Attach activation compression to a model and return its controller; the model itself is not changed.
+
+    model: plain, or wrapped in DistributedDataParallel. level: a name in gact_dist.LEVELS, such as "L2"; or config: all
+    settings; not both. process_group: the data-parallel group whose ranks share one plan (a ProcessGroup or a DeviceMesh
+    of one dimension); the default group if there is one.
+    Raises TypeError or ValueError when one of these cannot be used.
+    """
+    return Controller(model, level, config=config, process_group=process_group)
+
+
+class Controller:
+    """Activation compression of one model (see attach)."""
+
+    def __init__(
+        self, model: nn.Module, level: str | None = None, *, config: Config | None = None, process_group: Any = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
+        self.config = _settings(level, config)
+        self._model = model
+        self._group = sync.data_parallel_group(process_group)
+        self._engine = Engine(model, self.config, sync.rank(self._group)) if self.config.policy != "off" else None
+        self._state = Lifecycle.ATTACHED
+        self._step = 0
+        self._adapted_at: int | None = None
+        self._plan: dict[str, int | None] = {}
+        self._sensitivity: dict[str, float] = {}
+        self._installed = ExitStack()
+        self._hooks = ExitStack()
+        self._forward_ran = False
+        self.adaptation: Adaptation | None = None
+        """outcome of the last adaptation, None before the first"""
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, loss_fn: Callable[[Any], Tensor] | None = None, batch: Any = None) -> Iterator[None]:
+        """Compress what autograd saves inside the context, which should hold one forward pass; backward may follow after it.
+
+        loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
+        samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays as
+        it is (uniform at first).
+        """
+        self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
+        self._step += 1
+        if self._engine is None:
+            yield
+            return
+        if loss_fn is not None and self._due():
+            self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
+        self._engine.begin(self._step)
+        with self._engine.hooks():
+            yield
+
+    def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
+        """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
+
+        loss_fn(batch): returns the scalar loss. The job is left untouched: gradients, random numbers, buffers.
+        Raises ValueError when the loss is no scalar with a graph, PlanMismatchError when ranks disagree.
+        """
+        self._expect_not_detached("calibrate()")
+        if samples < 1:
+            raise ValueError(f"samples is {samples}, expected at least 1")
+        part, fraction = first_samples(batch, samples)
+        self._adapt(lambda: loss_fn(part), fraction)
+
+    def _due(self) -> bool:
+        if self.config.policy != "gact":
+            return False
+        return self._adapted_at is None or self._step - self._adapted_at >= self.config.adapt_interval
+
+    def _adapt(self, forward: Callable[[], Tensor | None], fraction: float) -> None:
+        if self._engine is None or self.config.policy != "gact":
+            return
+        measured = self._measure(self._engine, forward, fraction)
+        self.adaptation = plan_from(measured, fraction, self.config.bits, self._group)
+        for name, ranks in self.adaptation.invalid.items():
+            _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
+        self._plan = {**self._plan, **self.adaptation.plan}
+        self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
+        sync.check_agreement(self._plan, group=self._group)
+        self._engine.plan = self._plan
+        self._adapted_at = self._step
+
+    def _measure(self, engine: Engine, forward: Callable[[], Tensor | None], fraction: float) -> list[Sensitivity]:
+        seed = (self.config.seed * 1_000_003 + self._step) * 65_537 + sync.rank(self._group)
+        try:
+            return measure(engine, self._model, forward, seed=seed, fraction=fraction)
+        except RuntimeError as error:
+            # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
+            # collectives that follow, with nothing to add, so that the others do not wait for it.
+            _log.warning(
+                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s", error
+            )
+            return []
+
+    # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
+
+    def install_hook(self) -> None:
+        """Compress everything that autograd saves in this thread from now on, until uninstall_hook()."""
+        self._expect(Lifecycle.ATTACHED, "install_hook()", "it is installed already")
+        self._state = Lifecycle.INSTALLED
+        handle = unwrap(self._model).register_forward_pre_hook(self._note_forward)
+        self._installed.callback(handle.remove)
+        self._open_iteration()
+
+    def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
+        """End an iteration: adapt when due, and give the next iteration's rounding its own random numbers.
+
+        fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward has not
+        run since the last iterate, the closure is the iteration and is run as such; otherwise it is only measured with,
+        which leaves gradients, random numbers and buffers untouched.
+        """
+        self._expect(Lifecycle.INSTALLED, "iterate()", "call install_hook() first")
+        closure_is_the_iteration = not self._forward_ran
+        self._hooks.close()
+        self._step += 1
+        if self._due():
+            self._adapt(fwdbwdprop, 1.0)
+        self._open_iteration()
+        if closure_is_the_iteration:
+            fwdbwdprop()
+            self._forward_ran = False
+
+    def uninstall_hook(self) -> None:
+        """Undo install_hook(); does nothing if it is not installed."""
+        if self._state is Lifecycle.INSTALLED:
+            self._hooks.close()
+            self._installed.close()
+            self._state = Lifecycle.ATTACHED
+
+    def _note_forward(self, *_: Any) -> None:
+        self._forward_ran = True
+
+    def _open_iteration(self) -> None:
+        self._forward_ran = False
+        self._hooks = ExitStack()
+        if self._engine is not None:
+            self._engine.begin(self._step)
+            self._hooks.enter_context(self._engine.hooks())
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> dict[str, int | None]:
+        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform)."""
+        return dict(self._plan)
+
+    def report(self) -> MemoryReport:
+        """What the last step on this rank kept for backward, tensor by tensor."""
+        if self._engine is None:
+            return MemoryReport(0, 0, ())
+        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on as this one would: plain numbers, strings, lists and dicts."""
+        return {
+            "config": self.config.to_dict(),
+            "step": self._step,
+            "adapted_at": self._adapted_at,
+            "plan": dict(self._plan),
+            "sensitivity": dict(self._sensitivity),
+            "engine": self._engine.state_dict() if self._engine is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
+        expected = {"config", "step", "adapted_at", "plan", "sensitivity", "engine"}
+        if not isinstance(state, Mapping) or set(state) != expected:
+            got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"state holds {got}, expected {sorted(expected)}: pass what state_dict() returned")
+        self._step, self._adapted_at = state["step"], state["adapted_at"]
+        self._plan, self._sensitivity = dict(state["plan"]), dict(state["sensitivity"])
+        if self._engine is not None:
+            self._engine.plan = self._plan
+            self._engine.load_state_dict(state["engine"])
+
+    def detach(self) -> None:
+        """Take all hooks off the model; graphs that are alive can still run backward. Calling it again does nothing."""
+        self.uninstall_hook()
+        if self._engine is not None and self._state is not Lifecycle.DETACHED:
+            self._engine.close()
+        self._state = Lifecycle.DETACHED
+
+    def _expect(self, state: Lifecycle, what: str, mend: str) -> None:
+        self._expect_not_detached(what)
+        if self._state is not state:
+            raise RuntimeError(
+                f"{what} needs a controller that is {state.value}, this one is {self._state.value}: {mend}"
+            )
+
+    def _expect_not_detached(self, what: str) -> None:
+        if self._state is Lifecycle.DETACHED:
+            raise RuntimeError(f"{what} on a controller that was detached: call gact_dist.attach(model) for a new one")
+
+
+def _settings(level: str | None, config: Config | None) -> Config:
+    if level is not None and config is not None:
+        raise ValueError(
+            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) combines them"
+        )
+    if config is None:
+        return Config.from_level(level if level is not None else _default_level)
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config is a {type(config).__name__}, expected a gact_dist.Config; a dict goes through Config.from_dict"
+        )
+    return config

@@ -1,0 +1,309 @@
+"""The pack and unpack hooks: from a tensor that autograd saves to what is kept of it, and back.
+
+Nothing else in the package touches saved_tensors_hooks. For the lifetime of what pack returns see handles.py.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import codec
+from .config import Config
+from .handles import Kept, Recorded, SavedTensorRow, Stored, View
+from .identity import ParameterIdentity
+from .naming import ModuleScope, Namer, origin, unwrap
+from .operators import OperatorObserver, Role
+
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+_NORMALISATIONS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
+_NEXT_TO_LOSS = "LogSoftmaxBackward0"
+# A small view of a quantised tensor is stored by itself: decoding all of the larger one for it would cost more.
+_VIEW_FRACTION = 4
+
+
+class _Memory:
+    """What a step knows of one storage."""
+
+    __slots__ = ("aliased", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.weak = StorageWeakRef(storage)  # pins the address, not the memory: no other storage can take it
+        self.stored: list[tuple[int, torch.dtype, int, int, ref]] = []
+        self.relu_versions: set[int] = set()
+        self.partial_numel = 0
+        self.seen_bytes = 0
+        self.aliased = False
+
+
+class Engine:
+    """Packs and unpacks the saved tensors of one model, by the plan it is given."""
+
+    def __init__(self, model: nn.Module, config: Config, rank: int) -> None:
+        self.config = config
+        self.plan: Mapping[str, int | None] = {}
+        self.rows: list[SavedTensorRow] = []
+        self.exact_bytes = 0
+        self.numel: dict[str, int] = {}
+        self._rank = rank
+        self._scope = ModuleScope(model)
+        self._namer = Namer(self._scope)
+        self._parameters = ParameterIdentity(unwrap(model))
+        self._memory: dict[int, _Memory] = {}
+        self._roles: dict[str, Role] = {}
+        self._store_base: set[str] = set()
+        self._observer: OperatorObserver | None = None
+        self._observe_next = True
+        self._records: list[Recorded] | None = None
+        self._recorded_fraction = 1.0
+        self._step_key = 0
+        self._hashes: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Remove the hooks from the model's modules."""
+        self._scope.remove()
+
+    def begin(self, step: int) -> None:
+        """Start a step: names count from zero, the rounding gets the step's own key, the report starts empty."""
+        self._namer.reset()
+        self._memory.clear()
+        self.rows = []
+        self.exact_bytes = 0
+        self._step_key = _mix(_mix(self.config.seed, self._rank), step)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Compress what autograd saves inside the context."""
+        observer = OperatorObserver() if self._observe_next and self.config.policy != "exact" else None
+        with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
+            try:
+                yield
+            finally:
+                self._memory.clear()
+
+    @contextmanager
+    def recording(self, observer: OperatorObserver, fraction: float = 1.0) -> Iterator[list[Recorded]]:
+        """Keep what autograd saves exactly, and record it under the names that a step would use.
+
+        fraction: of a step's samples that the recorded forward sees; min_numel is meant for all of them.
+        """
+        report = self.rows, self.exact_bytes
+        self._recorded_fraction = fraction
+        self.begin(0)
+        records = self._records = []
+        try:
+            with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
+                yield records
+        finally:
+            self._records = None
+            self.begin(0)
+            self.rows, self.exact_bytes = report
+
+    @contextmanager
+    def _observed(self, observer: OperatorObserver | None) -> Iterator[None]:
+        if observer is None:
+            yield
+            return
+        self._observe_next, self._observer = False, observer
+        try:
+            with observer:
+                yield
+        finally:
+            self._observer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt of saved tensors in earlier steps, by name."""
+        return {
+            "roles": {name: role.value for name, role in self._roles.items()},
+            "store_base": sorted(self._store_base),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what state_dict() gave."""
+        self._roles = {name: Role(value) for name, value in state.get("roles", {}).items()}
+        self._store_base = set(state.get("store_base", ()))
+
+    # -- pack ---------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+            return Kept(tensor)
+        stack = self._scope.stack
+        if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
+            return Kept(tensor)
+        memory = self._memory_of(tensor)
+        own_relu_save = self.config.policy != "exact" and _is_own_relu_save(tensor, memory)
+        if own_relu_save:
+            memory.relu_versions.add(tensor._version)
+        else:
+            handle = _find(tensor, memory)
+            if handle is not None:
+                return handle
+        name = self._namer.name(tensor)
+        target = self._what_to_store(tensor, name, memory)
+        stored: Any
+        if self._records is not None:
+            stored = self._record(target, name, own_relu_save, self._records)
+        else:
+            stored = self._store(target, name, memory, own_relu_save)
+        if not own_relu_save:
+            _remember(target, memory, stored)
+        return stored if target is tensor else View(stored, tensor, tensor.storage_offset() - target.storage_offset())
+
+    def _memory_of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._memory[storage._cdata] = _Memory(storage)
+        return memory
+
+    def _what_to_store(self, tensor: Tensor, name: str, memory: _Memory) -> Tensor:
+        """The tensor itself, or its base where views that overlap would take more than the base does."""
+        base = tensor._base if tensor._is_view() else None
+        if base is None or base.dtype != tensor.dtype or _span(base) != base.numel() or self.config.policy == "exact":
+            return tensor
+        if tensor.numel() >= base.numel():
+            return tensor
+        memory.partial_numel += tensor.numel()
+        if memory.partial_numel > base.numel():
+            self._store_base.add(name)  # from the next step on, the first of these views stores the base at once
+        return base if name in self._store_base else tensor
+
+    def _store(self, tensor: Tensor, name: str, memory: _Memory, own_relu_save: bool) -> Stored:
+        payload = self._encode(tensor, name, own_relu_save)
+        self._account(tensor, name, memory, payload)
+        return Stored(name, tensor, payload)
+
+    def _encode(self, tensor: Tensor, name: str, own_relu_save: bool) -> Tensor | codec.Packed:
+        """What is kept of a tensor that is neither a parameter nor a twin."""
+        config = self.config
+        if config.policy == "exact":
+            return tensor.detach()
+        if tensor.numel() < max(config.min_numel, 1):
+            return _exact(tensor)
+        if tensor.dtype == torch.bool or own_relu_save:
+            return codec.pack_mask(tensor)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return codec.pack_narrow(tensor) or _exact(tensor)
+        role = self._role(tensor, name)
+        if role is Role.BINARY:
+            return codec.pack_binary(tensor)
+        bits = self.plan.get(name, int(config.bits)) if role is Role.ACTIVATION else None
+        if bits is None:
+            return _exact(tensor)
+        self.numel[name] = tensor.numel()
+        return codec.pack(tensor, bits=bits, seed=self._seed(name), group_size=config.group_size)
+
+    def _role(self, tensor: Tensor, name: str) -> Role:
+        """What a floating tensor is to its operator; see operators.py for those without a graph."""
+        if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
+            return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
+        if tensor.grad_fn is not None:
+            operator = tensor.grad_fn.name()
+            statistic = operator == _NEXT_TO_LOSS or (tensor.output_nr > 0 and operator in _NORMALISATIONS)
+            return Role.STATISTIC if statistic else Role.ACTIVATION
+        if self._observer is not None:
+            self._roles[name] = self._observer.role(tensor)
+        elif name not in self._roles:
+            self._observe_next = True
+            return Role.STATISTIC
+        return self._roles[name]
+
+    def _record(self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded]) -> Recorded:
+        big = tensor.numel() >= self.config.min_numel * self._recorded_fraction
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        compressible = big and floating and not own_relu_save and self._role(tensor, name) is Role.ACTIVATION
+        source = origin(tensor)
+        record = Recorded(name, tensor.detach(), source.detach(), source.grad_fn, source.output_nr, compressible)
+        records.append(record)
+        return record
+
+    def _account(self, tensor: Tensor, name: str, memory: _Memory, payload: Tensor | codec.Packed) -> None:
+        # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
+        # the user's own (a slice of a data set), and only the view is counted.
+        whole = tensor.untyped_storage().nbytes()
+        own = tensor.numel() * tensor.element_size()
+        seen = whole if tensor.grad_fn is not None else min(whole, memory.seen_bytes + own)
+        new_bytes = max(0, seen - memory.seen_bytes)
+        memory.seen_bytes += new_bytes
+        self.exact_bytes += new_bytes
+        bits = 8.0 * tensor.element_size()
+        if isinstance(payload, Tensor):
+            kind = "exact"
+            retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
+            memory.aliased = True
+        else:
+            kind, retained = payload.scheme.name.lower(), payload.nbytes
+            bits = bits if payload.bits is None else payload.bits
+        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained))
+
+    def _seed(self, name: str) -> int:
+        key = self._hashes.get(name)
+        if key is None:
+            key = self._hashes[name] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        return _mix(self._step_key, key) - 2**63
+
+
+def _unpack(handle: Any) -> Tensor:
+    return handle.restore()
+
+
+def _exact(tensor: Tensor) -> Tensor | codec.Packed:
+    """An alias of the tensor, or a copy where an alias of a small view would keep a much larger storage alive."""
+    view_bytes = tensor.numel() * tensor.element_size()
+    if tensor.grad_fn is not None and 2 * view_bytes < tensor.untyped_storage().nbytes():
+        return codec.pack(tensor, bits=None)
+    return tensor.detach()
+
+
+def _is_own_relu_save(tensor: Tensor, memory: _Memory) -> bool:
+    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
+
+    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
+    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
+        return False
+    return node._saved_result is None
+
+
+def _find(tensor: Tensor, memory: _Memory) -> View | None:
+    """A handle on memory that this step has stored already and that holds this tensor too."""
+    version, start = tensor._version, tensor.storage_offset()
+    stop = start + _span(tensor)
+    for known_version, dtype, first, last, weak in memory.stored:
+        if known_version != version or dtype != tensor.dtype or start < first or stop > last:
+            continue
+        stored = weak()
+        if stored is not None and tensor.numel() * _VIEW_FRACTION >= last - first:
+            return View(stored, tensor, start - first)
+    return None
+
+
+def _remember(tensor: Tensor, memory: _Memory, stored: Any) -> None:
+    span = _span(tensor)
+    if span <= tensor.numel():
+        start = tensor.storage_offset()
+        memory.stored.append((tensor._version, tensor.dtype, start, start + span, ref(stored)))
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements of storage between a tensor's first and last element, both included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _mix(key: int, value: int) -> int:
+    """A 64-bit key from two (the finaliser of SplitMix64, Steele et al., 2014)."""
+    mixed = (key ^ value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return mixed ^ mixed >> 31

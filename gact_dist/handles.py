@@ -1,0 +1,98 @@
+"""What the graph holds in place of a saved tensor: handles that give the tensor back.
+
+[Note: lifetime] The graph owns a handle, a handle owns its payload, and the tables of a step know handles only weakly.
+A graph that is dropped frees everything, with or without a backward; restore changes nothing, so retain_graph, a second
+backward and a nested grad work.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import codec
+from .identity import version_witness
+
+
+class Stored:
+    """One tensor kept for backward: a codec's payload, or an alias of the tensor itself."""
+
+    __slots__ = ("__weakref__", "name", "payload", "version", "witness")
+
+    def __init__(self, name: str, tensor: Tensor, payload: Any) -> None:
+        self.name = name
+        self.payload = payload
+        self.witness = payload if isinstance(payload, Tensor) else version_witness(tensor)
+        self.version = tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
+        if self.witness._version != self.version:
+            raise RuntimeError(
+                f"saved tensor {self.name!r} was modified by an inplace operation after forward saved it (it is at version "
+                f"{self.witness._version}, expected {self.version}); use the out-of-place form of that operation, or clone "
+                "the tensor before modifying it"
+            )
+        return self.payload.detach() if isinstance(self.payload, Tensor) else codec.unpack(self.payload)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Recorded:
+    """A saved tensor seen while sensitivity is measured: kept exactly, with the graph edge that produced it."""
+
+    name: str
+    tensor: Tensor
+    origin: Tensor
+    """the tensor whose storage it views; shape and strides of the edge's gradient"""
+    node: Any
+    """autograd node that produced origin, None without a graph"""
+    output_number: int
+    compressible: bool
+    replacement: Tensor | None = None
+    """handed out in the tensor's place while set"""
+
+    def restore(self) -> Tensor:
+        return (self.tensor if self.replacement is None else self.replacement).detach()
+
+
+class View:
+    """A saved tensor that lies inside the memory of one that is stored already."""
+
+    __slots__ = ("base", "offset", "size", "stride")
+
+    def __init__(self, base: Stored | Recorded, tensor: Tensor, offset: int) -> None:
+        self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
+
+    def restore(self) -> Tensor:
+        base = self.base.restore()
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class Kept:
+    """A parameter, what is made of parameters, or a kind of tensor that no codec knows."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
+        # saved output that is its own handle would be a reference cycle that the collector cannot see.
+        self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+
+    def restore(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensorRow:
+    """What a step kept of one saved tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: str
+    """quantised, mask, binary, narrow or exact"""
+    bits: float
+    """payload bits for an element"""
+    bytes: int
+    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""

@@ -1,0 +1,157 @@
+"""Names of saved tensors: module path, operator and occurrence, the same in every step, on every rank, after a resume.
+
+[Note: names] A name is built from where a tensor is saved (the module whose forward is running and the line in it)
+and from what produced it (the autograd node, views passed over). Order of saving plays a part only among tensors that
+agree in all of these, so a branch that is taken in one step and not in the next shifts no other name. At top level
+(outside every module of the model) the line is left out: the job's loop and its loss function then give one name.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TORCH = os.path.dirname(torch.__file__)
+_PLUMBING = tuple(
+    os.path.join(_TORCH, part)
+    for part in (
+        "nn/functional.py",
+        "overrides.py",
+        "autograd/",
+        "_ops.py",
+        "_tensor.py",
+        "utils/",
+        "_jit_internal.py",
+        "amp/",
+    )
+) + (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
+
+_ALIASES = {
+    "CudnnBatchNorm": "BatchNorm",
+    "MiopenBatchNorm": "BatchNorm",
+    "NativeBatchNorm": "BatchNorm",
+    "NativeLayerNorm": "LayerNorm",
+    "NativeGroupNorm": "GroupNorm",
+    "FusedRmsNorm": "RmsNorm",
+}
+
+
+@lru_cache(maxsize=None)
+def operator_name(node_name: str) -> str:
+    """The operator behind an autograd node's name: 'NativeLayerNormBackward0' -> 'LayerNorm'."""
+    operator = re.sub(r"Backward\d*$", "", node_name)
+    if operator.startswith("ScaledDotProduct"):
+        return "ScaledDotProductAttention"
+    return _ALIASES.get(operator, operator)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside data-parallel wrappers, so that names do not depend on wrapping."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
+
+
+class ModuleScope:
+    """Keeps track of which module of a model is running its forward, by hooks that are removed with remove()."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack: list[tuple[str, nn.Module]] = []
+        self._handles = []
+        for path, module in unwrap(model).named_modules():
+            entry = (path, module)
+            self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
+            self._handles.append(module.register_forward_hook(self._leave(entry), always_call=True))
+
+    def _enter(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self.stack.append(entry)
+
+        return enter
+
+    def _leave(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
+            while self.stack and self.stack.pop() is not entry:
+                continue
+
+        return leave
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.stack.clear()
+
+
+class Namer:
+    """Gives each saved tensor of one step its name; reset() starts the next step."""
+
+    def __init__(self, scope: ModuleScope) -> None:
+        self._scope = scope
+        self._counts: dict[tuple, int] = {}
+        self._names: dict[tuple, str] = {}
+
+    def reset(self) -> None:
+        self._counts.clear()
+        self._scope.stack.clear()
+
+    def name(self, tensor: Tensor) -> str:
+        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names]."""
+        node = origin(tensor).grad_fn
+        operator = operator_name(node.name()) if node is not None else "Input"
+        path = self._scope.stack[-1][0] if self._scope.stack else None
+        key = (path, operator, call_site() if path is not None else None)
+        occurrence = self._counts.get(key, 0)
+        self._counts[key] = occurrence + 1
+        name = self._names.get((key, occurrence))
+        if name is None:
+            name = self._names[key, occurrence] = _spell(path, operator, key[2], occurrence)
+        return name
+
+
+def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:
+    where = f"@{site}" if site else ""
+    return f"{path or ''}:{operator}{where}" + (f"#{occurrence}" if occurrence else "")
+
+
+def origin(tensor: Tensor) -> Tensor:
+    """The tensor that an operator computed and of which this one is a view; the tensor itself if it is no view."""
+    base = tensor._base if tensor._is_view() else None
+    return base if base is not None and base.grad_fn is not None else tensor
+
+
+# keyed by id, with the code object kept beside it: hashing a code object walks all of its constants every time
+_plumbing: dict[int, tuple[CodeType, bool]] = {}
+_sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
+
+
+def _is_plumbing(code: CodeType) -> bool:
+    known = _plumbing.get(id(code))
+    if known is None:
+        known = _plumbing[id(code)] = (code, code.co_filename.startswith(_PLUMBING))
+    return known[1]
+
+
+def _site(code: CodeType, instruction: int) -> str:
+    known = _sites.get((id(code), instruction))
+    if known is None:
+        line = next((row for start, stop, row in code.co_lines() if start <= instruction < stop and row), None)
+        offset = (line or code.co_firstlineno) - code.co_firstlineno
+        text = str(offset) if code.co_name == "forward" else f"{code.co_name}+{offset}"
+        known = _sites[id(code), instruction] = (code, text)
+    return known[1]
+
+
+def call_site() -> str | None:
+    """The line, counted from the start of its function, that calls the operator: the first frame outside plumbing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_plumbing(frame.f_code):
+        frame = frame.f_back
+    return _site(frame.f_code, frame.f_lasti) if frame is not None else None

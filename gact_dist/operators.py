@@ -1,0 +1,107 @@
+"""Which operator is running while a tensor is saved, and what that says of a tensor that carries no graph.
+
+[Note: roles] A tensor with a graph says itself what produced it. One without may be an input or a frozen activation
+(compressible), a statistic such as an attention's logsumexp or an attention mask (to be kept exactly), or the noise of
+a dropout (two values: 1 bit). autograd does not tell a pack hook which operator saves; a torch function mode does. The
+mode costs a few microseconds an operator, so it is on only in steps that met a tensor without a known role; the role
+is then remembered by name.
+"""
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class Role(Enum):
+    """What a saved tensor without a graph is to its operator."""
+
+    ACTIVATION = "activation"  # an operand: compressible
+    STATISTIC = "statistic"  # made inside the operator, or an attention mask: kept exactly
+    BINARY = "binary"  # dropout noise: zero or one other value
+
+
+def _with_interception(function: Callable) -> FunctionType:
+    """A copy of a composite Python function of torch that does not hand itself to the mode, so its parts are seen."""
+    scope = {**function.__globals__, "has_torch_function": lambda *_: False}
+    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_attention_forward)}
+
+_NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
+
+
+class OperatorObserver(TorchFunctionMode):
+    """Knows the operator that is being called and its operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Callable, tuple, dict]] = []
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        composite = _COMPOSITES.get(function)
+        if composite is not None:
+            with self:
+                return composite(*args, **kwargs)
+        self._calls.append((function, args, kwargs))
+        try:
+            return self.call(function, args, kwargs)
+        finally:
+            self._calls.pop()
+
+    def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the operator; a subclass may run something else in its place."""
+        return function(*args, **kwargs)
+
+    def role(self, tensor: Tensor) -> Role:
+        """The role of a floating tensor without a graph that is being saved now. Waits for the device. See [Note: roles]."""
+        if not self._calls:
+            return Role.STATISTIC  # a custom autograd function: nothing is known, so nothing is lost
+        function, args, kwargs = self._calls[-1]
+        operands = list(_tensors((args, kwargs)))
+        storage = tensor.untyped_storage()._cdata
+        if any(operand.untyped_storage()._cdata == storage for operand in operands):
+            return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
+        if _draws_noise(function) and _is_binary(tensor):
+            return Role.BINARY
+        if function in _NORMALISATIONS:
+            return Role.STATISTIC
+        converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
+        return Role.ACTIVATION if converted else Role.STATISTIC
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:
+    if function is not F.scaled_dot_product_attention:
+        return False
+    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    return isinstance(mask, Tensor) and mask.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+
+
+def _draws_noise(function: Callable) -> bool:
+    return "dropout" in getattr(function, "__name__", "") or function is F.scaled_dot_product_attention
+
+
+def _is_binary(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return False
+    return bool(((tensor == 0) | (tensor == tensor.amax())).all())

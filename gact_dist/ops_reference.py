@@ -1,0 +1,394 @@
+"""Every operator of gact_dist in plain PyTorch, on any device: the definition of the stored bytes.
+
+The native kernels in csrc/ must give the same bytes and the same decoded bits as this file. All arithmetic is IEEE
+float32 without contraction, written one operation at a time. docs/codec.md describes the format in words.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_BITS = 1
+MAX_BITS = 8
+GROUP_SIZES = (64, 128, 256, 512)
+PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# 65536 / scale has to stay finite in float32, which holds down to this scale.
+MIN_SCALE = 2.0**-111
+
+# Elements handled at once: about 40 bytes of temporaries each, so under 64 MiB.
+_CHUNK_ELEMENTS = 1 << 20
+_PHILOX_BLOCK = 128
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Where the three sections of a packed buffer lie; all values in bytes except ``groups``."""
+
+    groups: int
+    group_planes_bytes: int
+    scale_start_bytes: int
+    offset_start_bytes: int
+    total_bytes: int
+
+
+def sections(numel: int, bits: int, group_size: int, dtype: torch.dtype) -> Sections:
+    """Section starts of the buffer that holds ``numel`` elements of ``dtype`` at ``bits`` bits."""
+    groups = (numel + group_size - 1) // group_size
+    group_planes_bytes = bits * group_size // 8
+    scale_start_bytes = groups * group_planes_bytes
+    offset_start_bytes = (scale_start_bytes + 2 * groups + 3) // 4 * 4
+    total_bytes = offset_start_bytes + groups * dtype.itemsize
+    return Sections(groups, group_planes_bytes, scale_start_bytes, offset_start_bytes, total_bytes)
+
+
+def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:
+    """Raise ValueError or TypeError unless the format can be packed."""
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits is {bits}, expected {MIN_BITS} to {MAX_BITS}; use bits=None in codec.pack for exact")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}, expected one of {GROUP_SIZES}")
+    if dtype not in PACK_DTYPES:
+        raise TypeError(f"dtype is {dtype}, expected one of {PACK_DTYPES}; codec.pack handles the others")
+
+
+def check_flat(x: Tensor, name: str) -> None:
+    """Raise ValueError unless ``x`` is one-dimensional and contiguous."""
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected a contiguous 1-D tensor; "
+            "codec.pack takes any shape and strides"
+        )
+
+
+def check_buffer(buffer: Tensor, expected_bytes: int) -> None:
+    """Raise ValueError unless ``buffer`` is a flat uint8 tensor of exactly ``expected_bytes``."""
+    check_flat(buffer, "buffer")
+    if buffer.dtype != torch.uint8 or buffer.numel() != expected_bytes:
+        raise ValueError(
+            f"buffer has {buffer.numel()} elements of {buffer.dtype}, expected {expected_bytes} of torch.uint8; "
+            "give bits, group_size, numel and dtype of the tensor that was packed"
+        )
+
+
+def philox(counters: Tensor, seed: int) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (low32, high32, 0, 0).
+
+    Args:
+        counters: int64 tensor of any shape.
+        seed: 64-bit integer; its two's complement halves are the key words.
+
+    Returns:
+        Four int64 tensors of that shape with values in 0..2^32-1.
+    """
+    zeros = torch.zeros_like(counters)
+    return philox_words(
+        [counters & _WORD, (counters >> 32) & _WORD, zeros, zeros], (seed & _WORD, (seed >> 32) & _WORD)
+    )
+
+
+def philox_words(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
+    """Philox4x32-10 of four counter words (int64 tensors, values below 2^32) under two key words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, which leaves the 32-bit halves right.
+        p0 = c0 * 0xD2511F53
+        p1 = c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD, ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def random16(first_element: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """The random numbers 0..65535 of elements first_element .. first_element + count - 1, int32 [count]."""
+    first_block = first_element // _PHILOX_BLOCK
+    blocks = (first_element + count + _PHILOX_BLOCK - 1) // _PHILOX_BLOCK - first_block
+    counters = torch.arange(blocks * 16, device=device, dtype=torch.int64) + first_block * 16
+    words = [word.view(blocks, 16) for word in philox(counters, seed)]
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    start = first_element - first_block * _PHILOX_BLOCK
+    return torch.stack(halves, dim=1).reshape(-1)[start : start + count].to(torch.int32)
+
+
+def _bits_of(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def storable_scale(spread: Tensor, low: Tensor, levels: Tensor, largest: float) -> Tensor:
+    """spread / levels rounded outward to bfloat16, float32 [G].
+
+    Rounded up, so that low + levels * scale covers the range; but never so far that the top code decodes to more
+    than ``largest``, the largest finite value of the stored dtype: there the scale steps down again.
+    """
+    step = spread / levels
+    scale = ((_bits_of(step) + 0xFFFF) & -0x10000).view(torch.float32)
+    scale = torch.where(scale * levels < spread, (_bits_of(scale) + 0x10000).view(torch.float32), scale)
+    scale = torch.where(scale < MIN_SCALE, torch.full_like(scale, MIN_SCALE), scale)
+    for _ in range(3):
+        fits = low + scale * levels <= largest
+        scale = torch.where(fits, scale, (_bits_of(scale) - 0x10000).view(torch.float32))
+    return torch.where(spread > 0, scale, torch.zeros_like(scale))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What pack knows of each group before it rounds: float32 values [G, group_size] and parameters [G, 1]."""
+
+    values: Tensor  # inputs in float32, with `low` where the input is not finite or beyond the end
+    infinite: Tensor  # bool: -1, 0 or +1 in int8 for -inf, finite, +inf
+    special: Tensor  # bool [G, 1]: a NaN, an infinity or a range that overflows
+    dead: Tensor  # bool [G, 1]: decodes to NaN
+    low: Tensor
+    levels: Tensor  # steps between the finite codes
+    scale: Tensor
+
+
+def describe_groups(x: Tensor, bits: int, group_size: int) -> Groups:
+    """Range, level count and scale of each group of the flat tensor ``x``."""
+    largest = torch.finfo(x.dtype).max
+    groups = (x.numel() + group_size - 1) // group_size
+    padded = torch.full((groups * group_size,), torch.nan, device=x.device, dtype=torch.float32)
+    padded[: x.numel()] = x
+    padded = padded.view(groups, group_size)
+    valid = torch.arange(groups * group_size, device=x.device).view(groups, group_size) < x.numel()
+
+    finite = torch.isfinite(padded)
+    minus, plus = padded == -torch.inf, padded == torch.inf
+    has_minus, has_plus = minus.any(1, True), plus.any(1, True)
+    has_nan = (padded.isnan() & valid).any(1, True)
+    low = padded.where(finite, torch.inf).amin(1, True)
+    high = padded.where(finite, -torch.inf).amax(1, True)
+    empty = ~finite.any(1, True)
+    low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
+    spread = high - low
+
+    infinite = has_minus | has_plus
+    dead = has_nan | ~torch.isfinite(spread)
+    top = 2**bits - 1
+    levels = torch.full_like(spread, top)
+    if bits == 1:
+        dead = dead | (infinite & ((spread != 0) | (has_minus & has_plus)))
+    else:
+        levels = torch.where(infinite, levels - 2, levels)
+    scale = storable_scale(spread, low, levels, largest)
+    return Groups(
+        values=torch.where(finite, padded, low),
+        infinite=plus.to(torch.int8) - minus.to(torch.int8),
+        special=infinite | dead,
+        dead=dead,
+        low=low,
+        levels=levels,
+        scale=scale,
+    )
+
+
+def scaled_values(groups: Groups) -> Tensor:
+    """(value - low) / scale in units of 2^-16, rounded to even and clamped: int32 [G, group_size]."""
+    inverse = torch.where(groups.scale > 0, torch.full_like(groups.scale, 65536.0) / groups.scale, 0.0)
+    steps = torch.round((groups.values - groups.low) * inverse)
+    return torch.minimum(steps, groups.levels * 65536.0).nan_to_num(0.0).to(torch.int32)
+
+
+def pack_groups(x: Tensor, bits: int, group_size: int, seed: int, first_group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack the groups that start at number ``first_group``.
+
+    Returns:
+        planes uint8 [G, bits, group_size / 8], scale bfloat16 [G], offset [G] in the dtype of ``x``.
+    """
+    groups = describe_groups(x, bits, group_size)
+    noise = random16(first_group * group_size, groups.values.numel(), seed, x.device).view_as(groups.values)
+    codes = (scaled_values(groups) + noise) >> 16
+    # The two highest codes of a group with infinities mean -inf and +inf; with one bit, code 1 is the only one left.
+    plus_code = 2**bits - 1
+    minus_code = max(plus_code - 1, 1)
+    codes = codes.masked_fill(groups.infinite > 0, plus_code).masked_fill(groups.infinite < 0, minus_code)
+    codes = codes.masked_fill(groups.dead, 0)
+    codes.view(-1)[x.numel() :] = 0
+
+    scale = groups.scale
+    if bits == 1:  # sign bit alone: code 1 is -inf; -1: code 1 is +inf
+        scale = torch.where(groups.special & (groups.infinite > 0).any(1, True), torch.ones_like(scale), scale)
+    scale = scale.masked_fill(groups.dead, 0.0)
+    scale = torch.where(groups.special, -scale, scale)
+    offset = _round_to(groups.low.masked_fill(groups.dead, torch.nan), x.dtype)
+    return _planes_of(codes, bits), scale.to(torch.bfloat16).view(-1), offset.view(-1)
+
+
+def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch's vectorised casts give NaNs of various bits; the format has one for each dtype.
+    return values.to(dtype).masked_fill(values.isnan(), torch.nan)
+
+
+def _planes_of(codes: Tensor, bits: int) -> Tensor:
+    return torch.stack([_bytes_of((codes >> plane) & 1) for plane in range(bits)], dim=1)
+
+
+def _bytes_of(ones: Tensor) -> Tensor:
+    """0/1 int32 [G, n] to little-endian bytes uint8 [G, n / 8]."""
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=ones.device, dtype=torch.int32)
+    return (ones.view(ones.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def _bits_of_bytes(packed: Tensor) -> Tensor:
+    """uint8 [G, n] to 0/1 int32 [G, n * 8]."""
+    shifts = torch.arange(8, device=packed.device, dtype=torch.int32)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).view(packed.shape[0], -1)
+
+
+def _chunks(groups: int, group_size: int) -> list[tuple[int, int]]:
+    step = _CHUNK_ELEMENTS // group_size
+    return [(first, min(first + step, groups)) for first in range(0, groups, step)]
+
+
+def pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
+    """Quantise a flat tensor (float32, float16 or bfloat16, [N]) with stochastic rounding into one uint8 buffer.
+
+    See docs/codec.md for the format. Raises ValueError or TypeError for a format that does not exist.
+    """
+    check_format(bits, group_size, x.dtype)
+    buffer = x.new_empty(sections(x.numel(), bits, group_size, x.dtype).total_bytes, dtype=torch.uint8)
+    pack_out(x, bits, group_size, seed, buffer)
+    return buffer
+
+
+def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> None:
+    """``pack`` into ``out``, a flat uint8 tensor of ``sections(...).total_bytes`` elements, aligned to 4 bytes."""
+    check_format(bits, group_size, x.dtype)
+    check_flat(x, "x")
+    where = sections(x.numel(), bits, group_size, x.dtype)
+    check_buffer(out, where.total_bytes)
+    out[where.scale_start_bytes : where.offset_start_bytes] = 0  # padding bytes are part of the definition
+    planes, scale, offset = _split(out, where, bits, group_size, x.dtype)
+    for first, last in _chunks(where.groups, group_size):
+        piece = x[first * group_size : last * group_size]
+        planes[first:last], scale[first:last], offset[first:last] = pack_groups(piece, bits, group_size, seed, first)
+
+
+def _split(buffer: Tensor, where: Sections, bits: int, group_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    planes = buffer[: where.scale_start_bytes].view(where.groups, bits, group_size // 8)
+    scale = buffer[where.scale_start_bytes :][: 2 * where.groups].view(torch.bfloat16)
+    offset = buffer[where.offset_start_bytes :].view(dtype)
+    return planes, scale, offset
+
+
+def unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Decode what ``pack`` made: flat tensor [numel] of ``dtype``."""
+    out = torch.empty(numel, dtype=dtype, device=buffer.device)
+    unpack_out(buffer, bits, group_size, numel, dtype, out)
+    return out
+
+
+def unpack_out(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, out: Tensor) -> None:
+    """Decode what ``pack`` made into ``out``, a contiguous tensor [numel] of ``dtype``."""
+    check_format(bits, group_size, dtype)
+    where = sections(numel, bits, group_size, dtype)
+    check_buffer(buffer, where.total_bytes)
+    check_out(out, numel, dtype)
+    planes, scale, offset = _split(buffer, where, bits, group_size, dtype)
+    for first, last in _chunks(where.groups, group_size):
+        values = unpack_groups(planes[first:last], scale[first:last], offset[first:last], bits).view(-1)
+        piece = out[first * group_size : last * group_size]
+        piece.copy_(values[: piece.numel()])
+
+
+def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``out`` can take ``numel`` elements of ``dtype``."""
+    check_flat(out, "out")
+    if out.numel() != numel or out.dtype != dtype:
+        raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
+
+
+def unpack_groups(planes: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
+    """Inverse of ``pack_groups``: values [G, group_size] in the dtype of ``offset``."""
+    codes = _bits_of_bytes(planes[:, 0])
+    for plane in range(1, bits):
+        codes = codes | (_bits_of_bytes(planes[:, plane]) << plane)
+    step = scale.float().unsqueeze(1)
+    special = torch.signbit(step)
+    # code * |scale| is exact in float32: 8 bits times 8 bits.
+    values = offset.float().unsqueeze(1) + codes.to(torch.float32) * step.abs()
+    top = 2**bits - 1
+    if bits == 1:
+        infinity = torch.where(step == 0, -torch.inf, torch.inf)
+        values = torch.where(special & (codes == 1), infinity, values)
+    else:
+        values = torch.where(special & (codes == top - 1), -torch.inf, values)
+        values = torch.where(special & (codes == top), torch.inf, values)
+    return _round_to(values, offset.dtype)
+
+
+def pack_mask(x: Tensor) -> Tensor:
+    """One bit for each element of a flat tensor, set where it is not zero: uint8 [ceil(N / 8)], little endian."""
+    check_mask_dtype(x.dtype)
+    check_flat(x, "x")
+    packed = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    for start in range(0, x.numel(), _CHUNK_ELEMENTS):
+        piece = x[start : start + _CHUNK_ELEMENTS]
+        ones = torch.zeros((piece.numel() + 7) // 8 * 8, dtype=torch.int32, device=x.device)
+        ones[: piece.numel()] = piece != 0
+        packed[start // 8 : start // 8 + ones.numel() // 8] = _bytes_of(ones.view(1, -1))[0]
+    return packed
+
+
+def check_mask_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless masks of ``dtype`` can be packed."""
+    if dtype not in MASK_DTYPES:
+        raise TypeError(f"a mask cannot have dtype {dtype}, expected one of {MASK_DTYPES}; convert it with .to(bool)")
+
+
+def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Decode what ``pack_mask`` made: 0 or 1 in ``dtype``, flat [numel]."""
+    check_mask_dtype(dtype)
+    check_buffer(buffer, (numel + 7) // 8)
+    out = torch.empty(numel, dtype=dtype, device=buffer.device)
+    for start in range(0, numel, _CHUNK_ELEMENTS):
+        piece = out[start : start + _CHUNK_ELEMENTS]
+        packed = buffer[start // 8 : (start + piece.numel() + 7) // 8]
+        piece.copy_(_bits_of_bytes(packed.view(1, -1))[0, : piece.numel()])
+    return out
+
+
+def rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+    """Weighted variance that stochastic rounding adds at 1..8 bits: float64 [8].
+
+    Entry b - 1 is sum_i weight_i * scale(b)^2 * f_i * (1 - f_i) with f_i the fraction that ``pack`` would round at b
+    bits. Groups with NaN, infinities or an overflowing range count as +inf where a weight is not zero.
+
+    Args:
+        x: flat tensor [N], float32, float16 or bfloat16.
+        weight: float32 [N].
+    """
+    check_format(MIN_BITS, group_size, x.dtype)
+    check_flat(x, "x")
+    check_weight(weight, x)
+    totals = torch.zeros(MAX_BITS, dtype=torch.float64, device=x.device)
+    for first, last in _chunks((x.numel() + group_size - 1) // group_size, group_size):
+        piece = slice(first * group_size, last * group_size)
+        totals += _variance_of_groups(x[piece], weight[piece], group_size)
+    return totals
+
+
+def check_weight(weight: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless ``weight`` is float32 and as long as ``x``."""
+    check_flat(weight, "weight")
+    if weight.dtype != torch.float32 or weight.numel() != x.numel():
+        raise ValueError(
+            f"weight has {weight.numel()} elements of {weight.dtype}, expected {x.numel()} of torch.float32"
+        )
+
+
+def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+    totals = []
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        groups = describe_groups(x, bits, group_size)
+        weights = torch.zeros_like(groups.values)
+        weights.view(-1)[: x.numel()] = weight
+        fraction = (scaled_values(groups) & 0xFFFF).double() / 65536
+        per_group = (weights * fraction * (1 - fraction)).sum(1, True) * groups.scale.double() ** 2
+        worst = torch.where((weights != 0).any(1, True), torch.inf, 0.0).double()
+        totals.append(torch.where(groups.special, worst, per_group).sum())
+    return torch.stack(totals)

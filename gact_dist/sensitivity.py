@@ -1,0 +1,255 @@
+"""How much the gradient moves when one saved tensor is stored with an error, for all saved tensors at once.
+
+Let g(h_1 .. h_L) be the parameter gradient as a function of the saved tensors, each an independent input of the
+backward pass. Rounding tensor l at b bits adds the variance  c_l(b) = sum_i var_i(b) (J_l^T J_l)_ii,  with J_l the
+Jacobian of g with respect to h_l and var_i(b) the variance of stochastic rounding of element i. GACT (Liu et al., ICML
+2022, section 4) estimates each c_l with forward and backward passes of its own; here one product of a random v ~ N(0, I)
+over the parameters with all J_l gives every (J_l^T v)_i at once, and E[(J_l^T v)_i^2] = (J_l^T J_l)_ii.
+
+[Note: double backward] With create_graph, a saved tensor that is unpacked is wired to the node that produced it. The
+derivative of <v, g> with respect to that edge is J_l^T v plus what flows back through the forward graph from saved
+tensors further down; a prehook on every producing node cuts this flow, after the engine has captured the edge.
+
+A tensor that this does not reach (an input without a graph, an operator whose backward is not differentiable) is
+measured by perturbation: one more backward of the same graph, in which that tensor alone is rounded.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from . import codec, ops
+from .engine import Engine
+from .handles import Recorded
+from .isolation import untouched
+from .standins import StandInMode
+
+_log = logging.getLogger(__name__)
+_PROBE_BITS = 4  # one bit would leave the range in which the gradient answers linearly
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The measured effect of one saved tensor on the gradient."""
+
+    name: str
+    numel: int
+    itemsize_bits: int
+    variance: Tensor
+    """float64 [8]: variance added to the gradient, summed over all parameters, if stored in 1, 2 .. 8 bits"""
+    by_perturbation: bool
+
+
+def measure(
+    engine: Engine,
+    model: nn.Module,
+    forward: Callable[[], Tensor | None],
+    *,
+    seed: int,
+    fraction: float = 1.0,
+    probes: int = 1,
+) -> list[Sensitivity]:
+    """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
+
+    forward: runs the model and returns the scalar loss, or calls backward on it; run once, with the job left untouched
+    (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
+    fraction: of a step's samples that forward sees. probes: random directions to average over, on this rank.
+    Raises ValueError when forward gives no scalar that depends on a parameter.
+    """
+    mode = StandInMode()
+    with untouched(model):
+        with engine.recording(mode, fraction) as records:
+            result = forward()
+        loss = mode.root if mode.root is not None else result
+        probe = _Probe(_scalar(loss), records, engine.config.group_size, seed)
+        return probe.run(probes)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"the loss function gave {got}, expected a scalar loss that depends on the model's parameters; return the loss "
+            "from loss_fn(batch), or call backward() on it inside the closure"
+        )
+    return loss
+
+
+class _Probe:
+    """One recorded graph, and the passes over it."""
+
+    def __init__(self, loss: Tensor, records: Sequence[Recorded], group_size: int, seed: int) -> None:
+        self.loss = loss
+        self.records = records
+        self.group_size = group_size
+        self.seed = seed
+        self.generators: dict[torch.device, torch.Generator] = {}
+        self.nodes = _graph(loss)
+        self.leaves = _parameters(self.nodes)
+
+    def run(self, probes: int) -> list[Sensitivity]:
+        compressible = [record for record in self.records if record.compressible]
+        squares = self._squared_products(compressible, probes)
+        found, missed = [], []
+        for record in compressible:
+            weight = None if record.tensor.is_complex() else squares.get((record.node, record.output_number))
+            if weight is None:
+                missed.append(record)
+            else:
+                found.append(self._by_rule(record, weight))
+        if missed:
+            _log.debug("measured by perturbation: %s", ", ".join(record.name for record in missed))
+            found += self._perturb(missed)
+        order = {record.name: position for position, record in enumerate(compressible)}
+        return sorted(found, key=lambda sensitivity: order[sensitivity.name])
+
+    def _squared_products(self, compressible: Sequence[Recorded], probes: int) -> dict[tuple, Tensor]:
+        """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}; edges not reached are left out."""
+        edges = list(dict.fromkeys((r.node, r.output_number) for r in compressible if r.node is not None))
+        squares: dict[tuple, Tensor] = {}
+        if not edges:
+            return squares
+        gradients = self._differentiable_gradients()
+        if gradients is None:
+            return squares
+        handles = [node.register_prehook(_cut(numbers)) for node, numbers in self._produced().items()]
+        try:
+            for _ in range(probes):
+                products = self._products(gradients, edges)
+                for edge, product in zip(edges, products, strict=True):
+                    if product is not None:
+                        square = product.detach().float().square() / probes
+                        squares[edge] = squares[edge] + square if edge in squares else square
+        except RuntimeError as error:
+            # the only way to learn that some operator's backward has no derivative; everything is perturbed instead
+            _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", _first_line(error))
+            return {}
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {edge: square for edge, square in squares.items() if bool(square.any())}
+
+    def _differentiable_gradients(self) -> Sequence[Tensor | None] | None:
+        """The gradient with its graph; None if some backward silently leaves the graph (a kernel that autograd cannot see)."""
+        opaque: list[str] = []
+        handles = [node.register_hook(_watch(node, opaque)) for node in self.nodes]
+        try:
+            gradients = torch.autograd.grad(self.loss, self.leaves, create_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if opaque:
+            _log.info("backward of %s has no derivative: measuring by perturbation", ", ".join(sorted(set(opaque))))
+        return None if opaque else gradients
+
+    def _products(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple]) -> Sequence[Tensor | None]:
+        terms = [
+            (g * self._direction(g)).sum(dtype=torch.float32) for g in gradients if g is not None and g.requires_grad
+        ]
+        if not terms:
+            return [None] * len(edges)
+        inner = torch.stack(terms).sum()
+        return torch.autograd.grad(inner, [GradientEdge(*edge) for edge in edges], retain_graph=True, allow_unused=True)
+
+    def _direction(self, gradient: Tensor) -> Tensor:
+        device = gradient.device
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device=device).manual_seed(self.seed & (2**63 - 1))
+        direction = torch.randn(gradient.shape, generator=self.generators[device], device=device, dtype=torch.float32)
+        return direction.to(gradient.dtype)
+
+    def _produced(self) -> dict[Any, set[int]]:
+        outputs: dict[Any, set[int]] = defaultdict(set)
+        for record in self.records:
+            if record.node is not None:
+                outputs[record.node].add(record.output_number)
+        return outputs
+
+    def _by_rule(self, record: Recorded, square: Tensor) -> Sensitivity:
+        weight = _seen_through(record, square)
+        return self._sensitivity(record, self._rounding(record.tensor, weight), by_perturbation=False)
+
+    def _rounding(self, tensor: Tensor, weight: Tensor | None) -> Tensor:
+        """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
+        values = codec.stored_values(tensor)
+        weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
+        return ops.rounding_variance(values, weights, self.group_size).cpu()
+
+    def _sensitivity(self, record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:
+        tensor = record.tensor
+        return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
+
+    def _perturb(self, records: Sequence[Recorded]) -> list[Sensitivity]:
+        """Round one tensor at a time and compare gradients: c(4 bits) by measurement, other widths by their rounding."""
+        exact = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+        found = []
+        for number, record in enumerate(records):
+            packed = codec.pack(record.tensor, bits=_PROBE_BITS, seed=self.seed + number, group_size=self.group_size)
+            record.replacement = codec.unpack(packed)
+            try:
+                moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+            finally:
+                record.replacement = None
+            change = sum(
+                float((a - b).float().square().sum()) for a, b in zip(moved, exact, strict=True) if a is not None
+            )
+            rounding = self._rounding(record.tensor, None)
+            at_probe = float(rounding[_PROBE_BITS - 1])
+            variance = rounding * (change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
+            found.append(self._sensitivity(record, variance, by_perturbation=True))
+        return found
+
+
+def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
+    def prehook(inputs: Sequence[Tensor]) -> tuple:
+        return tuple(None if number in numbers else value for number, value in enumerate(inputs))
+
+    return prehook
+
+
+def _seen_through(record: Recorded, square: Tensor) -> Tensor:
+    """The part of an edge's values that lies under the saved view, in the view's shape."""
+    origin, tensor = record.origin, record.tensor
+    laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=square.dtype, device=square.device)
+    laid_out.copy_(square)
+    return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
+
+
+def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
+    """A hook that notes a node whose results do not depend on the gradients it was given."""
+
+    def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        if not any(gradient is not None and gradient.requires_grad for gradient in given):
+            return
+        if any(result is not None and not result.requires_grad and bool(result.any()) for result in results):
+            opaque.append(node.name())
+
+    return hook
+
+
+def _graph(loss: Tensor) -> list[Any]:
+    """Every node of a loss's graph."""
+    seen: dict[Any, None] = {}
+    pending = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            pending += [below for below, _ in node.next_functions]
+    return list(seen)
+
+
+def _parameters(nodes: Sequence[Any]) -> list[Tensor]:
+    """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

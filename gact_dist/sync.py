@@ -1,0 +1,215 @@
+"""What ranks tell each other: the mean of their statistics, and that they hold the same plan.
+
+The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan, none on
+any other step. Without torch.distributed, or in a group of one rank, the same results come without a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+_T = TypeVar("_T")
+
+_DIGEST_BYTES = 8
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks of one data-parallel group hold different plans; raised on every one of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Statistics of L tensors over the ranks of a group, bitwise the same on all of them.
+
+    names: the union over ranks, in order of first appearance with rank 0 first. mean: float64 [L, K] on the CPU, over
+    the valid ranks; NaN where there is none. valid_ranks: int64 [L], how many ranks went into the mean. invalid:
+    name -> number of ranks whose row was left out; only names that have one.
+    """
+
+    names: tuple[str, ...]
+    mean: torch.Tensor
+    valid_ranks: torch.Tensor
+    invalid: dict[str, int]
+
+
+def data_parallel_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The process group to agree over; None is the default group, a mesh of one dimension is its group.
+
+    Raises ValueError for a mesh of several dimensions, TypeError for anything else.
+    """
+    if process_group is None or isinstance(process_group, ProcessGroup):
+        return process_group
+    if not isinstance(process_group, DeviceMesh):
+        raise TypeError(
+            f"process_group is a {type(process_group).__name__}; expected a ProcessGroup, a DeviceMesh of one "
+            "dimension, or None for the default group"
+        )
+    if process_group.ndim != 1:
+        raise ValueError(
+            f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}; "
+            'expected the data-parallel one alone: pass mesh["dp"], with the name you gave that dimension'
+        )
+    return process_group.get_group()
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in the group; 0 when torch.distributed is not initialised."""
+    return dist.get_rank(group) if _member(group) else 0
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Ranks in the group; 1 when torch.distributed is not initialised."""
+    return dist.get_world_size(group) if _member(group) else 1
+
+
+def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: ProcessGroup | None = None) -> Statistics:
+    """Mean of each named row over the ranks of the group that have a valid one.
+
+    names: L distinct names; ranks may have seen different tensors. values: [L, K], the same K >= 1 on all ranks. A row
+    with NaN, -inf, or +inf in its last column is invalid and left out; +inf in another column is a statement ("this
+    width must not be used") and stays +inf in the mean. A row that a rank lacks counts there as neither.
+    Collectives: one all_gather of 8 bytes and one all_reduce; only when the names differ, the names as well.
+    Raises ValueError when names and values do not fit together, or ranks differ in K.
+    """
+    if values.ndim != 2 or values.shape[1] < 1 or len(values) != len(names) or len(set(names)) != len(names):
+        raise ValueError(
+            f"got {len(names)} names, {len(set(names))} of them distinct, and values of shape {tuple(values.shape)}; "
+            "expected values [L, K] with one distinct name a row and K >= 1"
+        )
+    values = values.detach().to(device="cpu", dtype=torch.float64)
+    columns = values.shape[1]
+    union = _union_of_names(tuple(names), columns, group)
+    sums = _sum_over_ranks(_with_flags(names, values, union), group)
+    valid_ranks, invalid_ranks = sums[:, columns].long(), sums[:, columns + 1].long()
+    return Statistics(
+        names=union,
+        mean=sums[:, :columns] / valid_ranks.unsqueeze(1),
+        valid_ranks=valid_ranks,
+        invalid={name: count for name, count in zip(union, invalid_ranks.tolist(), strict=True) if count},
+    )
+
+
+def check_agreement(plan: Mapping[str, int | None], *, group: ProcessGroup | None = None) -> str:
+    """Hex digest of the plan's names and bits, in whatever order, once every rank of the group is known to share it.
+
+    plan: name -> bits, where None and 0 both mean exact.
+    Collectives: one all_gather of 8 bytes; the plans themselves travel only when the digests differ.
+    Raises PlanMismatchError on every rank, naming the ranks that agree with one another and the first tensor, by
+    name, whose bits differ.
+    """
+    entries = {name: int(bits or 0) for name, bits in sorted(plan.items())}
+    digest = _digest(tuple(entries.items()))
+    digests = _gather_digests(digest, group)
+    if len(set(digests)) > 1:
+        plans = _gather_objects(entries, group)
+        raise PlanMismatchError(_describe_mismatch(digests, plans, dist.get_process_group_ranks(group)))
+    return digest.hex()
+
+
+def _member(group: ProcessGroup | None) -> bool:
+    """Whether there is a group at all; ValueError when there is one and this process is not in it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the given process group of ranks "
+            f"{dist.get_process_group_ranks(group)}; pass the data-parallel group that this rank belongs to"
+        )
+    return True
+
+
+def _collective_device(group: ProcessGroup | None) -> torch.device:
+    """Where the group's backend wants its tensors: the CPU if it serves it, else the current accelerator.
+
+    Tested with gloo; the nccl branch has not run yet.
+    """
+    served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    if "cpu" in served:
+        return torch.device("cpu")
+    return torch.device(served[0], torch.accelerator.current_device_index())
+
+
+def _digest(content: object) -> bytes:
+    # repr of tuples of str and int quotes and separates them, so different contents have different texts
+    return hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _gather_digests(digest: bytes, group: ProcessGroup | None) -> list[bytes]:
+    ranks = world_size(group)
+    if ranks == 1:
+        return [digest]
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_collective_device(group))
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(gathered, mine, group=group)
+    return [bytes(other.tolist()) for other in gathered]
+
+
+def _gather_objects(mine: _T, group: ProcessGroup | None) -> list[_T]:
+    gathered: list[_T] = [mine] * world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def _union_of_names(names: tuple[str, ...], columns: int, group: ProcessGroup | None) -> tuple[str, ...]:
+    if len(set(_gather_digests(_digest((columns, names)), group))) == 1:
+        return names
+    everyone = _gather_objects((columns, names), group)
+    widths = [other_columns for other_columns, _ in everyone]
+    if len(set(widths)) > 1:
+        raise ValueError(f"the ranks' values have {widths} columns, in rank order; expected the same number on all")
+    return tuple(dict.fromkeys(name for _, other_names in everyone for name in other_names))
+
+
+def _with_flags(names: Sequence[str], values: torch.Tensor, union: tuple[str, ...]) -> torch.Tensor:
+    """[len(union), K + 2]: this rank's valid rows, zero elsewhere, then 1 where valid, then 1 where invalid."""
+    invalid = values.isnan().any(dim=1) | values.isneginf().any(dim=1) | ~values[:, -1].isfinite()
+    flags = torch.stack([~invalid, invalid], dim=1).to(values.dtype)
+    rows = torch.cat([values.masked_fill(invalid.unsqueeze(1), 0.0), flags], dim=1)
+    positions = {name: position for position, name in enumerate(union)}
+    result = torch.zeros(len(union), rows.shape[1], dtype=values.dtype)
+    result[[positions[name] for name in names]] = rows
+    return result
+
+
+def _sum_over_ranks(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    if world_size(group) == 1:
+        return values
+    summed = values.to(_collective_device(group))
+    dist.all_reduce(summed, group=group)
+    return summed.cpu()
+
+
+def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks: list[int]) -> str:
+    """The same text on every rank; ranks holds the global rank of each member of the group."""
+    by_digest = _ranks_by_value((digest.hex() for digest in digests), ranks)
+    names = sorted({name for plan in plans for name in plan})
+    first = next(name for name in names if len({plan.get(name) for plan in plans}) > 1)
+    by_bits = _ranks_by_value((_describe_bits(plan.get(first)) for plan in plans), ranks)
+    return (
+        f"the ranks of a data-parallel group hold different plans: digest {by_digest}. First tensor that differs: "
+        f"{first!r}, {by_bits}. All of them must use one plan: build it from reduced statistics alone, with the same "
+        "settings and library versions on every rank, or load the same state_dict on all"
+    )
+
+
+def _describe_bits(bits: int | None) -> str:
+    if bits is None:
+        return "no entry"
+    return f"{bits} bits" if bits else "exact"
+
+
+def _ranks_by_value(values: Iterable[str], ranks: list[int]) -> str:
+    members: dict[str, list[int]] = {}
+    for rank_, value in zip(ranks, values, strict=True):
+        members.setdefault(value, []).append(rank_)
+    return "; ".join(
+        f"{value} on rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}" for value, who in members.items()
+    )

@@ -1,0 +1,66 @@
+"""result.json: what one run measured, with all that is needed to repeat it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.config import RunConfig
+from launch.ranks import Ranks
+from launch.training import Measured
+
+ROW_FIELDS = ("name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity")
+
+
+def write_result(
+    folder: Path,
+    *,
+    config: RunConfig,
+    options: argparse.Namespace,
+    ranks: Ranks,
+    device: torch.device,
+    measured: Measured,
+) -> Path:
+    """Write result.json into `folder` (made if it is not there); returns its path."""
+    result = {
+        "config_name": Path(options.config).stem,
+        "config": asdict(config),
+        "level": options.level,
+        "seed": options.seed,
+        "world_size": ranks.world_size,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+        "losses": measured.losses,
+        "accuracy": measured.accuracy,
+        "test_loss": measured.test_loss,
+        "step_time_median_s": statistics.median(measured.step_times_s),
+        "step_time_mean_s": statistics.fmean(measured.step_times_s),
+        "peak_bytes": measured.peak_bytes,
+        "report": report_entry(measured.report),
+        "plan": measured.plan,
+        "weights_sha256": measured.weights_sha256,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "result.json"
+    path.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    return path
+
+
+def report_entry(report: Any) -> dict[str, Any] | None:
+    """A MemoryReport as plain values; None for an untouched run."""
+    if report is None:
+        return None
+    return {
+        "exact_bytes": report.exact_bytes,
+        "retained_bytes": report.retained_bytes,
+        "ratio": report.ratio,
+        "rows": [{name: getattr(row, name) for name in ROW_FIELDS} for row in report.rows],
+    }

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Make .venv at the repository root and install gact_dist into it; quick when nothing has changed since the last time.
+# Usage: bash launch/setup.sh [--test]     --test also installs what the tests and the lint check need.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+requirements=(-r launch/requirements.txt)
+stamp=.venv/setup-run.sha256
+if [[ "${1:-}" == --test ]]; then
+    requirements+=(-r launch/requirements-test.txt)
+    stamp=.venv/setup-test.sha256
+fi
+
+# The path is part of the hash: an environment knows where it lies, and a moved one must be installed again.
+fingerprint() {
+    { pwd; echo "${requirements[@]}"; cat launch/requirements*.txt setup.py pyproject.toml csrc/*; } | sha256sum
+}
+
+if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]]; then
+    exit 0
+fi
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "setup: $(python3 --version 2>&1), the example runs need Python 3.11 or newer as python3" >&2
+    exit 2
+fi
+echo "setup: installing into .venv (some minutes the first time)"
+[[ -x .venv/bin/python ]] && .venv/bin/python -c 'import pip' 2>/dev/null || python3 -m venv --clear .venv
+pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
+"${pip[@]}" install "${requirements[@]}"
+"${pip[@]}" install --no-build-isolation --no-deps -e .
+fingerprint > "$stamp"

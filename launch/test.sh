@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Set up the environment, check format, lint and types, then run the tests. Arguments go to pytest.
+# Usage: bash launch/test.sh [-k NAME ...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh --test
+.venv/bin/python launch/data.py
+bash launch/lint.sh
+exec .venv/bin/python -m pytest tests -q "$@"

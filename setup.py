@@ -1,0 +1,65 @@
+"""Builds the native CPU library. Metadata is in pyproject.toml.
+
+The library uses torch's stable ABI only, so one build serves torch 2.11 and newer. A machine without a C++ compiler
+still installs: the PyTorch reference then does the work, and says so at run time.
+"""
+
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# TORCH_TARGET_VERSION for 2.11, see torch/csrc/stable/version.h.
+STABLE_ABI = 0x020B000000000000
+# No fused multiply-add and no fast-math: the kernels give the bits of the reference. These two switches change no
+# value, they let rounding to integers become one instruction.
+COMMON_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+ISA_FLAGS = {
+    "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
+    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-Wno-maybe-uninitialized"],
+}
+
+
+class BuildNative(build_ext):
+    """build_ext that gives each source file its own flags: the instruction set is chosen at run time."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # The library holds no Python module, so its name carries no Python version.
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def build_extension(self, extension: Extension) -> None:
+        from torch.utils import cpp_extension
+
+        is_x86 = platform.machine() in ("x86_64", "AMD64")
+        objects = []
+        for source in extension.sources:
+            isa_flags = ISA_FLAGS.get(Path(source).name, []) if is_x86 else []
+            objects += self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=[("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}")],
+                include_dirs=cpp_extension.include_paths(),
+                extra_postargs=COMMON_FLAGS + isa_flags,
+                depends=extension.depends,
+            )
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(extension.name),
+            libraries=["torch_cpu"],
+            library_dirs=cpp_extension.library_paths(),
+            target_lang="c++",
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "gact_dist._native",
+            sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
+            depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+)

@@ -1,0 +1,47 @@
+"""What all tests share: the ranks fixture, the folder of its module, and the bound on skipped tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Test modules say `from ranks import ...`; spawned ranks receive this path as well.
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+# More skips than this fail a run in CI: a check that silently stops running is worse than a red one.
+MAXIMUM_SKIPPED_IN_CI = 10
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., list[Any]]]:
+    """run_ranks(function, *args, world_size=2, timeout_s=120): see distributed/ranks.py."""
+    import ranks as pool
+
+    yield pool.run_ranks
+    pool.close_pools()
+
+
+def _skipped(config: pytest.Config) -> int:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    return 0 if reporter is None else len(reporter.stats.get("skipped", []))
+
+
+def _too_many_skipped(config: pytest.Config) -> bool:
+    return os.environ.get("CI", "").lower() in ("1", "true") and _skipped(config) > MAXIMUM_SKIPPED_IN_CI
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _too_many_skipped(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    line = f"skipped tests: {_skipped(config)} (at most {MAXIMUM_SKIPPED_IN_CI} in CI)"
+    if _too_many_skipped(config):
+        line += "; too many, this run fails"
+    terminalreporter.write_line(line)

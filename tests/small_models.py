@@ -1,0 +1,94 @@
+"""Small models of each kind for tests, with a batch and a loss function."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(width, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + F.dropout(self.out(attended), self.dropout, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
+
+
+class TinyGPT(nn.Module):
+    """Tokens [batch, length] -> logits [batch, length, vocabulary]."""
+
+    def __init__(
+        self, vocabulary: int = 37, width: int = 64, layers: int = 2, heads: int = 4, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def gpt(seed: int = 0, batch: int = 8, length: int = 32, **options: object) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    model = TinyGPT(**options)  # type: ignore[arg-type]
+    tokens = torch.randint(0, 37, (batch, length + 1))
+    return model, (tokens[:, :-1], tokens[:, 1:])
+
+
+class SmallCNN(nn.Module):
+    """Images [batch, 1, 16, 16] -> logits [batch, 10]: convolutions, BatchNorm, ReLU, max pooling, a residual."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+        self.conv3 = nn.Conv2d(channels, 2 * channels, 3, padding=1)
+        self.head = nn.Linear(2 * channels, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm1(self.conv1(images)))
+        x = F.relu(x + self.norm2(self.conv2(x)))
+        x = F.relu(self.conv3(F.max_pool2d(x, 2)), inplace=True)
+        return self.head(x.mean((2, 3)))
+
+
+def cnn(seed: int = 0, batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    return SmallCNN(), (torch.randn(batch, 1, 16, 16), torch.randint(0, 10, (batch,)))
+
+
+def mlp(seed: int = 0, batch: int = 64, width: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)
+    )  # fmt: skip
+    return model, (torch.randn(batch, 32), torch.randint(0, 10, (batch,)))
+
+
+def loss_of(model: nn.Module):
+    """A loss function of a batch (inputs, targets) for any of these models."""
+
+    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+    return loss_fn
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All parameter gradients in one flat tensor."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
