@@ -14,10 +14,25 @@ from setuptools.command.build_ext import build_ext
 STABLE_ABI = 0x020B000000000000
 # No fused multiply-add and no fast-math: the kernels give the bits of the reference. These two switches change no
 # value, they let rounding to integers become one instruction.
-COMMON_FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+COMMON_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+]
 ISA_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
-    "kernels_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vbmi", "-Wno-maybe-uninitialized"],
+    "kernels_avx512.cpp": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vbmi",
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",
+    ],
 }
 
 

@@ -107,7 +107,8 @@ Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
   return buffer;
 }
 
-void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, Tensor out) {
+void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+                 const Tensor& out, bool stream) {
   check_format(bits, group_size);
   const Element element = element_of(dtype);
   const Sections where = sections(numel, bits, group_size, element);
@@ -124,15 +125,22 @@ void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t 
                       static_cast<int>(bits),
                       static_cast<int>(group_size),
                       out.mutable_data_ptr(),
-                      numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes};
+                      stream};
   const Kernels* kernels = active_kernels();
   torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
                               [&](int64_t first, int64_t last) { kernels->unpack(job, first, last); });
 }
 
+// Memory that is in use already: around the cache when it is too large for it.
+void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, Tensor out) {
+  const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
+  unpack_into(buffer, bits, group_size, numel, dtype, out, stream);
+}
+
+// A large new tensor: the kernel has just zeroed its pages, so they are in the cache.
 Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype) {
   Tensor out = new_flat(buffer, numel, dtype);
-  unpack_out(buffer, bits, group_size, numel, dtype, out);
+  unpack_into(buffer, bits, group_size, numel, dtype, out, false);
   return out;
 }
 

@@ -231,10 +231,10 @@ GACT_FN Group describe(const Extent& extent, int bits, float largest) {
 }
 
 // (value - low) / scale in units of 2^-16, to nearest even, clamped.
-GACT_FN i32 scaled_value(float value, const Group& group) {
-  const float distance = value - group.low;
-  const i32 steps = round_to_int(distance * group.inverse);
-  return steps < group.limit ? steps : group.limit;
+GACT_FN i32 scaled_value(float value, float low, float inverse, i32 limit) {
+  const float distance = value - low;
+  const i32 steps = round_to_int(distance * inverse);
+  return steps < limit ? steps : limit;
 }
 
 GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise) {
@@ -245,7 +245,7 @@ GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise) {
       return value > 0.0f || bits == 1 ? plus_code : plus_code - 1u;
     }
   }
-  return (static_cast<u32>(scaled_value(value, group)) + noise) >> 16;
+  return (static_cast<u32>(scaled_value(value, group.low, group.inverse, group.limit)) + noise) >> 16;
 }
 
 GACT_FN float decode(u32 code, u16 stored_scale, float offset, int bits) {

@@ -2,9 +2,9 @@
 // flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction sets.
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
-//   range<T>(x, count, low, high) -> bool     range of count (multiple of 64) elements; false if one is NaN
-//   philox(block, seed, words)                the 4 x 16 output words of a block of 128 elements
-//   quantise<T, BITS>(x, group, words, planes, stride)   64 elements to 8 bytes in each plane
+//   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
+//   philox(block, keys, words)                output words of the 4 blocks of 128 elements that make up a unit
+//   quantise<T, BITS>(x, low, inverse, words, planes, stride)    64 elements to 8 bytes in each plane
 //   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group whose scale is not negative
 //   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
 //   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
@@ -84,41 +84,93 @@ void unpack_group(const UnpackJob& job, i64 index) {
   }
 }
 
-// Describe the groups of elements start .. start + count - 1 and store their scales and offsets.
-template <class Isa, class T>
-bool describe_block(const PackJob& job, i64 start, i64 count, Group* groups) {
+struct Range {
+  float low, high;
+};
+
+// Philox keys of the ten rounds.
+struct RoundKeys {
+  u32 first[10], second[10];
+};
+
+inline RoundKeys round_keys(u64 seed) {
+  RoundKeys keys;
+  for (u32 round = 0; round < 10; ++round) {
+    keys.first[round] = static_cast<u32>(seed) + round * kPhiloxW0;
+    keys.second[round] = static_cast<u32>(seed >> 32) + round * kPhiloxW1;
+  }
+  return keys;
+}
+
+// What quantise needs of the groups of a block. `slow` marks groups for which the short formula does not hold.
+struct BlockGroups {
+  float low[kBlockElements / 64], high[kBlockElements / 64], scale[kBlockElements / 64], inverse[kBlockElements / 64];
+  i32 slow[kBlockElements / 64];
+};
+
+// describe() of codec.h without its rare cases and without branches, so that compilers vectorise it.
+inline void describe_plain(BlockGroups& groups, int count, float levels, float largest) {
+  for (int g = 0; g < count; ++g) {
+    const float low = groups.low[g] + 0.0f;
+    const float range = groups.high[g] - low;
+    const u32 rounded = (bits_of(range / levels) + 0xFFFFu) & 0xFFFF0000u;
+    const u32 covering = rounded + (float_of(rounded) * levels < range ? 0x10000u : 0u);
+    const float step = float_of(covering) < kMinScale ? kMinScale : float_of(covering);
+    const float top = low + step * levels;
+    const float scale = range > 0.0f ? step : 0.0f;
+    const float inverse = 65536.0f / step;
+    groups.low[g] = low;
+    groups.scale[g] = scale;
+    groups.inverse[g] = range > 0.0f ? inverse : 0.0f;
+    groups.slow[g] = top <= largest ? 0 : 1;  // also where anything is NaN or infinite
+  }
+}
+
+// Ranges, scales and offsets of the groups of elements start .. start + count - 1. True if one of them is special:
+// what quantise makes of it must be replaced.
+template <class Isa, class T, int BITS>
+bool describe_block(const PackJob& job, i64 start, int count, BlockGroups& groups) {
   const T* x = static_cast<const T*>(job.x) + start;
   const i64 first_group = start / job.group_size;
+  const int group_count = count / job.group_size;
+  const float largest = float_of(Largest<T>::bits);
+  for (int g = 0; g < group_count; ++g) {
+    const Range range = Isa::range(x + g * job.group_size, job.group_size);
+    groups.low[g] = range.low;
+    groups.high[g] = range.high;
+  }
+  describe_plain(groups, group_count, static_cast<float>((1 << BITS) - 1), largest);
   bool any_special = false;
-  for (i64 g = 0; g < count / job.group_size; ++g) {
-    Extent extent{0.0f, 0.0f, false, false, false};
-    const T* values = x + g * job.group_size;
-    if (!Isa::range(values, job.group_size, &extent.low, &extent.high) || !is_finite(extent.high - extent.low)) {
-      extent = extent_of(values, job.group_size);
+  for (int g = 0; g < group_count; ++g) {
+    if (groups.slow[g]) {
+      const Group group = describe(extent_of(x + g * job.group_size, job.group_size), BITS, largest);
+      groups.low[g] = group.low;
+      groups.scale[g] = group.scale;
+      groups.inverse[g] = group.inverse;
+      groups.slow[g] = group.special;
+      any_special |= group.special;
     }
-    groups[g] = describe(extent, job.bits, float_of(Largest<T>::bits));
-    any_special |= groups[g].special;
-    job.scales[first_group + g] = groups[g].stored_scale;
-    from_float(groups[g].low, static_cast<T*>(job.offsets) + first_group + g);
+    job.scales[first_group + g] = static_cast<u16>(bits_of(groups.scale[g]) >> 16);
+    from_float(groups.low[g], static_cast<T*>(job.offsets) + first_group + g);
   }
   return any_special;
 }
 
 // Full groups: elements start .. start + count - 1, count a multiple of 512 and at most kBlockElements.
 template <class Isa, class T, int BITS>
-void pack_block(const PackJob& job, i64 start, i64 count) {
-  Group groups[kBlockElements / 64];
-  const bool any_special = describe_block<Isa, T>(job, start, count, groups);
+void pack_block(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+  BlockGroups groups;
+  const bool any_special = describe_block<Isa, T, BITS>(job, start, count, groups);
 
   const T* x = static_cast<const T*>(job.x) + start;
   const int stride = job.group_size / 8;
   u8* planes = job.planes + start / job.group_size * BITS * stride;
-  for (i64 i = 0; i < count; i += kPhiloxBlock) {
-    alignas(kCacheLine) u32 words[4][16];
-    Isa::philox(static_cast<u64>(start + i) / kPhiloxBlock, job.seed, words);
-    for (int half = 0; half < 2; ++half) {
-      const i64 at = i + 64 * half;
-      const i64 g = at / job.group_size;
+  for (int unit = 0; unit < count; unit += kUnitElements) {
+    alignas(kCacheLine) u32 words[4][4][16];
+    Isa::philox(static_cast<u64>(start + unit) / kPhiloxBlock, keys, words);
+    for (int part = 0; part < kUnitElements / 64; ++part) {
+      const int at = unit + 64 * part;
+      const int g = at / job.group_size;
 #if defined(__x86_64__)
       for (int line = 0; line < static_cast<int>(sizeof(T)); ++line) {
         const char* ahead = reinterpret_cast<const char*>(x + at + kBlockElements) + line * kCacheLine;
@@ -126,23 +178,25 @@ void pack_block(const PackJob& job, i64 start, i64 count) {
       }
 #endif
       u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
-      Isa::template quantise<T, BITS>(x + at, groups[g], words + 2 * half, target, stride);
+      const u32(*noise)[16] = words[part / 2] + 2 * (part % 2);
+      Isa::template quantise<T, BITS>(x + at, groups.low[g], groups.inverse[g], noise, target, stride);
     }
   }
   if (!any_special) return;
-  for (i64 g = 0; g < count / job.group_size; ++g) {
-    if (groups[g].special) pack_group<T>(job, start / job.group_size + g);
+  for (int g = 0; g < count / job.group_size; ++g) {
+    if (groups.slow[g]) pack_group<T>(job, start / job.group_size + g);
   }
 }
 
 template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
   const PlainFloats plain;
+  const RoundKeys keys = round_keys(job.seed);
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   const i64 full_end = end / kUnitElements * kUnitElements;
   for (i64 start = first * kUnitElements; start < full_end; start += kBlockElements) {
     const i64 left = full_end - start;
-    pack_block<Isa, T, BITS>(job, start, left < kBlockElements ? left : kBlockElements);
+    pack_block<Isa, T, BITS>(job, keys, start, static_cast<int>(left < kBlockElements ? left : kBlockElements));
   }
   for (i64 tail = full_end; tail < end; tail += job.group_size) {
     pack_group<T>(job, tail / job.group_size);
@@ -233,14 +287,14 @@ inline double weighted_fractions(const float* values, const float* weight, int c
   int i = 0;
   for (; i + 16 <= count; i += 16) {
     for (int lane = 0; lane < 16; ++lane) {
-      const i32 fraction = scaled_value(values[i + lane], group) & 0xFFFF;
+      const i32 fraction = scaled_value(values[i + lane], group.low, group.inverse, group.limit) & 0xFFFF;
       partial[lane] += weight[i + lane] * static_cast<float>(fraction * (65536 - fraction));
     }
   }
   double sum = 0.0;
   for (int lane = 0; lane < 16; ++lane) sum += partial[lane];
   for (; i < count; ++i) {
-    const i32 fraction = scaled_value(values[i], group) & 0xFFFF;
+    const i32 fraction = scaled_value(values[i], group.low, group.inverse, group.limit) & 0xFFFF;
     sum += static_cast<double>(weight[i]) * (fraction * (65536 - fraction));
   }
   return sum;

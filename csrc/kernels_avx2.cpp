@@ -23,19 +23,14 @@ inline void store32(void* out, __m256i value, bool stream) {
   }
 }
 
-// Ten Philox rounds on 4 counters, one in the low half of each 64-bit lane; what the upper halves hold is ignored.
-inline void philox_rounds(__m256i state[4], u64 seed) {
-  const __m256i m0 = _mm256_set1_epi64x(kPhiloxM0), m1 = _mm256_set1_epi64x(kPhiloxM1);
-  u32 key0 = static_cast<u32>(seed), key1 = static_cast<u32>(seed >> 32);
-  for (int round = 0; round < 10; ++round, key0 += kPhiloxW0, key1 += kPhiloxW1) {
-    const __m256i product0 = _mm256_mul_epu32(state[0], m0), product1 = _mm256_mul_epu32(state[2], m1);
-    const __m256i mixed0 = _mm256_xor_si256(_mm256_srli_epi64(product1, 32), state[1]);
-    const __m256i mixed1 = _mm256_xor_si256(_mm256_srli_epi64(product0, 32), state[3]);
-    state[0] = _mm256_xor_si256(mixed0, _mm256_set1_epi32(static_cast<i32>(key0)));
-    state[1] = product1;
-    state[2] = _mm256_xor_si256(mixed1, _mm256_set1_epi32(static_cast<i32>(key1)));
-    state[3] = product0;
-  }
+// One Philox round on 4 counters, one in the low half of each 64-bit lane; the upper halves hold rubbish.
+inline void philox_round(__m256i state[4], __m256i key0, __m256i key1) {
+  const __m256i product0 = _mm256_mul_epu32(state[0], _mm256_set1_epi64x(kPhiloxM0));
+  const __m256i product1 = _mm256_mul_epu32(state[2], _mm256_set1_epi64x(kPhiloxM1));
+  state[0] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product1, 32), state[1]), key0);
+  state[1] = product1;
+  state[2] = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product0, 32), state[3]), key1);
+  state[3] = product0;
 }
 
 // Bytes of 32 codes from their bit planes, 4 bytes of each.
@@ -89,7 +84,7 @@ inline float smallest(__m256 values) {
 
 struct Avx2Isa {
   template <class T>
-  static bool range(const T* x, int count, float* low, float* high) {
+  static Range range(const T* x, int count) {
     __m256 lows = load8(x), highs = lows, unordered = _mm256_setzero_ps();
     for (int i = 0; i < count; i += 16) {
       const __m256 a = load8(x + i), b = load8(x + i + 8);
@@ -97,31 +92,34 @@ struct Avx2Isa {
       highs = _mm256_max_ps(highs, _mm256_max_ps(a, b));
       unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
     }
-    *low = smallest(lows);
-    *high = -smallest(_mm256_sub_ps(_mm256_setzero_ps(), highs));
-    return _mm256_movemask_ps(unordered) == 0;
+    const float high = -smallest(_mm256_sub_ps(_mm256_setzero_ps(), highs));
+    return {_mm256_movemask_ps(unordered) ? float_of(kNanBits) : smallest(lows), high};
   }
 
-  static void philox(u64 block, u64 seed, u32 words[4][16]) {
+  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
     const u64 counter = block * 16u;
-    const __m256i high = _mm256_set1_epi64x(static_cast<i64>(counter >> 32)), zero = _mm256_setzero_si256();
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < 8; ++part) {
       const __m256i first = _mm256_set1_epi64x(static_cast<i64>((counter & 0xFFFFFFFFu) + 8 * part));
-      __m256i even[4] = {_mm256_or_si256(first, _mm256_set_epi64x(6, 4, 2, 0)), high, zero, zero};
-      __m256i odd[4] = {_mm256_or_si256(first, _mm256_set_epi64x(7, 5, 3, 1)), high, zero, zero};
-      philox_rounds(even, seed);
-      philox_rounds(odd, seed);
+      const __m256i high = _mm256_set1_epi64x(static_cast<i64>(counter >> 32)), zero = _mm256_setzero_si256();
+      __m256i even[4] = {_mm256_add_epi64(first, _mm256_set_epi64x(6, 4, 2, 0)), high, zero, zero};
+      __m256i odd[4] = {_mm256_add_epi64(first, _mm256_set_epi64x(7, 5, 3, 1)), high, zero, zero};
+      for (int round = 0; round < 10; ++round) {
+        const __m256i key0 = _mm256_set1_epi32(static_cast<i32>(keys.first[round]));
+        const __m256i key1 = _mm256_set1_epi32(static_cast<i32>(keys.second[round]));
+        philox_round(even, key0, key1);
+        philox_round(odd, key0, key1);
+      }
       for (int word = 0; word < 4; ++word) {
         const __m256i mixed = _mm256_blend_epi32(even[word], _mm256_slli_epi64(odd[word], 32), 0xAA);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(words[word] + 8 * part), mixed);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words[part / 2][word] + 8 * (part % 2)), mixed);
       }
     }
   }
 
   template <class T, int BITS>
-  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
+  static void quantise(const T* x, float low, float inverse, const u32 noise[2][16], u8* planes, int stride) {
     for (int half = 0; half < 2; ++half) {
-      const __m256i codes = codes_of_values(x + 32 * half, group, words[half]);
+      const __m256i codes = codes_of_values<BITS>(x + 32 * half, low, inverse, noise[half]);
       for (int plane = 0; plane < BITS; ++plane) {
         const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
         std::memcpy(planes + plane * stride + 4 * half, &mask, sizeof(mask));
@@ -130,10 +128,10 @@ struct Avx2Isa {
   }
 
   // The codes of 32 elements as bytes in order; their noise is the low, then the high halves of 16 words.
-  template <class T>
-  static __m256i codes_of_values(const T* x, const Group& group, const u32 words[16]) {
-    const __m256 low = _mm256_set1_ps(group.low), inverse = _mm256_set1_ps(group.inverse);
-    const __m256i limit = _mm256_set1_epi32(group.limit), mask = _mm256_set1_epi32(0xFFFF);
+  template <int BITS, class T>
+  static __m256i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16]) {
+    const __m256 low = _mm256_set1_ps(lowest), inverse = _mm256_set1_ps(scaling);
+    const __m256i limit = _mm256_set1_epi32(((1 << BITS) - 1) << 16), mask = _mm256_set1_epi32(0xFFFF);
     __m256i codes[4];
     for (int vector = 0; vector < 4; ++vector) {
       const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), low);

@@ -48,18 +48,17 @@ inline __m512i to_words(__m512 low, __m512 high, Half*) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }
 
-// Ten Philox rounds on 8 counters, one in the low half of each 64-bit lane; what the upper halves hold is ignored.
-inline void philox_rounds(__m512i state[4], const u32 key0[10], const u32 key1[10]) {
-  const __m512i m0 = _mm512_set1_epi64(kPhiloxM0), m1 = _mm512_set1_epi64(kPhiloxM1);
-  for (int round = 0; round < 10; ++round) {
-    const __m512i product0 = _mm512_mul_epu32(state[0], m0), product1 = _mm512_mul_epu32(state[2], m1);
-    const __m512i k0 = _mm512_set1_epi32(static_cast<i32>(key0[round]));
-    const __m512i k1 = _mm512_set1_epi32(static_cast<i32>(key1[round]));
-    state[0] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(product1, 32), state[1], k0, 0x96);
-    state[1] = product1;
-    state[2] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(product0, 32), state[3], k1, 0x96);
-    state[3] = product0;
-  }
+// The upper half of each 64-bit lane moved to its lower half; a shuffle, because shifts have fewer ports.
+inline __m512i upper_halves(__m512i value) { return _mm512_shuffle_epi32(value, static_cast<_MM_PERM_ENUM>(0xF5)); }
+
+// One Philox round on 8 counters, one in the low half of each 64-bit lane; the upper halves hold rubbish.
+inline void philox_round(__m512i state[4], __m512i key0, __m512i key1) {
+  const __m512i product0 = _mm512_mul_epu32(state[0], _mm512_set1_epi64(kPhiloxM0));
+  const __m512i product1 = _mm512_mul_epu32(state[2], _mm512_set1_epi64(kPhiloxM1));
+  state[0] = _mm512_ternarylogic_epi64(upper_halves(product1), state[1], key0, 0x96);
+  state[1] = product1;
+  state[2] = _mm512_ternarylogic_epi64(upper_halves(product0), state[3], key1, 0x96);
+  state[3] = product0;
 }
 
 // Bytes of 64 codes from their bit planes, 8 bytes of each.
@@ -89,8 +88,7 @@ inline __m512 values_of(__m512i codes, __m512 scale, __m512 offset) {
 }
 
 struct Avx512Isa {
-  template <class T>
-  static bool range(const T* x, int count, float* low, float* high) {
+  static Range range(const float* x, int count) {
     __m512 low0 = load16(x), low1 = low0, high0 = low0, high1 = low0;
     __mmask16 unordered = 0;
     for (int i = 0; i < count; i += 32) {
@@ -101,44 +99,76 @@ struct Avx512Isa {
       high1 = _mm512_max_ps(high1, b);
       unordered |= _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
     }
-    *low = _mm512_reduce_min_ps(_mm512_min_ps(low0, low1));
-    *high = _mm512_reduce_max_ps(_mm512_max_ps(high0, high1));
-    return unordered == 0;
+    const float low = _mm512_reduce_min_ps(_mm512_min_ps(low0, low1));
+    return {unordered ? float_of(kNanBits) : low, _mm512_reduce_max_ps(_mm512_max_ps(high0, high1))};
   }
 
-  static void philox(u64 block, u64 seed, u32 words[4][16]) {
-    const u64 counter = block * 16u;
-    u32 key0[10], key1[10];
-    for (u32 round = 0; round < 10; ++round) {
-      key0[round] = static_cast<u32>(seed) + round * kPhiloxW0;
-      key1[round] = static_cast<u32>(seed >> 32) + round * kPhiloxW1;
+  // 16-bit floats as integers of the same order: negative ones with their magnitude inverted. NaNs are the extremes.
+  template <class T>
+  static Range range(const T* x, int count) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    __m512i low = magnitude, high = _mm512_set1_epi16(-0x8000);
+    for (int i = 0; i < count; i += 32) {
+      const __m512i value = _mm512_loadu_si512(x + i);
+      const __m512i key = _mm512_ternarylogic_epi32(value, _mm512_srai_epi16(value, 15), magnitude, 0x78);
+      low = _mm512_min_epi16(low, key);
+      high = _mm512_max_epi16(high, key);
     }
-    const __m512i first = _mm512_set1_epi64(static_cast<i64>(counter & 0xFFFFFFFFu));
-    const __m512i high = _mm512_set1_epi64(static_cast<i64>(counter >> 32));
+    const __m512i sign = _mm512_set1_epi16(-0x8000);
+    const u16 low_key = smallest_word(_mm512_xor_si512(low, sign)) ^ 0x8000u;
+    const u16 high_key = smallest_word(_mm512_xor_si512(high, magnitude)) ^ 0x7FFFu;
+    return {float_of_key<T>(low_key), float_of_key<T>(high_key)};
+  }
+
+  static u16 smallest_word(__m512i words) {
+    const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(words), _mm512_extracti64x4_epi64(words, 1));
+    const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return static_cast<u16>(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)));
+  }
+
+  template <class T>
+  static float float_of_key(u16 key) {
+    return to_float(T{static_cast<u16>(key & 0x8000u ? key ^ 0x7FFFu : key)});
+  }
+
+  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
+    // Eight sets of counters at once, to fill the latency of the multiplications.
+    __m512i state[8][4];
+    const u64 counter = block * 16u;
     const __m512i even_lanes = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i zero = _mm512_setzero_si512();
-    __m512i even[4] = {_mm512_or_si512(first, even_lanes), high, zero, zero};
-    __m512i odd[4] = {_mm512_or_si512(even[0], _mm512_set1_epi64(1)), high, zero, zero};
-    philox_rounds(even, key0, key1);
-    philox_rounds(odd, key0, key1);
-    for (int word = 0; word < 4; ++word) {
-      const __m512 mixed = _mm512_mask_moveldup_ps(_mm512_castsi512_ps(even[word]), 0xAAAA,
-                                                   _mm512_castsi512_ps(odd[word]));
-      _mm512_store_ps(words[word], mixed);
+#pragma GCC unroll 8
+    for (int set = 0; set < 8; ++set) {
+      const u64 first = (counter & 0xFFFFFFFFu) + 16 * (set / 2) + set % 2;
+      state[set][0] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<i64>(first)), even_lanes);
+      state[set][1] = _mm512_set1_epi64(static_cast<i64>(counter >> 32));
+      state[set][2] = state[set][3] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      const __m512i key0 = _mm512_set1_epi32(static_cast<i32>(keys.first[round]));
+      const __m512i key1 = _mm512_set1_epi32(static_cast<i32>(keys.second[round]));
+#pragma GCC unroll 8
+      for (int set = 0; set < 8; ++set) philox_round(state[set], key0, key1);
+    }
+#pragma GCC unroll 16
+    for (int part = 0; part < 16; ++part) {
+      const __m512 even = _mm512_castsi512_ps(state[part / 4 * 2][part % 4]);
+      const __m512 odd = _mm512_castsi512_ps(state[part / 4 * 2 + 1][part % 4]);
+      _mm512_store_ps(words[part / 4][part % 4], _mm512_mask_moveldup_ps(even, 0xAAAA, odd));
     }
   }
 
   template <class T, int BITS>
-  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
-    const __m512 low = _mm512_set1_ps(group.low), inverse = _mm512_set1_ps(group.inverse);
-    const __m512i limit = _mm512_set1_epi32(group.limit), half = _mm512_set1_epi32(0xFFFF);
+  static void quantise(const T* x, float lowest, float scaling, const u32 noise[2][16], u8* planes, int stride) {
+    const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
+    const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
     __m512i sums[4];
     for (int vector = 0; vector < 4; ++vector) {
       const __m512 distance = _mm512_sub_ps(load16(x + 16 * vector), low);
       const __m512i steps = _mm512_min_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(distance, inverse)), limit);
-      const __m512i word = _mm512_load_si512(words[vector >> 1]);
-      const __m512i noise = vector & 1 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, half);
-      sums[vector] = _mm512_add_epi32(steps, noise);
+      const __m512i word = _mm512_load_si512(noise[vector >> 1]);
+      const __m512i half = vector & 1 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, mask16);
+      sums[vector] = _mm512_add_epi32(steps, half);
     }
     const __m512i codes = third_bytes(sums);
     for (int plane = 0; plane < BITS; ++plane) {

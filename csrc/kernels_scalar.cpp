@@ -6,29 +6,37 @@ namespace {
 
 struct ScalarIsa {
   template <class T>
-  static bool range(const T* x, int count, float* low, float* high) {
-    const Extent extent = extent_of(x, count);
-    *low = extent.low;
-    *high = extent.high;
-    return !(extent.has_nan || extent.has_minus || extent.has_plus);
+  static Range range(const T* x, int count) {
+    Range range{to_float(x[0]), to_float(x[0])};
+    bool has_nan = false;
+    for (int i = 0; i < count; ++i) {
+      const float value = to_float(x[i]);
+      range.low = value < range.low ? value : range.low;
+      range.high = value > range.high ? value : range.high;
+      has_nan |= is_nan(value);
+    }
+    if (has_nan) range.low = float_of(kNanBits);
+    return range;
   }
 
-  static void philox(u64 block, u64 seed, u32 words[4][16]) {
-    for (u32 lane = 0; lane < 16; ++lane) {
+  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
+    const u64 seed = keys.first[0] | static_cast<u64>(keys.second[0]) << 32;
+    for (u32 lane = 0; lane < 64; ++lane) {
       u32 lane_words[4];
       philox_of_lane(block, lane, seed, lane_words);
-      for (int word = 0; word < 4; ++word) words[word][lane] = lane_words[word];
+      for (int word = 0; word < 4; ++word) words[lane / 16][word][lane % 16] = lane_words[word];
     }
   }
 
-  // words: the two output words of 16 lanes that hold the noise of these 64 elements.
+  // noise: the two output words of 16 lanes that belong to these 64 elements.
   template <class T, int BITS>
-  static void quantise(const T* x, const Group& group, const u32 words[2][16], u8* planes, int stride) {
+  static void quantise(const T* x, float low, float inverse, const u32 noise[2][16], u8* planes, int stride) {
+    constexpr i32 limit = ((1 << BITS) - 1) << 16;
     u64 bits[BITS] = {};
     for (int i = 0; i < 64; ++i) {
-      const u32 word = words[i >> 5][i & 15];
-      const u32 noise = (i & 16) ? word >> 16 : word & 0xFFFFu;
-      const u64 code = code_of(to_float(x[i]), group, BITS, noise);
+      const u32 word = noise[i >> 5][i & 15];
+      const u32 half = (i & 16) ? word >> 16 : word & 0xFFFFu;
+      const u64 code = (static_cast<u32>(scaled_value(to_float(x[i]), low, inverse, limit)) + half) >> 16;
       for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << i;
     }
     for (int plane = 0; plane < BITS; ++plane) {

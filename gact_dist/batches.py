@@ -19,7 +19,7 @@ def batch_size(batch: Any) -> int | None:
 
 
 def first_samples(batch: Any, samples: int) -> tuple[Any, float]:
-    """(the batch's first samples, fraction of the batch they are); the whole batch and 1.0 where it cannot be sliced."""
+    """(the batch's first samples, fraction of the batch they are); the batch and 1.0 where it cannot be sliced."""
     size = batch_size(batch)
     if size is None or size <= samples:
         return batch, 1.0

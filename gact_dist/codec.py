@@ -110,7 +110,7 @@ def _layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout:
 def _flatten(tensor: Tensor, layout: _Layout) -> Tensor:
     """The stored elements in memory order, 1-D contiguous: a view where there are no gaps."""
     if layout.fill is _Fill.SCATTERED:
-        return tensor.as_strided(layout.sizes, layout.strides).reshape(-1)
+        return tensor.as_strided(layout.sizes, layout.strides).contiguous().view(-1)
     return tensor.as_strided((layout.span,), (1,))
 
 
@@ -201,9 +201,8 @@ def _pack_exact(data: Tensor, layout: _Layout) -> Packed:
     conjugate = data.is_conj()
     physical = data.conj() if conjugate else data
     flat = _flatten(physical, layout)
-    if layout.fill is not _Fill.SCATTERED or flat.data_ptr() == physical.data_ptr():
-        flat = flat.clone()
-    return Packed(flat, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), conjugate=conjugate)
+    payload = flat if layout.fill is _Fill.SCATTERED else flat.clone()
+    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), conjugate=conjugate)
 
 
 def pack_mask(tensor: Tensor) -> Packed:

@@ -81,7 +81,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "L2.2": {"policy": "gact", "bits": 2},
     "exact": {"policy": "exact"},
 }
-"""The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and for finding faults."""
+"""The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and finding faults."""
 
 OFFLOAD_LEVELS = {"L3": "L2"}
 """Levels that need offload, each with the level it is without."""

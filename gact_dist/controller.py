@@ -45,8 +45,8 @@ def attach(
     """Attach activation compression to a model and return its controller; the model itself is not changed.
 
     model: plain, or wrapped in DistributedDataParallel. level: a name in gact_dist.LEVELS, such as "L2"; or config: all
-    settings; not both. process_group: the data-parallel group whose ranks share one plan (a ProcessGroup or a DeviceMesh
-    of one dimension); the default group if there is one.
+    settings; not both. process_group: the data-parallel group whose ranks share one plan (a ProcessGroup or a
+    DeviceMesh of one dimension); the default group if there is one.
     Raises TypeError or ValueError when one of these cannot be used.
     """
     return Controller(model, level, config=config, process_group=process_group)
@@ -79,11 +79,11 @@ class Controller:
 
     @contextmanager
     def step(self, loss_fn: Callable[[Any], Tensor] | None = None, batch: Any = None) -> Iterator[None]:
-        """Compress what autograd saves inside the context, which should hold one forward pass; backward may follow after it.
+        """Compress what autograd saves inside the context, which should hold one forward; backward may follow after it.
 
         loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
-        samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays as
-        it is (uniform at first).
+        samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays
+        as it is (uniform at first).
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         self._step += 1
@@ -151,9 +151,9 @@ class Controller:
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
         """End an iteration: adapt when due, and give the next iteration's rounding its own random numbers.
 
-        fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward has not
-        run since the last iterate, the closure is the iteration and is run as such; otherwise it is only measured with,
-        which leaves gradients, random numbers and buffers untouched.
+        fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward has
+        not run since the last iterate, the closure is the iteration and is run as such; otherwise it is only measured
+        with, which leaves gradients, random numbers and buffers untouched.
         """
         self._expect(Lifecycle.INSTALLED, "iterate()", "call install_hook() first")
         closure_is_the_iteration = not self._forward_ran
@@ -241,7 +241,7 @@ class Controller:
 def _settings(level: str | None, config: Config | None) -> Config:
     if level is not None and config is not None:
         raise ValueError(
-            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) combines them"
+            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) has both"
         )
     if config is None:
         return Config.from_level(level if level is not None else _default_level)

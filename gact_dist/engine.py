@@ -31,13 +31,14 @@ _VIEW_FRACTION = 4
 class _Memory:
     """What a step knows of one storage."""
 
-    __slots__ = ("aliased", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak")
+    __slots__ = ("aliased", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.weak = StorageWeakRef(storage)  # pins the address, not the memory: no other storage can take it
         self.stored: list[tuple[int, torch.dtype, int, int, ref]] = []
         self.relu_versions: set[int] = set()
         self.partial_numel = 0
+        self.first_partial = ""
         self.seen_bytes = 0
         self.aliased = False
 
@@ -154,7 +155,9 @@ class Engine:
             stored = self._store(target, name, memory, own_relu_save)
         if not own_relu_save:
             _remember(target, memory, stored)
-        return stored if target is tensor else View(stored, tensor, tensor.storage_offset() - target.storage_offset())
+        if target is tensor:
+            return stored
+        return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
@@ -171,8 +174,9 @@ class Engine:
         if tensor.numel() >= base.numel():
             return tensor
         memory.partial_numel += tensor.numel()
+        memory.first_partial = memory.first_partial or name
         if memory.partial_numel > base.numel():
-            self._store_base.add(name)  # from the next step on, the first of these views stores the base at once
+            self._store_base.add(memory.first_partial)  # from the next step on, it stores the base at once
         return base if name in self._store_base else tensor
 
     def _store(self, tensor: Tensor, name: str, memory: _Memory, own_relu_save: bool) -> Stored:
@@ -268,7 +272,7 @@ def _is_own_relu_save(tensor: Tensor, memory: _Memory) -> bool:
     At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
     to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
     """
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
         return False
     return node._saved_result is None
@@ -276,7 +280,7 @@ def _is_own_relu_save(tensor: Tensor, memory: _Memory) -> bool:
 
 def _find(tensor: Tensor, memory: _Memory) -> View | None:
     """A handle on memory that this step has stored already and that holds this tensor too."""
-    version, start = tensor._version, tensor.storage_offset()
+    version, start = tensor._version, int(tensor.storage_offset())
     stop = start + _span(tensor)
     for known_version, dtype, first, last, weak in memory.stored:
         if known_version != version or dtype != tensor.dtype or start < first or stop > last:
@@ -290,7 +294,7 @@ def _find(tensor: Tensor, memory: _Memory) -> View | None:
 def _remember(tensor: Tensor, memory: _Memory, stored: Any) -> None:
     span = _span(tensor)
     if span <= tensor.numel():
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         memory.stored.append((tensor._version, tensor.dtype, start, start + span, ref(stored)))
 
 

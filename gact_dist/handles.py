@@ -30,14 +30,14 @@ class Stored:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
         if self.witness._version != self.version:
             raise RuntimeError(
-                f"saved tensor {self.name!r} was modified by an inplace operation after forward saved it (it is at version "
-                f"{self.witness._version}, expected {self.version}); use the out-of-place form of that operation, or clone "
-                "the tensor before modifying it"
+                f"saved tensor {self.name!r} was modified by an inplace operation after forward saved it (it is at "
+                f"version {self.witness._version}, expected {self.version}); use the out-of-place form of that "
+                "operation, or clone the tensor before modifying it"
             )
         return self.payload.detach() if isinstance(self.payload, Tensor) else codec.unpack(self.payload)
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Recorded:
     """A saved tensor seen while sensitivity is measured: kept exactly, with the graph edge that produced it."""
 

@@ -7,37 +7,32 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_VIEWS_AND_CASTS = frozenset(
-    f"{operator}Backward{number}"
-    for operator in (
-        "T View UnsafeView ReshapeAlias Transpose Permute Numpy_T ToCopy Split SplitWithSizes Slice Select Squeeze Unsqueeze "
-        "Expand Alias AsStrided Unbind Clone Detach Chunk Narrow"
-    ).split()
-    for number in range(4)
-)
-_PARAMETER_ARITHMETIC = frozenset(
-    f"{operator}Backward{number}"
-    for operator in (
-        "Mul Div Add Sub Neg Exp Sqrt Rsqrt Pow Reciprocal Sigmoid Tanh Softplus Sum Norm LinalgVectorNorm WeightNormInterface"
-    ).split()
-    for number in range(4)
-)
+from .naming import operator_name
+
+_VIEWS_AND_CASTS = frozenset({
+    "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
+    "Slice", "Select", "Squeeze", "Unsqueeze", "Expand", "Alias", "AsStrided", "Unbind", "Clone", "Chunk", "Narrow",
+})  # fmt: skip
+_PARAMETER_ARITHMETIC = frozenset({
+    "Mul", "Div", "Add", "Sub", "Neg", "Exp", "Sqrt", "Rsqrt", "Pow", "Reciprocal", "Sigmoid", "Tanh", "Softplus",
+    "Sum", "Norm", "LinalgVectorNorm", "WeightNormInterface",
+})  # fmt: skip
 _DEPTH = 6
 
 
 def made_from_parameters(node: Any, depth: int = _DEPTH) -> bool:
-    """Whether everything below an autograd node is a view, a cast or arithmetic on leaves of the graph.
+    """Whether everything below an autograd node is a view, a cast or arithmetic on parameters.
 
     An input that needs no gradient appears in next_functions as None, so x * weight is not mistaken for a parameter.
     """
     if node is None or depth == 0:
         return False
-    name = node.name()
-    if name == "torch::autograd::AccumulateGrad":
-        return True
-    if name in _VIEWS_AND_CASTS:
+    operator = operator_name(node.name())
+    if operator == "torch::autograd::AccumulateGrad":
+        return isinstance(node.variable, nn.Parameter)
+    if operator in _VIEWS_AND_CASTS:
         return made_from_parameters(node.next_functions[0][0], depth)
-    if name in _PARAMETER_ARITHMETIC:
+    if operator in _PARAMETER_ARITHMETIC:
         return all(made_from_parameters(below, depth - 1) for below, _ in node.next_functions)
     return False
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,19 +18,11 @@ import torch
 from torch import Tensor, nn
 
 _TORCH = os.path.dirname(torch.__file__)
-_PLUMBING = tuple(
-    os.path.join(_TORCH, part)
-    for part in (
-        "nn/functional.py",
-        "overrides.py",
-        "autograd/",
-        "_ops.py",
-        "_tensor.py",
-        "utils/",
-        "_jit_internal.py",
-        "amp/",
-    )
-) + (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
+_PLUMBING = (
+    *(f"{_TORCH}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
+    *(f"{_TORCH}/{part}" for part in ("utils/", "_jit_internal.py", "amp/")),
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+)
 
 _ALIASES = {
     "CudnnBatchNorm": "BatchNorm",
@@ -42,7 +34,7 @@ _ALIASES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def operator_name(node_name: str) -> str:
     """The operator behind an autograd node's name: 'NativeLayerNormBackward0' -> 'LayerNorm'."""
     operator = re.sub(r"Backward\d*$", "", node_name)

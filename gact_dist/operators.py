@@ -63,7 +63,7 @@ class OperatorObserver(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def role(self, tensor: Tensor) -> Role:
-        """The role of a floating tensor without a graph that is being saved now. Waits for the device. See [Note: roles]."""
+        """The role of a floating tensor without a graph that is being saved now; may wait for the device."""
         if not self._calls:
             return Role.STATISTIC  # a custom autograd function: nothing is known, so nothing is lost
         function, args, kwargs = self._calls[-1]

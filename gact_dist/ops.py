@@ -142,6 +142,16 @@ def isa() -> str:
     return "reference" if _native is None else ISAS[_native.gact_dist_isa()]
 
 
+def available_isas() -> tuple[str, ...]:
+    """The native implementations that this build and this processor can run, for tests and measurements."""
+    if _native is None:
+        return ()
+    before = _native.gact_dist_isa()
+    names = tuple(name for number, name in enumerate(ISAS) if _native.gact_dist_set_isa(number) == 0)
+    _native.gact_dist_set_isa(before)
+    return names
+
+
 def set_isa(name: str) -> None:
     """Choose the native implementation by name, for tests and measurements; the results are the same bits.
 

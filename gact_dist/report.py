@@ -41,7 +41,8 @@ class MemoryReport:
         return self.exact_bytes / self.retained_bytes if self.retained_bytes else 1.0
 
     def __str__(self) -> str:
-        head = f"{'saved tensor':58s} {'shape':>22s} {'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>10s} {'sensitivity':>11s}"
+        columns = f"{'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>9s} {'sensitivity':>11s}"
+        head = f"{'saved tensor':58s} {'shape':>22s} {columns}"
         lines = [head, *(_line(row) for row in self.rows)]
         lines.append(
             f"activations: {self.exact_bytes / 2**20:.2f} MiB exact, {self.retained_bytes / 2**20:.2f} MiB retained, "
@@ -64,4 +65,5 @@ def _line(row: ReportRow) -> str:
     shape = "x".join(map(str, row.shape)) or "scalar"
     sensitivity = "" if row.sensitivity is None else f"{row.sensitivity:.3e}"
     dtype = str(row.dtype).removeprefix("torch.")
-    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {row.bytes / 1024:10.1f} {sensitivity:>11s}"
+    kib = row.bytes / 1024
+    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {kib:9.1f} {sensitivity:>11s}"

@@ -3,8 +3,8 @@
 Let g(h_1 .. h_L) be the parameter gradient as a function of the saved tensors, each an independent input of the
 backward pass. Rounding tensor l at b bits adds the variance  c_l(b) = sum_i var_i(b) (J_l^T J_l)_ii,  with J_l the
 Jacobian of g with respect to h_l and var_i(b) the variance of stochastic rounding of element i. GACT (Liu et al., ICML
-2022, section 4) estimates each c_l with forward and backward passes of its own; here one product of a random v ~ N(0, I)
-over the parameters with all J_l gives every (J_l^T v)_i at once, and E[(J_l^T v)_i^2] = (J_l^T J_l)_ii.
+2022, section 4) estimates each c_l with forward and backward passes of its own; here one product of a random
+v ~ N(0, I) over the parameters with all J_l gives every (J_l^T v)_i at once, and E[(J_l^T v)_i^2] = (J_l^T J_l)_ii.
 
 [Note: double backward] With create_graph, a saved tensor that is unpacked is wired to the node that produced it. The
 derivative of <v, g> with respect to that edge is J_l^T v plus what flows back through the forward graph from saved
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from . import codec, ops
@@ -31,6 +32,7 @@ from .isolation import untouched
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
+_ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 _PROBE_BITS = 4  # one bit would leave the range in which the gradient answers linearly
 
 
@@ -75,8 +77,8 @@ def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"the loss function gave {got}, expected a scalar loss that depends on the model's parameters; return the loss "
-            "from loss_fn(batch), or call backward() on it inside the closure"
+            f"the loss function gave {got}, expected a scalar loss that depends on the model's parameters; return the "
+            "loss from loss_fn(batch), or call backward() on it inside the closure"
         )
     return loss
 
@@ -110,7 +112,7 @@ class _Probe:
         return sorted(found, key=lambda sensitivity: order[sensitivity.name])
 
     def _squared_products(self, compressible: Sequence[Recorded], probes: int) -> dict[tuple, Tensor]:
-        """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}; edges not reached are left out."""
+        """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}, for edges that it reaches."""
         edges = list(dict.fromkeys((r.node, r.output_number) for r in compressible if r.node is not None))
         squares: dict[tuple, Tensor] = {}
         if not edges:
@@ -127,7 +129,7 @@ class _Probe:
                         square = product.detach().float().square() / probes
                         squares[edge] = squares[edge] + square if edge in squares else square
         except RuntimeError as error:
-            # the only way to learn that some operator's backward has no derivative; everything is perturbed instead
+            # an operator whose missing derivative shows only here, or too little memory for a second backward
             _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", _first_line(error))
             return {}
         finally:
@@ -136,7 +138,7 @@ class _Probe:
         return {edge: square for edge, square in squares.items() if bool(square.any())}
 
     def _differentiable_gradients(self) -> Sequence[Tensor | None] | None:
-        """The gradient with its graph; None if some backward silently leaves the graph (a kernel that autograd cannot see)."""
+        """The gradient with its graph; None if some backward leaves it (a kernel that autograd cannot see)."""
         opaque: list[str] = []
         handles = [node.register_hook(_watch(node, opaque)) for node in self.nodes]
         try:
@@ -186,7 +188,7 @@ class _Probe:
         return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
 
     def _perturb(self, records: Sequence[Recorded]) -> list[Sensitivity]:
-        """Round one tensor at a time and compare gradients: c(4 bits) by measurement, other widths by their rounding."""
+        """Round one tensor at a time and compare gradients: c(4) by measurement, other widths by their rounding."""
         exact = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
         found = []
         for number, record in enumerate(records):
@@ -222,13 +224,20 @@ def _seen_through(record: Recorded, square: Tensor) -> Tensor:
 
 
 def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
-    """A hook that notes a node whose results do not depend on the gradients it was given."""
+    """A hook that notes a node whose results do not depend, for autograd, on what they are computed from."""
 
     def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        if not any(gradient is not None and gradient.requires_grad for gradient in given):
-            return
-        if any(result is not None and not result.requires_grad and bool(result.any()) for result in results):
-            opaque.append(node.name())
+        for result in results:
+            if result is None:
+                continue
+            if result.grad_fn is not None:
+                underivable = result.grad_fn.name() in _ERROR_NODES
+            else:
+                varies = any(gradient is not None and gradient.requires_grad for gradient in given)
+                varies = varies or (isinstance(node, BackwardCFunction) and bool(node.saved_tensors))
+                underivable = varies and not result.requires_grad and bool(result.any())
+            if underivable:
+                opaque.append(node.name())
 
     return hook
 

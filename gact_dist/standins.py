@@ -178,7 +178,7 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     backend = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, **options)
     if backend == SDPBackend.MATH.value or dropout_p > 0.0:
         # the math backend is differentiable twice; fused dropout cannot be replayed and is left to perturbation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ class LayerBits:
 
 
 def layer_of(name: str) -> str:
-    """The layer a saved tensor belongs to: its module path up to the first number, or its first two parts."""
-    path = re.split(r"[/: ]", name, maxsplit=1)[0]
-    parts = path.split(".")
+    """The layer of a saved tensor, named module.path:operator@line: its path up to a number, or its first two parts."""
+    path = name.partition(":")[0]
+    parts = path.split(".") if path else ["(top level)"]
     for position, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: position + 1])

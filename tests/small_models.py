@@ -74,7 +74,8 @@ def cnn(seed: int = 0, batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor
 def mlp(seed: int = 0, batch: int = 64, width: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)
+        nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.Tanh(),
+        nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10),
     )  # fmt: skip
     return model, (torch.randn(batch, 32), torch.randint(0, 10, (batch,)))
 
