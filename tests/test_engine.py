@@ -31,6 +31,10 @@ def stored_alive():
     return sum(type(item) is Stored for item in gc.get_objects())
 
 
+def hook_counts(model):
+    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
+
+
 def gradients(model, loss):
     return torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
 

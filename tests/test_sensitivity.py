@@ -202,7 +202,7 @@ def test_an_operator_whose_backward_has_no_derivative_is_measured_by_perturbatio
     assert set(named) == set(expected)
     assert all(item.by_perturbation for item in found)
     for name, item in named.items():
-        # one draw of 4-bit rounding: relative standard deviation sqrt(2 / effective dimensions), at least some tens here
+        # one draw of 4-bit rounding: relative standard deviation sqrt(2 / effective dimensions), some tens at least
         assert float(item.variance[3]) == pytest.approx(float(expected[name].variance[3]), rel=0.6), name
 
 

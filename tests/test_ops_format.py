@@ -1,0 +1,238 @@
+"""The stored format: the reference against its written definition, and what a user relies on."""
+
+import numpy as np
+import pytest
+import torch
+from codec_tensors import random_tensor, special_tensors
+from torch import Tensor
+
+from gact_dist import ops
+from gact_dist import ops_reference as reference
+
+DTYPES = reference.PACK_DTYPES
+ALL_BITS = range(reference.MIN_BITS, reference.MAX_BITS + 1)
+SEED = -7_123_456_789_012_345_678
+
+
+# ---- the definition
+
+
+def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
+    words = [torch.tensor([word], dtype=torch.int64) for word in counter]
+    return [int(word) for word in reference.philox_words(words, key)]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_vectors(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    """Known answers of Random123 (kat_vectors, philox4x32-10)."""
+    assert philox_by_hand(counter, key) == list(expected)
+
+
+def noise_by_hand(element: int, seed: int) -> int:
+    block, vector, lane = element >> 7, (element >> 4) & 7, element & 15
+    counter = block * 16 + lane
+    words = philox_by_hand((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    return words[vector >> 1] >> 16 if vector & 1 else words[vector >> 1] & 0xFFFF
+
+
+@pytest.mark.parametrize("first_element", [0, 64, 192, 2**31, 2**36 + 64, 2**40 + 128])
+def test_noise_is_numbered_by_element_beyond_32_bits(first_element: int) -> None:
+    noise = reference.random16(first_element, 300, SEED, torch.device("cpu"))
+    for i in (0, 1, 15, 16, 63, 64, 127, 128, 299):
+        assert int(noise[i]) == noise_by_hand(first_element + i, SEED)
+
+
+def pack_by_hand(x: np.ndarray, bits: int, first_element: int, seed: int) -> tuple[list[int], np.float32, np.float32]:
+    """Codes, scale and offset of one finite group, float32 operation by operation, written a second time."""
+    one = np.float32
+    low, levels = one(x.min()) + one(0), one(2**bits - 1)
+    spread = one(x.max()) - low
+    pattern = int((spread / levels).view(np.uint32))
+    pattern = -(-pattern // 65536) * 65536
+    if np.uint32(pattern).view(np.float32) * levels < spread:
+        pattern += 65536
+    scale = np.uint32(pattern).view(np.float32)
+    codes = []
+    for i, value in enumerate(x):
+        steps = min(int(np.rint((value - low) * (one(65536) / scale))), int(levels) * 65536)
+        codes.append((steps + noise_by_hand(first_element + i, seed)) >> 16)
+    return codes, scale, low
+
+
+@pytest.mark.parametrize("bits", [1, 2, 5, 8])
+@pytest.mark.parametrize("first_group", [0, 3, 2**33 + 1])
+def test_reference_follows_the_written_definition(bits: int, first_group: int) -> None:
+    x = random_tensor(64, torch.float32, seed=bits)
+    planes, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_group)
+    codes, wanted_scale, wanted_offset = pack_by_hand(x.numpy(), bits, first_group * 64, SEED)
+    for i, code in enumerate(codes):
+        stored = sum(((int(planes[0, plane, i // 8]) >> (i % 8)) & 1) << plane for plane in range(bits))
+        assert stored == code
+    assert scale.item() == wanted_scale
+    assert offset.item() == wanted_offset
+
+
+def test_the_buffer_is_planes_then_scales_then_aligned_offsets() -> None:
+    where = reference.sections(1000, 3, 64, torch.float32)
+    assert where.groups == 16
+    assert where.scale_start_bytes == 16 * 3 * 8
+    assert where.offset_start_bytes == where.scale_start_bytes + 32
+    assert where.total_bytes == where.offset_start_bytes + 16 * 4
+    odd = reference.sections(64 * 3, 1, 64, torch.float32)
+    assert odd.offset_start_bytes % 4 == 0
+    assert odd.offset_start_bytes == odd.scale_start_bytes + 6 + 2
+
+
+def test_codes_beyond_the_end_are_zero() -> None:
+    planes, _, _ = reference.pack_groups(random_tensor(70, torch.float32), 8, 64, SEED, 0)
+    codes = planes[1].view(8, 8).numpy()
+    assert np.unpackbits(codes, axis=1, bitorder="little")[:, 6:].sum() == 0
+    assert np.unpackbits(codes, axis=1, bitorder="little")[:, :6].sum() > 0
+
+
+# ---- what a user relies on
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes() -> None:
+    x = random_tensor(4096, torch.float32)
+    assert torch.equal(ops.pack(x, 2, 256, 5), ops.pack(x, 2, 256, 5))
+    for other in (6, 5 + 2**32, -5):
+        assert not torch.equal(ops.pack(x, 2, 256, 5), ops.pack(x, 2, 256, other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_no_element_is_further_away_than_one_step(dtype: torch.dtype, bits: int) -> None:
+    for scale in (1e-3, 1.0, 1e4):
+        x = random_tensor(4099, dtype, scale=scale)
+        decoded = ops.unpack(ops.pack(x, bits, 256, SEED), bits, 256, 4099, dtype).double()
+        _, scales, _ = reference._split(
+            ops.pack(x, bits, 256, SEED), reference.sections(4099, bits, 256, dtype), bits, 256, dtype
+        )
+        step = scales.double().repeat_interleave(256)[:4099]
+        # Rounding of the decoded value to dtype: half an ulp, that is eps / 2 of its magnitude or of a subnormal.
+        half_ulp = decoded.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
+        # The three float32 roundings before the codes are made move a value by 3 * 2^-24 of the range.
+        arithmetic = step * 2**bits * 3 * 2.0**-24
+        assert bool(((decoded - x.double()).abs() <= step + half_ulp + arithmetic).all())
+
+
+def samples(x: Tensor, bits: int, seeds: range, copies: int) -> Tensor:
+    """Decoded values of ``x`` [256] for every seed and copy: float64 [len(seeds) * copies, 256]."""
+    many = x.repeat(copies)
+    decoded = [ops.unpack(ops.pack(many, bits, 256, seed), bits, 256, many.numel(), x.dtype) for seed in seeds]
+    return torch.cat(decoded).double().view(-1, 256)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_rounding_is_unbiased(dtype: torch.dtype, bits: int) -> None:
+    x = random_tensor(256, dtype, seed=bits)
+    decoded = samples(x, bits, range(32), copies=128)
+    step = float(reference.pack_groups(x, bits, 256, 0, 0)[1])
+    # One decoded value has a standard deviation of at most step / 2; six of the mean's are exceeded once in 5e8.
+    noise = 6 * step / 2 / decoded.shape[0] ** 0.5
+    # Steps are counted in 2^-16 and three float32 roundings come before.
+    arithmetic = step / 2**17 + 3 * 2.0**-24 * step * 2**bits
+    half_ulp = decoded.abs().amax(0) * torch.finfo(dtype).eps / 2
+    assert bool(((decoded.mean(0) - x.double()).abs() <= noise + arithmetic + half_ulp).all())
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_rounding_variance_is_the_measured_variance(bits: int) -> None:
+    x = random_tensor(256, torch.float32, seed=100 + bits)
+    weight = torch.rand(256, generator=torch.Generator().manual_seed(3))
+    decoded = samples(x, bits, range(32), copies=128)
+    squares = (((decoded - x.double()) ** 2) * weight.double()).sum(1)
+    predicted = float(ops.rounding_variance(x, weight, 256)[bits - 1])
+    # Six standard errors of the measured mean; its own spread is taken from the 4096 samples.
+    tolerance = 6 * float(squares.std()) / decoded.shape[0] ** 0.5
+    assert abs(float(squares.mean()) - predicted) <= tolerance
+    assert tolerance < 0.05 * predicted
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_multiples_of_the_step_are_exact(bits: int) -> None:
+    codes = torch.arange(256) % 2**bits
+    codes[:2] = torch.tensor([0, 2**bits - 1])
+    x = codes * 0.375 - 6.0  # 0.375 is a bfloat16, so it is the scale
+    assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 256, torch.float32), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_groups_are_exact(dtype: torch.dtype) -> None:
+    x = random_tensor(8, dtype).repeat_interleave(256)
+    for bits in ALL_BITS:
+        assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 2048, dtype), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finite_values_decode_to_finite_values(dtype: torch.dtype) -> None:
+    for name, x in special_tensors(dtype).items():
+        if name == "whole range" and dtype != torch.float16:
+            continue  # the range itself overflows float32: see the test below
+        for bits in ALL_BITS:
+            decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, x.numel(), dtype)
+            if "nan" not in name and (bits > 1 or bool(torch.isfinite(x).all())):
+                assert bool(torch.isfinite(decoded[torch.isfinite(x)]).all()), (name, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_infinities_are_kept_beside_finite_values(dtype: torch.dtype, bits: int) -> None:
+    x = random_tensor(512, dtype)
+    x[3::7], x[5::11] = torch.inf, -torch.inf
+    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 512, dtype)
+    infinite = torch.isinf(x)
+    assert torch.equal(decoded[infinite], x[infinite])
+    spread = x[~infinite].amax() - x[~infinite].amin()
+    # One step of the 2^bits - 3 that are left, its rounding up to bfloat16 (2^-7), and half an ulp of dtype.
+    step = spread.double() / (2**bits - 3) * (1 + 2**-7) + 16 * torch.finfo(dtype).eps
+    assert float((decoded[~infinite].double() - x[~infinite].double()).abs().max()) <= float(step)
+
+
+@pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
+def test_one_bit_keeps_a_mask_of_one_value_and_one_infinity(infinity: float) -> None:
+    x = torch.where(random_tensor(512, torch.float32) > 0, 1.5, infinity)
+    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32), x)
+    x[:256] = infinity
+    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32), x)
+
+
+def test_one_bit_with_an_infinity_and_two_values_is_nan_not_wrong() -> None:
+    x = torch.tensor([0.0, 1.0, torch.inf, 2.0])
+    assert bool(ops.unpack(ops.pack(x, 1, 64, 1), 1, 64, 4, torch.float32).isnan().all())
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_nan_and_overflowing_ranges_decode_to_nan_in_their_group_only(bits: int) -> None:
+    x = random_tensor(1024, torch.float32)
+    x[300] = torch.nan
+    x[600], x[700] = -3e38, 3e38
+    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 1024, torch.float32).view(4, 256)
+    assert bool(decoded[1:3].isnan().all())
+    assert not bool(decoded[[0, 3]].isnan().any())
+
+
+def test_rounding_variance_counts_special_groups_as_infinite_where_weighted() -> None:
+    x = random_tensor(512, torch.float32)
+    x[300] = -torch.inf
+    weight = torch.ones(512)
+    for function in (ops.rounding_variance, reference.rounding_variance):
+        assert bool(torch.isinf(function(x, weight, 256)).all())
+        weight[256:] = 0
+        assert bool(torch.isfinite(function(x, weight, 256)).all())
+        weight[256:] = 1
