@@ -30,6 +30,7 @@ ISA_FLAGS = {
         "-mavx512dq",
         "-mavx512vl",
         "-mavx512vbmi",
+        "-mgfni",
         "-Wno-uninitialized",
         "-Wno-maybe-uninitialized",
     ],

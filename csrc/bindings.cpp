@@ -101,8 +101,8 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
 
 Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
   check_format(bits, group_size);
-  Tensor buffer = new_flat(x, sections(x.numel(), bits, group_size, element_of(x.scalar_type())).total,
-                           ScalarType::Byte);
+  Tensor buffer =
+      new_flat(x, sections(x.numel(), bits, group_size, element_of(x.scalar_type())).total, ScalarType::Byte);
   pack_out(x, bits, group_size, seed, buffer);
   return buffer;
 }

@@ -28,12 +28,12 @@ struct Bfloat {
   u16 bits;
 };
 
-constexpr i32 kPhiloxBlock = 128;  // elements that share 16 Philox counters
+constexpr i32 kPhiloxBlock = 128;                    // elements that share 16 Philox counters
 constexpr float kMinScale = 3.851859888774472e-34f;  // 2^-111: 65536 / scale stays finite
 constexpr u32 kInfinityBits = 0x7F800000u;
 constexpr u32 kNanBits = 0x7FC00000u;
 constexpr u16 kSpecialFlag = 0x8000u;  // sign of a stored scale: the group holds values that are not finite
-constexpr u16 kMinusOne = 0xBF80u;  // stored scale of a 1-bit group whose code 1 is +inf
+constexpr u16 kMinusOne = 0xBF80u;     // stored scale of a 1-bit group whose code 1 is +inf
 
 // ---- bits and conversions
 
@@ -166,13 +166,13 @@ struct Extent {
 };
 
 struct Group {
-  float low;  // offset, never -0.0
-  float scale;  // step between codes, not negative
-  float inverse;  // 65536 / scale, or 0
-  i32 limit;  // highest finite code times 65536
+  float low;         // offset, never -0.0
+  float scale;       // step between codes, not negative
+  float inverse;     // 65536 / scale, or 0
+  i32 limit;         // highest finite code times 65536
   u16 stored_scale;  // bfloat16 bits; the sign marks a special group
-  bool special;  // holds NaN or infinities, or its range overflows
-  bool dead;  // decodes to NaN
+  bool special;      // holds NaN or infinities, or its range overflows
+  bool dead;         // decodes to NaN
 };
 
 template <class T>

@@ -1,35 +1,25 @@
-// The loops around the per-ISA primitives. Each kernels_*.cpp includes this in its own translation unit with its own
-// flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction sets.
+// The loops of pack and unpack around the per-ISA primitives. Each kernels_*.cpp includes this in its own translation
+// unit with its own flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction
+// sets.
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
 //   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
-//   philox(block, keys, words)                output words of the 4 blocks of 128 elements that make up a unit
-//   quantise<T, BITS>(x, low, inverse, words, planes, stride)    64 elements to 8 bytes in each plane
+//   philox(block, keys, words)                [16][16] output words of the 4 blocks of 128 elements of a unit: row
+//                                             4 * block + word, column lane
+//   quantise<T, BITS, COUNT>(x, low, inverse, noise, planes, stride)  COUNT = 64 or 128 elements of one group, whose
+//                                             noise is in COUNT / 32 output words of 16 lanes, to COUNT / 8 bytes in
+//                                             each plane
 //   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group whose scale is not negative
 //   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
 //   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
 #pragma once
 
-#include "kernels.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "masks.h"
+#include "plain_floats.h"
+#include "variance.h"
 
 namespace gact {
 namespace {
-
-// Standard rounding, subnormals kept: torch.set_flush_denormal must not change the stored bytes.
-class PlainFloats {
- public:
-#if defined(__x86_64__)
-  PlainFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
-  ~PlainFloats() { _mm_setcsr(saved_); }
-
- private:
-  unsigned int saved_;
-#endif
-};
 
 // Largest number of elements whose groups are described before they are quantised: stays in the first-level cache.
 constexpr i64 kBlockElements = 4096;
@@ -102,7 +92,11 @@ inline RoundKeys round_keys(u64 seed) {
   return keys;
 }
 
-// What quantise needs of the groups of a block. `slow` marks groups for which the short formula does not hold.
+// No element of a group exceeds the top code before clamping if the width is small enough: its value in steps is at
+// most levels * 65536 * (1 + 2^-23), as `range <= levels * scale` holds exactly and two roundings follow.
+constexpr bool needs_clamp(int bits) { return ((1 << bits) - 1) * 65536.0 >= 0.5 * 8388608.0; }
+
+// What quantise needs of the groups of a block. `slow` marks those for which the short formulas do not hold.
 struct BlockGroups {
   float low[kBlockElements / 64], high[kBlockElements / 64], scale[kBlockElements / 64], inverse[kBlockElements / 64];
   i32 slow[kBlockElements / 64];
@@ -117,72 +111,73 @@ inline void describe_plain(BlockGroups& groups, int count, float levels, float l
     const u32 covering = rounded + (float_of(rounded) * levels < range ? 0x10000u : 0u);
     const float step = float_of(covering) < kMinScale ? kMinScale : float_of(covering);
     const float top = low + step * levels;
-    const float scale = range > 0.0f ? step : 0.0f;
     const float inverse = 65536.0f / step;
     groups.low[g] = low;
-    groups.scale[g] = scale;
+    groups.scale[g] = range > 0.0f ? step : 0.0f;
     groups.inverse[g] = range > 0.0f ? inverse : 0.0f;
     groups.slow[g] = top <= largest ? 0 : 1;  // also where anything is NaN or infinite
   }
 }
 
-// Ranges, scales and offsets of the groups of elements start .. start + count - 1. True if one of them is special:
-// what quantise makes of it must be replaced.
+// Ranges, scales and offsets of the groups of elements start .. start + count - 1. True if one of them is slow.
 template <class Isa, class T, int BITS>
 bool describe_block(const PackJob& job, i64 start, int count, BlockGroups& groups) {
   const T* x = static_cast<const T*>(job.x) + start;
-  const i64 first_group = start / job.group_size;
   const int group_count = count / job.group_size;
-  const float largest = float_of(Largest<T>::bits);
   for (int g = 0; g < group_count; ++g) {
     const Range range = Isa::range(x + g * job.group_size, job.group_size);
     groups.low[g] = range.low;
     groups.high[g] = range.high;
   }
-  describe_plain(groups, group_count, static_cast<float>((1 << BITS) - 1), largest);
-  bool any_special = false;
+  describe_plain(groups, group_count, static_cast<float>((1 << BITS) - 1), float_of(Largest<T>::bits));
+  const i64 first_group = start / job.group_size;
+  i32 any_slow = 0;
   for (int g = 0; g < group_count; ++g) {
-    if (groups.slow[g]) {
-      const Group group = describe(extent_of(x + g * job.group_size, job.group_size), BITS, largest);
-      groups.low[g] = group.low;
-      groups.scale[g] = group.scale;
-      groups.inverse[g] = group.inverse;
-      groups.slow[g] = group.special;
-      any_special |= group.special;
-    }
     job.scales[first_group + g] = static_cast<u16>(bits_of(groups.scale[g]) >> 16);
     from_float(groups.low[g], static_cast<T*>(job.offsets) + first_group + g);
+    any_slow |= groups.slow[g];
   }
-  return any_special;
+  return any_slow != 0;
+}
+
+inline void prefetch(const void* start, int size_bytes) {
+#if defined(__x86_64__)
+  for (int line = 0; line < size_bytes; line += kCacheLine) {
+    _mm_prefetch(static_cast<const char*>(start) + line, _MM_HINT_T0);
+  }
+#endif
+}
+
+template <class Isa, class T, int BITS, int COUNT>
+void quantise_block(const PackJob& job, const RoundKeys& keys, i64 start, int count, const BlockGroups& groups) {
+  const T* x = static_cast<const T*>(job.x) + start;
+  const int stride = job.group_size / 8;
+  u8* planes = job.planes + start / job.group_size * BITS * stride;
+  for (int unit = 0; unit < count; unit += kUnitElements) {
+    alignas(kCacheLine) u32 words[16][16];
+    Isa::philox(static_cast<u64>(start + unit) / kPhiloxBlock, keys, words);
+    for (int part = 0; part < kUnitElements; part += COUNT) {
+      const int at = unit + part;
+      const int g = at / job.group_size;
+      prefetch(x + at + kBlockElements, COUNT * sizeof(T));
+      u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
+      const u32(*noise)[16] = words + part / 32;
+      Isa::template quantise<T, BITS, COUNT>(x + at, groups.low[g], groups.inverse[g], noise, target, stride);
+    }
+  }
 }
 
 // Full groups: elements start .. start + count - 1, count a multiple of 512 and at most kBlockElements.
 template <class Isa, class T, int BITS>
 void pack_block(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
   BlockGroups groups;
-  const bool any_special = describe_block<Isa, T, BITS>(job, start, count, groups);
-
-  const T* x = static_cast<const T*>(job.x) + start;
-  const int stride = job.group_size / 8;
-  u8* planes = job.planes + start / job.group_size * BITS * stride;
-  for (int unit = 0; unit < count; unit += kUnitElements) {
-    alignas(kCacheLine) u32 words[4][4][16];
-    Isa::philox(static_cast<u64>(start + unit) / kPhiloxBlock, keys, words);
-    for (int part = 0; part < kUnitElements / 64; ++part) {
-      const int at = unit + 64 * part;
-      const int g = at / job.group_size;
-#if defined(__x86_64__)
-      for (int line = 0; line < static_cast<int>(sizeof(T)); ++line) {
-        const char* ahead = reinterpret_cast<const char*>(x + at + kBlockElements) + line * kCacheLine;
-        _mm_prefetch(ahead, _MM_HINT_T0);
-      }
-#endif
-      u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
-      const u32(*noise)[16] = words[part / 2] + 2 * (part % 2);
-      Isa::template quantise<T, BITS>(x + at, groups.low[g], groups.inverse[g], noise, target, stride);
-    }
+  const bool any_slow = describe_block<Isa, T, BITS>(job, start, count, groups);
+  if (job.group_size >= 128) {
+    quantise_block<Isa, T, BITS, 128>(job, keys, start, count, groups);
+  } else {
+    quantise_block<Isa, T, BITS, 64>(job, keys, start, count, groups);
   }
-  if (!any_special) return;
+  if (!any_slow) return;
   for (int g = 0; g < count / job.group_size; ++g) {
     if (groups.slow[g]) pack_group<T>(job, start / job.group_size + g);
   }
@@ -228,134 +223,49 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
 #endif
 }
 
-template <class Isa, class Word>
-void pack_mask_words(const MaskJob& job, i64 begin, i64 end) {
-  const Word* x = static_cast<const Word*>(job.elements);
-  const Word pattern = static_cast<Word>(job.pattern);
-  i64 i = begin;
-  for (; i + 64 <= end; i += 64) {
-    alignas(kCacheLine) u8 bytes[64];
-    for (int j = 0; j < 64; ++j) bytes[j] = (x[i + j] & pattern) != 0 ? 1 : 0;
-    const u64 mask = Isa::byte_bits(bytes);
-    for (int byte = 0; byte < 8; ++byte) job.packed[i / 8 + byte] = static_cast<u8>(mask >> (8 * byte));
-  }
-  for (; i < end; i += 8) {
-    u8 byte = 0;
-    for (int bit = 0; bit < 8 && i + bit < end; ++bit) byte |= static_cast<u8>((x[i + bit] & pattern) != 0) << bit;
-    job.packed[i / 8] = byte;
-  }
-}
-
-template <class Isa, class Word>
-void unpack_mask_words(const MaskJob& job, i64 begin, i64 end) {
-  Word* out = static_cast<Word*>(job.elements);
-  const Word one = static_cast<Word>(job.pattern);
-  i64 i = begin;
-  for (; i + 64 <= end; i += 64) {
-    u64 mask = 0;
-    for (int byte = 0; byte < 8; ++byte) mask |= static_cast<u64>(job.packed[i / 8 + byte]) << (8 * byte);
-    alignas(kCacheLine) u8 bytes[64];
-    Isa::bit_bytes(mask, bytes);
-    for (int j = 0; j < 64; ++j) out[i + j] = static_cast<Word>(-static_cast<Word>(bytes[j])) & one;
-  }
-  for (; i < end; ++i) out[i] = (job.packed[i / 8] >> (i % 8)) & 1 ? one : Word{0};
-}
-
-template <class Isa>
-void pack_mask_units(const MaskJob& job, i64 first, i64 last) {
-  const i64 begin = first * kUnitElements;
-  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
-  if (job.width_bytes == 1) pack_mask_words<Isa, u8>(job, begin, end);
-  if (job.width_bytes == 2) pack_mask_words<Isa, u16>(job, begin, end);
-  if (job.width_bytes == 4) pack_mask_words<Isa, u32>(job, begin, end);
-  if (job.width_bytes == 8) pack_mask_words<Isa, u64>(job, begin, end);
-}
-
-template <class Isa>
-void unpack_mask_units(const MaskJob& job, i64 first, i64 last) {
-  const i64 begin = first * kUnitElements;
-  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
-  if (job.width_bytes == 1) unpack_mask_words<Isa, u8>(job, begin, end);
-  if (job.width_bytes == 2) unpack_mask_words<Isa, u16>(job, begin, end);
-  if (job.width_bytes == 4) unpack_mask_words<Isa, u32>(job, begin, end);
-  if (job.width_bytes == 8) unpack_mask_words<Isa, u64>(job, begin, end);
-}
-
-// sum of weight * q * (65536 - q), q the 16 fraction bits that pack rounds; 16 partial sums let it be vectorised.
-inline double weighted_fractions(const float* values, const float* weight, int count, const Group& group) {
-  float partial[16] = {};
-  int i = 0;
-  for (; i + 16 <= count; i += 16) {
-    for (int lane = 0; lane < 16; ++lane) {
-      const i32 fraction = scaled_value(values[i + lane], group.low, group.inverse, group.limit) & 0xFFFF;
-      partial[lane] += weight[i + lane] * static_cast<float>(fraction * (65536 - fraction));
-    }
-  }
-  double sum = 0.0;
-  for (int lane = 0; lane < 16; ++lane) sum += partial[lane];
-  for (; i < count; ++i) {
-    const i32 fraction = scaled_value(values[i], group.low, group.inverse, group.limit) & 0xFFFF;
-    sum += static_cast<double>(weight[i]) * (fraction * (65536 - fraction));
-  }
-  return sum;
-}
-
-template <class T>
-void variance_of_group(const VarianceJob& job, i64 start, int count, double totals[8]) {
-  const T* x = static_cast<const T*>(job.x) + start;
-  const float* weight = job.weight + start;
-  float values[512];
-  for (int i = 0; i < count; ++i) values[i] = to_float(x[i]);
-  const Extent extent = extent_of(values, count);
-  bool weighted = false;
-  for (int i = 0; i < count; ++i) weighted |= weight[i] != 0.0f;
-  if (!weighted) return;
-  for (int bits = 1; bits <= 8; ++bits) {
-    const Group group = describe(extent, bits, float_of(Largest<T>::bits));
-    // scale^2 * f * (1 - f) with f = q / 65536
-    const double unit = static_cast<double>(group.scale) * group.scale / 4294967296.0;
-    const double infinity = static_cast<double>(float_of(kInfinityBits));
-    totals[bits - 1] += group.special ? infinity : unit * weighted_fractions(values, weight, count, group);
-  }
-}
-
-template <class T>
-void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
-  const PlainFloats plain;
-  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
-  for (i64 start = first * kUnitElements; start < end; start += job.group_size) {
-    const i64 left = end - start;
-    variance_of_group<T>(job, start, static_cast<int>(left < job.group_size ? left : job.group_size), totals);
-  }
-}
-
 // ---- from run-time bits and element type to the template
 
 template <class Isa, class T>
 void pack_bits(const PackJob& job, i64 first, i64 last) {
   switch (job.bits) {
-    case 1: return pack_units<Isa, T, 1>(job, first, last);
-    case 2: return pack_units<Isa, T, 2>(job, first, last);
-    case 3: return pack_units<Isa, T, 3>(job, first, last);
-    case 4: return pack_units<Isa, T, 4>(job, first, last);
-    case 5: return pack_units<Isa, T, 5>(job, first, last);
-    case 6: return pack_units<Isa, T, 6>(job, first, last);
-    case 7: return pack_units<Isa, T, 7>(job, first, last);
-    default: return pack_units<Isa, T, 8>(job, first, last);
+    case 1:
+      return pack_units<Isa, T, 1>(job, first, last);
+    case 2:
+      return pack_units<Isa, T, 2>(job, first, last);
+    case 3:
+      return pack_units<Isa, T, 3>(job, first, last);
+    case 4:
+      return pack_units<Isa, T, 4>(job, first, last);
+    case 5:
+      return pack_units<Isa, T, 5>(job, first, last);
+    case 6:
+      return pack_units<Isa, T, 6>(job, first, last);
+    case 7:
+      return pack_units<Isa, T, 7>(job, first, last);
+    default:
+      return pack_units<Isa, T, 8>(job, first, last);
   }
 }
 
 template <class Isa, class T>
 void unpack_bits(const UnpackJob& job, i64 first, i64 last) {
   switch (job.bits) {
-    case 1: return unpack_units<Isa, T, 1>(job, first, last);
-    case 2: return unpack_units<Isa, T, 2>(job, first, last);
-    case 3: return unpack_units<Isa, T, 3>(job, first, last);
-    case 4: return unpack_units<Isa, T, 4>(job, first, last);
-    case 5: return unpack_units<Isa, T, 5>(job, first, last);
-    case 6: return unpack_units<Isa, T, 6>(job, first, last);
-    case 7: return unpack_units<Isa, T, 7>(job, first, last);
-    default: return unpack_units<Isa, T, 8>(job, first, last);
+    case 1:
+      return unpack_units<Isa, T, 1>(job, first, last);
+    case 2:
+      return unpack_units<Isa, T, 2>(job, first, last);
+    case 3:
+      return unpack_units<Isa, T, 3>(job, first, last);
+    case 4:
+      return unpack_units<Isa, T, 4>(job, first, last);
+    case 5:
+      return unpack_units<Isa, T, 5>(job, first, last);
+    case 6:
+      return unpack_units<Isa, T, 6>(job, first, last);
+    case 7:
+      return unpack_units<Isa, T, 7>(job, first, last);
+    default:
+      return unpack_units<Isa, T, 8>(job, first, last);
   }
 }
 
@@ -371,12 +281,6 @@ void unpack_any(const UnpackJob& job, i64 first, i64 last) {
   if (job.element == Element::kFloat) return unpack_bits<Isa, float>(job, first, last);
   if (job.element == Element::kHalf) return unpack_bits<Isa, Half>(job, first, last);
   return unpack_bits<Isa, Bfloat>(job, first, last);
-}
-
-inline void variance_any(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
-  if (job.element == Element::kFloat) return variance_units<float>(job, first, last, totals);
-  if (job.element == Element::kHalf) return variance_units<Half>(job, first, last, totals);
-  return variance_units<Bfloat>(job, first, last, totals);
 }
 
 template <class Isa>

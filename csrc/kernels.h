@@ -17,8 +17,8 @@ struct PackJob {
   int bits;
   int group_size;
   u64 seed;
-  u8* planes;  // [groups, bits, group_size / 8]
-  u16* scales;  // [groups] bfloat16
+  u8* planes;     // [groups, bits, group_size / 8]
+  u16* scales;    // [groups] bfloat16
   void* offsets;  // [groups] like x
 };
 
@@ -39,7 +39,7 @@ struct MaskJob {
   u8* packed;
   i64 numel;
   int width_bytes;  // 1, 2, 4 or 8
-  u64 pattern;  // pack: the bits that make an element non-zero; unpack: the element 1
+  u64 pattern;      // pack: the bits that make an element non-zero; unpack: the element 1
 };
 
 struct VarianceJob {

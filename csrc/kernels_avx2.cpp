@@ -36,8 +36,8 @@ inline void philox_round(__m256i state[4], __m256i key0, __m256i key1) {
 // Bytes of 32 codes from their bit planes, 4 bytes of each.
 template <int BITS>
 inline __m256i codes_of(const u8* planes, int stride) {
-  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3,
-                                          3, 3, 3, 3, 3);
+  const __m256i spread =
+      _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
   const __m256i select = _mm256_set1_epi64x(static_cast<i64>(0x8040201008040201ull));
   __m256i codes = _mm256_setzero_si256();
   for (int plane = 0; plane < BITS; ++plane) {
@@ -96,7 +96,7 @@ struct Avx2Isa {
     return {_mm256_movemask_ps(unordered) ? float_of(kNanBits) : smallest(lows), high};
   }
 
-  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
+  static void philox(u64 block, const RoundKeys& keys, u32 words[16][16]) {
     const u64 counter = block * 16u;
     for (int part = 0; part < 8; ++part) {
       const __m256i first = _mm256_set1_epi64x(static_cast<i64>((counter & 0xFFFFFFFFu) + 8 * part));
@@ -111,18 +111,18 @@ struct Avx2Isa {
       }
       for (int word = 0; word < 4; ++word) {
         const __m256i mixed = _mm256_blend_epi32(even[word], _mm256_slli_epi64(odd[word], 32), 0xAA);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(words[part / 2][word] + 8 * (part % 2)), mixed);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words[part / 2 * 4 + word] + 8 * (part % 2)), mixed);
       }
     }
   }
 
-  template <class T, int BITS>
-  static void quantise(const T* x, float low, float inverse, const u32 noise[2][16], u8* planes, int stride) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256i codes = codes_of_values<BITS>(x + 32 * half, low, inverse, noise[half]);
+  template <class T, int BITS, int COUNT>
+  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
+    for (int part = 0; part < COUNT / 32; ++part) {
+      const __m256i codes = codes_of_values<BITS>(x + 32 * part, low, inverse, noise[part]);
       for (int plane = 0; plane < BITS; ++plane) {
         const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
-        std::memcpy(planes + plane * stride + 4 * half, &mask, sizeof(mask));
+        std::memcpy(planes + plane * stride + 4 * part, &mask, sizeof(mask));
       }
     }
   }
@@ -135,7 +135,8 @@ struct Avx2Isa {
     __m256i codes[4];
     for (int vector = 0; vector < 4; ++vector) {
       const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), low);
-      const __m256i steps = _mm256_min_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(distance, inverse)), limit);
+      __m256i steps = _mm256_cvtps_epi32(_mm256_mul_ps(distance, inverse));
+      if (needs_clamp(BITS)) steps = _mm256_min_epi32(steps, limit);
       const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + 8 * (vector & 1)));
       const __m256i noise = vector < 2 ? _mm256_and_si256(word, mask) : _mm256_srli_epi32(word, 16);
       codes[vector] = _mm256_srli_epi32(_mm256_add_epi32(steps, noise), 16);

@@ -1,26 +1,50 @@
-// AVX-512 kernels (F, BW, DQ, VL, VBMI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
+// AVX-512 kernels (F, BW, DQ, VL, VBMI, GFNI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
 #include "driver.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__) && \
+    defined(__GFNI__)
 
 namespace gact {
 namespace {
 
 // Shuffle indices: the odd 16-bit words of two vectors, the even bytes of two vectors.
 alignas(64) constexpr u16 kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                  33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+                                           33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
 alignas(64) constexpr u8 kEvenBytes[64] = {
-    0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24,  26,  28,  30,  32,  34,  36,  38,  40, 42,
-    44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 64, 66, 68,  70,  72,  74,  76,  78,  80,  82,  84, 86,
+    0,  2,  4,  6,  8,  10, 12,  14,  16,  18,  20,  22,  24,  26,  28,  30,  32,  34,  36,  38, 40, 42,
+    44, 46, 48, 50, 52, 54, 56,  58,  60,  62,  64,  66,  68,  70,  72,  74,  76,  78,  80,  82, 84, 86,
     88, 90, 92, 94, 96, 98, 100, 102, 104, 106, 108, 110, 112, 114, 116, 118, 120, 122, 124, 126};
+
+// As kEvenBytes with each eight in reverse order.
+alignas(64) constexpr u8 kReversedEights[64] = {
+    14, 12, 10, 8,  6,   4,   2,   0,   30,  28,  26, 24, 22,  20,  18,  16,  46,  44,  42,  40, 38, 36,
+    34, 32, 62, 60, 58,  56,  54,  52,  50,  48,  78, 76, 74,  72,  70,  68,  66,  64,  94,  92, 90, 88,
+    86, 84, 82, 80, 110, 108, 106, 104, 102, 100, 98, 96, 126, 124, 122, 120, 118, 116, 114, 112};
+// Byte p of each of the 16 eights in two vectors, for planes p = 0..3 in turn.
+alignas(64) constexpr u8 kPlaneBytes[64] = {0, 8,  16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120,
+                                            1, 9,  17, 25, 33, 41, 49, 57, 65, 73, 81, 89, 97, 105, 113, 121,
+                                            2, 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98, 106, 114, 122,
+                                            3, 11, 19, 27, 35, 43, 51, 59, 67, 75, 83, 91, 99, 107, 115, 123};
 
 inline __m512 load16(const float* x) { return _mm512_loadu_ps(x); }
 
 inline __m512 load16(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 
-inline __m512 load16(const Bfloat* x) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+// 64 elements; bfloat16 becomes float32 by one shuffle that moves each word above a zero word.
+template <class T>
+inline void load64(const T* x, __m512 values[4]) {
+  for (int vector = 0; vector < 4; ++vector) values[vector] = load16(x + 16 * vector);
+}
+
+inline void load64(const Bfloat* x, __m512 values[4]) {
+  alignas(64) static constexpr u16 kSpread[64] = {
+      0, 0,  0, 1,  0, 2,  0, 3,  0, 4,  0, 5,  0, 6,  0, 7,  0, 8,  0, 9,  0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15,
+      0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23, 0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31};
+  for (int vector = 0; vector < 4; ++vector) {
+    const __m512i words = _mm512_loadu_si512(x + 32 * (vector / 2));
+    const __m512i spread = _mm512_load_si512(kSpread + 32 * (vector % 2));
+    values[vector] = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, spread, words));
+  }
 }
 
 inline void store64(void* out, __m512i value, bool stream) {
@@ -48,17 +72,25 @@ inline __m512i to_words(__m512 low, __m512 high, Half*) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
 }
 
-// The upper half of each 64-bit lane moved to its lower half; a shuffle, because shifts have fewer ports.
-inline __m512i upper_halves(__m512i value) { return _mm512_shuffle_epi32(value, static_cast<_MM_PERM_ENUM>(0xF5)); }
+// The 32-bit halves of the 16 products value * multiplier. Products are made for even
+// and odd lanes apart; what is wanted of them is joined with shuffles, because shifts have fewer ports.
+inline void multiply(__m512i value, u32 multiplier, __m512i* low, __m512i* high) {
+  const __m512i factor = _mm512_set1_epi64(multiplier);
+  const __m512i even = _mm512_mul_epu32(value, factor);
+  const __m512i odd = _mm512_mul_epu32(_mm512_shuffle_epi32(value, static_cast<_MM_PERM_ENUM>(0xF5)), factor);
+  *low = _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, static_cast<_MM_PERM_ENUM>(0xA0));
+  *high = _mm512_mask_shuffle_epi32(odd, 0x5555, even, static_cast<_MM_PERM_ENUM>(0xF5));
+}
 
-// One Philox round on 8 counters, one in the low half of each 64-bit lane; the upper halves hold rubbish.
+// One Philox round on the four counter words of 16 lanes.
 inline void philox_round(__m512i state[4], __m512i key0, __m512i key1) {
-  const __m512i product0 = _mm512_mul_epu32(state[0], _mm512_set1_epi64(kPhiloxM0));
-  const __m512i product1 = _mm512_mul_epu32(state[2], _mm512_set1_epi64(kPhiloxM1));
-  state[0] = _mm512_ternarylogic_epi64(upper_halves(product1), state[1], key0, 0x96);
-  state[1] = product1;
-  state[2] = _mm512_ternarylogic_epi64(upper_halves(product0), state[3], key1, 0x96);
-  state[3] = product0;
+  __m512i low0, high0, low1, high1;
+  multiply(state[0], kPhiloxM0, &low0, &high0);
+  multiply(state[2], kPhiloxM1, &low1, &high1);
+  state[0] = _mm512_ternarylogic_epi32(high1, state[1], key0, 0x96);
+  state[1] = low1;
+  state[2] = _mm512_ternarylogic_epi32(high0, state[3], key1, 0x96);
+  state[3] = low0;
 }
 
 // Bytes of 64 codes from their bit planes, 8 bytes of each.
@@ -131,58 +163,85 @@ struct Avx512Isa {
     return to_float(T{static_cast<u16>(key & 0x8000u ? key ^ 0x7FFFu : key)});
   }
 
-  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
-    // Eight sets of counters at once, to fill the latency of the multiplications.
-    __m512i state[8][4];
+  static void philox(u64 block, const RoundKeys& keys, u32 words[16][16]) {
+    // Four independent sets of counters, to fill the latency of the multiplications.
+    __m512i state[4][4];
     const u64 counter = block * 16u;
-    const __m512i even_lanes = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
-#pragma GCC unroll 8
-    for (int set = 0; set < 8; ++set) {
-      const u64 first = (counter & 0xFFFFFFFFu) + 16 * (set / 2) + set % 2;
-      state[set][0] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<i64>(first)), even_lanes);
-      state[set][1] = _mm512_set1_epi64(static_cast<i64>(counter >> 32));
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#pragma GCC unroll 4
+    for (int set = 0; set < 4; ++set) {
+      state[set][0] = _mm512_add_epi32(_mm512_set1_epi32(static_cast<i32>(counter + 16 * set)), lanes);
+      state[set][1] = _mm512_set1_epi32(static_cast<i32>((counter + 16 * set) >> 32));
       state[set][2] = state[set][3] = _mm512_setzero_si512();
     }
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
       const __m512i key0 = _mm512_set1_epi32(static_cast<i32>(keys.first[round]));
       const __m512i key1 = _mm512_set1_epi32(static_cast<i32>(keys.second[round]));
-#pragma GCC unroll 8
-      for (int set = 0; set < 8; ++set) philox_round(state[set], key0, key1);
+#pragma GCC unroll 4
+      for (int set = 0; set < 4; ++set) philox_round(state[set], key0, key1);
     }
 #pragma GCC unroll 16
-    for (int part = 0; part < 16; ++part) {
-      const __m512 even = _mm512_castsi512_ps(state[part / 4 * 2][part % 4]);
-      const __m512 odd = _mm512_castsi512_ps(state[part / 4 * 2 + 1][part % 4]);
-      _mm512_store_ps(words[part / 4][part % 4], _mm512_mask_moveldup_ps(even, 0xAAAA, odd));
-    }
+    for (int row = 0; row < 16; ++row) _mm512_store_si512(words[row], state[row / 4][row % 4]);
   }
 
-  template <class T, int BITS>
-  static void quantise(const T* x, float lowest, float scaling, const u32 noise[2][16], u8* planes, int stride) {
-    const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
-    const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
-    __m512i sums[4];
-    for (int vector = 0; vector < 4; ++vector) {
-      const __m512 distance = _mm512_sub_ps(load16(x + 16 * vector), low);
-      const __m512i steps = _mm512_min_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(distance, inverse)), limit);
-      const __m512i word = _mm512_load_si512(noise[vector >> 1]);
-      const __m512i half = vector & 1 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, mask16);
-      sums[vector] = _mm512_add_epi32(steps, half);
+  template <class T, int BITS, int COUNT>
+  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
+    if (COUNT == 128) {
+      const __m512i first = codes_of_values<BITS>(x, low, inverse, noise, kReversedEights);
+      const __m512i second = codes_of_values<BITS>(x + 64, low, inverse, noise + 2, kReversedEights);
+      store_planes<BITS>(first, second, planes, stride);
+      return;
     }
-    const __m512i codes = third_bytes(sums);
+    const __m512i codes = codes_of_values<BITS>(x, low, inverse, noise, kEvenBytes);
     for (int plane = 0; plane < BITS; ++plane) {
       const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
       std::memcpy(planes + plane * stride, &mask, sizeof(mask));
     }
   }
 
-  // Bits 16..23 of 64 dwords, in order.
-  static __m512i third_bytes(const __m512i sums[4]) {
+  // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors.
+  template <int BITS, class T>
+  static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 (*noise)[16], const u8* order) {
+    const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
+    const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
+    __m512 values[4];
+    load64(x, values);
+    __m512i sums[4];
+    for (int vector = 0; vector < 4; ++vector) {
+      __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(values[vector], low), inverse));
+      if (needs_clamp(BITS)) steps = _mm512_min_epi32(steps, limit);
+      const __m512i word = _mm512_load_si512(noise[vector / 2]);
+      const __m512i half = vector % 2 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, mask16);
+      sums[vector] = _mm512_add_epi32(steps, half);
+    }
     const __m512i odd_words = _mm512_load_si512(kOddWords);
     const __m512i lower = _mm512_permutex2var_epi16(sums[0], odd_words, sums[1]);
     const __m512i upper = _mm512_permutex2var_epi16(sums[2], odd_words, sums[3]);
-    return _mm512_permutex2var_epi8(lower, _mm512_load_si512(kEvenBytes), upper);
+    return _mm512_permutex2var_epi8(lower, _mm512_load_si512(order), upper);
+  }
+
+  // 128 codes, each eight of them in reverse order, to 16 bytes in each plane. The affine instruction transposes
+  // 8 by 8 bits when its matrix is the data and its vector the eight unit vectors.
+  template <int BITS>
+  static void store_planes(__m512i first, __m512i second, u8* planes, int stride) {
+    const __m512i units = _mm512_set1_epi64(static_cast<i64>(0x8040201008040201ull));
+    first = _mm512_gf2p8affine_epi64_epi8(units, first, 0);
+    second = _mm512_gf2p8affine_epi64_epi8(units, second, 0);
+    const __m512i low_planes = _mm512_load_si512(kPlaneBytes);
+    store_lanes < BITS<4 ? BITS : 4>(_mm512_permutex2var_epi8(first, low_planes, second), planes, stride);
+    if (BITS <= 4) return;
+    const __m512i high_planes = _mm512_add_epi8(low_planes, _mm512_set1_epi8(4));
+    const __m512i upper = _mm512_permutex2var_epi8(first, high_planes, second);
+    store_lanes<BITS <= 4 ? 1 : BITS - 4>(upper, planes + 4 * stride, stride);
+  }
+
+  template <int COUNT>
+  static void store_lanes(__m512i lanes, u8* out, int stride) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(lanes));
+    if (COUNT > 1) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + stride), _mm512_extracti32x4_epi32(lanes, 1));
+    if (COUNT > 2) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * stride), _mm512_extracti32x4_epi32(lanes, 2));
+    if (COUNT > 3) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * stride), _mm512_extracti32x4_epi32(lanes, 3));
   }
 
   template <class T, int BITS>
@@ -233,15 +292,13 @@ struct Avx512Isa {
     return _mm512_test_epi8_mask(value, value);
   }
 
-  static void bit_bytes(u64 bits, u8 bytes[64]) {
-    _mm512_store_si512(bytes, _mm512_maskz_set1_epi8(bits, 1));
-  }
+  static void bit_bytes(u64 bits, u8 bytes[64]) { _mm512_store_si512(bytes, _mm512_maskz_set1_epi8(bits, 1)); }
 };
 
 bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vbmi");
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
 }
 
 }  // namespace

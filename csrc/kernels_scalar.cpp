@@ -19,28 +19,27 @@ struct ScalarIsa {
     return range;
   }
 
-  static void philox(u64 block, const RoundKeys& keys, u32 words[4][4][16]) {
+  static void philox(u64 block, const RoundKeys& keys, u32 words[16][16]) {
     const u64 seed = keys.first[0] | static_cast<u64>(keys.second[0]) << 32;
     for (u32 lane = 0; lane < 64; ++lane) {
       u32 lane_words[4];
       philox_of_lane(block, lane, seed, lane_words);
-      for (int word = 0; word < 4; ++word) words[lane / 16][word][lane % 16] = lane_words[word];
+      for (int word = 0; word < 4; ++word) words[lane / 16 * 4 + word][lane % 16] = lane_words[word];
     }
   }
 
-  // noise: the two output words of 16 lanes that belong to these 64 elements.
-  template <class T, int BITS>
-  static void quantise(const T* x, float low, float inverse, const u32 noise[2][16], u8* planes, int stride) {
+  template <class T, int BITS, int COUNT>
+  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
     constexpr i32 limit = ((1 << BITS) - 1) << 16;
-    u64 bits[BITS] = {};
-    for (int i = 0; i < 64; ++i) {
-      const u32 word = noise[i >> 5][i & 15];
-      const u32 half = (i & 16) ? word >> 16 : word & 0xFFFFu;
-      const u64 code = (static_cast<u32>(scaled_value(to_float(x[i]), low, inverse, limit)) + half) >> 16;
-      for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << i;
-    }
-    for (int plane = 0; plane < BITS; ++plane) {
-      for (int byte = 0; byte < 8; ++byte) planes[plane * stride + byte] = static_cast<u8>(bits[plane] >> (8 * byte));
+    for (int byte = 0; byte < COUNT / 8; ++byte) {
+      u32 bits[BITS] = {};
+      for (int i = 8 * byte; i < 8 * byte + 8; ++i) {
+        const u32 word = noise[i >> 5][i & 15];
+        const u32 half = (i & 16) ? word >> 16 : word & 0xFFFFu;
+        const u32 code = (static_cast<u32>(scaled_value(to_float(x[i]), low, inverse, limit)) + half) >> 16;
+        for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << (i & 7);
+      }
+      for (int plane = 0; plane < BITS; ++plane) planes[plane * stride + byte] = static_cast<u8>(bits[plane]);
     }
   }
 

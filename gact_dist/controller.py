@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from . import sync
@@ -120,10 +121,13 @@ class Controller:
         self.adaptation = plan_from(measured, fraction, self.config.bits, self._group)
         for name, ranks in self.adaptation.invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
-        self._plan = {**self._plan, **self.adaptation.plan}
+        # The plan in use until now is compared as well: a rank that went its own way since (another state loaded, say)
+        # would otherwise be put right here without a word.
+        in_use = {f"{name} (in use until now)": bits for name, bits in self._plan.items()}
+        plan = {**self._plan, **self.adaptation.plan}
+        sync.check_agreement({**in_use, **plan}, group=self._group)
+        self._plan = self._engine.plan = plan
         self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
-        sync.check_agreement(self._plan, group=self._group)
-        self._engine.plan = self._plan
         self._adapted_at = self._step
 
     def _measure(self, engine: Engine, forward: Callable[[], Tensor | None], fraction: float) -> list[Sensitivity]:
@@ -174,7 +178,8 @@ class Controller:
             self._state = Lifecycle.ATTACHED
 
     def _note_forward(self, *_: Any) -> None:
-        self._forward_ran = True
+        if torch.is_grad_enabled():  # an evaluation between two iterations is not an iteration
+            self._forward_ran = True
 
     def _open_iteration(self) -> None:
         self._forward_ran = False

@@ -66,6 +66,10 @@ class Engine:
         self._step_key = 0
         self._hashes: dict[str, int] = {}
 
+    def bits_of(self, name: str) -> int | None:
+        """The width of a compressible tensor: the plan's, or the uniform one until it is in a plan; None is exact."""
+        return self.plan.get(name, int(self.config.bits))
+
     def close(self) -> None:
         """Remove the hooks from the model's modules."""
         self._scope.remove()
@@ -198,7 +202,7 @@ class Engine:
         role = self._role(tensor, name)
         if role is Role.BINARY:
             return codec.pack_binary(tensor)
-        bits = self.plan.get(name, int(config.bits)) if role is Role.ACTIVATION else None
+        bits = self.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return _exact(tensor)
         self.numel[name] = tensor.numel()

@@ -96,7 +96,7 @@ class Namer:
 
     def name(self, tensor: Tensor) -> str:
         """The name of a tensor that is being saved right now. Source of the naming: see [Note: names]."""
-        node = origin(tensor).grad_fn
+        node = _producer(origin(tensor))
         operator = operator_name(node.name()) if node is not None else "Input"
         path = self._scope.stack[-1][0] if self._scope.stack else None
         key = (path, operator, call_site() if path is not None else None)
@@ -106,6 +106,17 @@ class Namer:
         if name is None:
             name = self._names[key, occurrence] = _spell(path, operator, key[2], occurrence)
         return name
+
+
+def _producer(tensor: Tensor) -> Any:
+    """The node that computed a tensor, behind the one by which DistributedDataParallel passes a model's outputs on.
+
+    That one is there in some steps and some modes only, and never while sensitivity is measured.
+    """
+    node = tensor.grad_fn
+    if node is not None and node.name() == "_DDPSinkBackward":
+        return node.next_functions[tensor.output_nr][0]
+    return node
 
 
 def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:

@@ -43,6 +43,7 @@ class RunConfig:
     warmup_fraction: float = _setting("part of the steps in which the learning rate rises, then falls to zero", 0.1, 0)
     dropout: float = _setting("dropout probability", 0.0, least=0)
     adapt_interval: int = _setting("steps between two adaptations of the bits (adaptive levels)", 50)
+    calibration_samples: int = _setting("a rank's examples on which an adaptation measures sensitivity", 8)
     sequence_length: int = _setting("text: tokens in one example, padded or cut", 48)
     channels: int = _setting("image: channels of the first stage; doubles at each of three stages", 16)
     blocks_per_stage: int = _setting("image: residual blocks in each of the three stages", 2)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
-import resource
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,54 +62,12 @@ class Ranks:
         """The model under DistributedDataParallel, or as it is in one process."""
         if self.world_size == 1:
             return model
-        return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        return DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of `values` over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
-
-
-class PeakMemory:
-    """The most memory this process held above what it held when the object was made, in bytes.
-
-    On a GPU: the allocator's own maximum. On a CPU: the resident set's high-water mark, which Linux can reset; where
-    it cannot be reset, the lifetime's mark, which is too low if something before was larger.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before_bytes = torch.cuda.memory_allocated(device)
-            return
-        _return_free_memory()
-        with suppress(OSError):  # not Linux, or not allowed: see the class's description
-            Path("/proc/self/clear_refs").write_text("5")
-        self.before_bytes = _status_bytes("VmRSS")
-
-    def peak_bytes(self) -> int:
-        """Bytes above the start, at the highest."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.before_bytes
-        return _status_bytes("VmHWM") - self.before_bytes
-
-
-def _return_free_memory() -> None:
-    """Give memory that loading the data left free back to the system, so that it does not hide the first steps."""
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def _status_bytes(key: str) -> int:
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    # macOS reports bytes, other systems kilobytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from launch.config import RunConfig
+from launch.memory import MEASURED_STEPS
 from launch.ranks import Ranks
 from launch.training import Measured
 
@@ -29,6 +30,8 @@ def write_result(
     measured: Measured,
 ) -> Path:
     """Write result.json into `folder` (made if it is not there); returns its path."""
+    # The first steps pay for the measuring of memory.
+    step_times_s = measured.step_times_s[MEASURED_STEPS:] or measured.step_times_s
     result = {
         "config_name": Path(options.config).stem,
         "config": asdict(config),
@@ -40,9 +43,11 @@ def write_result(
         "losses": measured.losses,
         "accuracy": measured.accuracy,
         "test_loss": measured.test_loss,
-        "step_time_median_s": statistics.median(measured.step_times_s),
-        "step_time_mean_s": statistics.fmean(measured.step_times_s),
-        "peak_bytes": measured.peak_bytes,
+        "step_time_median_s": statistics.median(step_times_s),
+        "step_time_mean_s": statistics.fmean(step_times_s),
+        "peak_bytes": max(measured.step_peaks_bytes),
+        "step_peak_median_bytes": int(statistics.median(measured.step_peaks_bytes)),
+        "step_peaks_bytes": measured.step_peaks_bytes,
         "report": report_entry(measured.report),
         "plan": measured.plan,
         "weights_sha256": measured.weights_sha256,

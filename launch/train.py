@@ -64,7 +64,12 @@ def _settings(options: argparse.Namespace, config: RunConfig):
     import gact_dist
 
     try:
-        return gact_dist.Config.from_level(options.level, adapt_interval=config.adapt_interval, seed=options.seed)
+        return gact_dist.Config.from_level(
+            options.level,
+            adapt_interval=config.adapt_interval,
+            calibration_samples=config.calibration_samples,
+            seed=options.seed,
+        )
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
 

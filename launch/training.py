@@ -13,8 +13,9 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from launch.config import RunConfig
+from launch.memory import PeakMemory
 from launch.models import digest_of
-from launch.ranks import PeakMemory, Ranks
+from launch.ranks import Ranks
 from launch.tasks import Batch, Task, batch_rows, build_task, select, test_batches
 
 
@@ -26,7 +27,7 @@ class Measured:
     accuracy: float
     test_loss: float
     step_times_s: list[float]
-    peak_bytes: int
+    step_peaks_bytes: list[int]  # peaks of the first steps above what was held before them
     report: Any  # gact_dist.MemoryReport, or None when untouched
     plan: dict[str, Any]
     weights_sha256: str
@@ -60,10 +61,10 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
         step_times_s.append(_now_s(device) - started)
+        memory.end_step()
         losses.append(loss.detach())
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    peak_bytes = memory.peak_bytes()
     report = gact.report() if gact is not None else None
     plan = dict(gact.plan) if gact is not None else {}
     if gact is not None:
@@ -74,7 +75,7 @@ def train(
         accuracy=accuracy,
         test_loss=test_loss,
         step_times_s=step_times_s,
-        peak_bytes=peak_bytes,
+        step_peaks_bytes=memory.steps_bytes,
         report=report,
         plan=plan,
         weights_sha256=digest_of(task.model),

@@ -20,8 +20,8 @@ from gact_dist.standins import BatchNorm, GroupNorm, LayerNorm, ScaledDotProduct
 KINDS = ["gpt", "cnn", "mlp"]
 
 
-def measured(model, loss_fn, batch, probes, seed=1):
-    engine = Engine(model, Config(min_numel=0), 0)
+def measured(model, loss_fn, batch, probes, seed=1, bits=8):
+    engine = Engine(model, Config(min_numel=0, bits=bits), 0)
     found = measure(engine, model, lambda: loss_fn(batch), seed=seed, probes=probes)
     engine.close()
     return found
@@ -53,7 +53,7 @@ def variance_of_gradient(model, loss_fn, batch, gact, draws):
 def test_predicted_variance_of_the_gradient_is_the_measured_one(kind, bits, tolerance):
     model, batch = getattr(small_models, kind)()
     loss_fn = small_models.loss_of(model)
-    predicted = sum(float(item.variance[bits - 1]) for item in measured(model, loss_fn, batch, probes=16))
+    predicted = sum(float(item.variance[bits - 1]) for item in measured(model, loss_fn, batch, probes=16, bits=bits))
     gact = gact_dist.attach(model, config=Config(policy="uniform", bits=bits, min_numel=0))
     actual = variance_of_gradient(model, loss_fn, batch, gact, draws=16)
     assert predicted == pytest.approx(actual, rel=tolerance)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import count_collectives
 from small_models import SmallCNN, TinyGPT, loss_of
 from torch import Tensor, nn

@@ -1,0 +1,80 @@
+"""Peak memory of a process, step by step: the allocator's own on a GPU, the resident set on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+MEASURED_STEPS = 5
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
+_RETURN_ALL_BYTES = 256 * 1024
+_KEEP_BYTES = 32 * 1024 * 1024  # glibc's own upper bound, which it reaches by itself in a training loop
+
+
+class PeakMemory:
+    """The most memory this process held in each of the first steps, above what it held before them, in bytes.
+
+    On a CPU it is the resident set's high-water mark, which Linux can reset (elsewhere: the lifetime's mark). glibc
+    keeps freed tensors for later and places small ones between them, so the resident set would hardly fall in a run
+    that frees more; in the measured steps it is told to return them at once. That costs page faults, which is why only
+    the first steps are measured. The first adaptation of an adaptive level is among them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps_bytes: list[int] = []
+        self.resettable = True
+        """False where the system does not let a process reset its mark: a step's peak is then that of the lifetime."""
+        gc.collect()
+        if not self._on_gpu:
+            _set_allocator(_RETURN_ALL_BYTES)
+        self._reset()
+        self._before_bytes = torch.cuda.memory_allocated(device) if self._on_gpu else _status_bytes("VmRSS")
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def end_step(self) -> None:
+        """Note the peak since the last call, during the first MEASURED_STEPS calls."""
+        if len(self.steps_bytes) == MEASURED_STEPS:
+            return
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) if self._on_gpu else _status_bytes("VmHWM")
+        self.steps_bytes.append(peak_bytes - self._before_bytes)
+        self._reset()
+        if len(self.steps_bytes) == MEASURED_STEPS and not self._on_gpu:
+            _set_allocator(_KEEP_BYTES)
+
+    def _reset(self) -> None:
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self.resettable = False
+
+
+def _set_allocator(threshold_bytes: int) -> None:
+    """Have glibc return freed blocks above the threshold to the system; does nothing with another C library."""
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * threshold_bytes)
+
+
+def _status_bytes(key: str) -> int:
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    # macOS reports bytes, other systems kilobytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,200 @@
+"""The public surface: names and signatures as documented, imports that run one way, and an import without effects."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gact_dist
+
+PACKAGE = Path(gact_dist.__file__).parent
+SOURCES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+PUBLIC = {
+    "LEVELS", "Config", "Controller", "MemoryReport", "PlanMismatchError", "ReportRow", "attach", "codec",
+    "set_optimization_level",
+}  # fmt: skip
+
+# What each file may import of ours. A file that is not listed here has no place in the order yet: give it one.
+MAY_IMPORT = {
+    "config": set(),
+    "allocation": set(),
+    "batches": set(),
+    "isolation": set(),
+    "ops_reference": set(),
+    "sync": set(),
+    "naming": set(),
+    "ops": {"ops_reference"},
+    "codec": {"ops", "ops_reference"},
+    "operators": set(),
+    "standins": {"operators"},
+    "identity": {"naming"},
+    "handles": {"codec", "identity"},
+    "engine": {"codec", "config", "handles", "identity", "naming", "operators"},
+    "report": {"handles"},
+    "sensitivity": {"codec", "engine", "handles", "isolation", "ops", "standins"},
+    "adaptation": {"allocation", "sensitivity", "sync"},
+    "controller": {
+        "adaptation", "batches", "config", "engine", "naming", "report", "sensitivity", "sync",
+    },
+    "__init__": {"codec", "config", "controller", "report", "sync"},
+}  # fmt: skip
+
+
+def test_public_names_are_the_documented_ones():
+    assert set(gact_dist.__all__) == PUBLIC
+    assert all(hasattr(gact_dist, name) for name in PUBLIC)
+
+
+def test_every_public_object_says_what_it_is():
+    undocumented = [name for name in PUBLIC - {"LEVELS"} if not inspect.getdoc(getattr(gact_dist, name))]
+    for cls in (gact_dist.Controller, gact_dist.Config, gact_dist.MemoryReport):
+        methods = {name: member for name, member in vars(cls).items() if not name.startswith("_") and callable(member)}
+        undocumented += [f"{cls.__name__}.{name}" for name, member in methods.items() if not inspect.getdoc(member)]
+    assert undocumented == []
+
+
+def signature(function) -> list[tuple[str, str, object]]:
+    """(name, kind, default) of each parameter, without self."""
+    short = {"POSITIONAL_OR_KEYWORD": "plain", "KEYWORD_ONLY": "keyword"}
+    return [
+        (p.name, short.get(p.kind.name, p.kind.name), p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
+    ]
+
+
+NEEDED = inspect.Parameter.empty
+ATTACH = [
+    ("model", "plain", NEEDED),
+    ("level", "plain", None),
+    ("config", "keyword", None),
+    ("process_group", "keyword", None),
+]
+SIGNATURES = {
+    "attach": ATTACH,
+    "Controller": ATTACH,
+    "set_optimization_level": [("level", "plain", NEEDED)],
+    "Controller.step": [("loss_fn", "plain", None), ("batch", "plain", None)],
+    "Controller.calibrate": [("loss_fn", "plain", NEEDED), ("batch", "plain", NEEDED), ("samples", "plain", 8)],
+    "Controller.report": [],
+    "Controller.state_dict": [],
+    "Controller.load_state_dict": [("state", "plain", NEEDED)],
+    "Controller.detach": [],
+    "Controller.install_hook": [],
+    "Controller.iterate": [("fwdbwdprop", "plain", NEEDED)],
+    "Controller.uninstall_hook": [],
+    "codec.unpack": [("packed", "plain", NEEDED)],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_is_the_fixed_one(name):
+    found = gact_dist
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert signature(found) == SIGNATURES[name]
+
+
+def test_codec_takes_bits_and_seed_by_name_and_reports_its_size():
+    tensor = torch.linspace(-1, 1, 1024)
+    packed = gact_dist.codec.pack(tensor, bits=4, seed=0)
+    assert packed.nbytes < tensor.nbytes // 4
+    # the range is 2 and 4 bits have 15 steps: at most one step off, plus the outward rounding of scale and offset
+    assert (gact_dist.codec.unpack(packed) - tensor).abs().max() <= 1.1 * 2 / 15
+    assert torch.equal(gact_dist.codec.unpack(gact_dist.codec.pack(tensor, bits=None)), tensor)
+
+
+def test_report_has_the_fixed_fields():
+    report = gact_dist.attach(torch.nn.Linear(2, 2), level="L0").report()
+    assert (report.exact_bytes, report.retained_bytes, report.ratio, tuple(report.rows)) == (0, 0, 1.0, ())
+    fields = [field.name for field in dataclasses.fields(gact_dist.ReportRow)]
+    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity"]
+
+
+def imported_siblings(tree: ast.Module) -> set[str]:
+    """Files of ours that a file imports, in whatever form and place."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "gact_dist"):
+            parts = (node.module or "").removeprefix("gact_dist").lstrip(".").split(".")
+            found |= {parts[0]} if parts[0] else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {name[1] if len(name) > 1 else "__init__" for name in names if name[0] == "gact_dist"}
+    return found
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_imports_run_one_way(name):
+    assert name in MAY_IMPORT
+    assert imported_siblings(SOURCES[name]) <= MAY_IMPORT[name]
+
+
+def test_the_permitted_imports_hold_no_circle():
+    settled: set[str] = set()
+    while ready := {name for name, needs in MAY_IMPORT.items() if name not in settled and needs <= settled}:
+        settled |= ready
+    assert settled == set(MAY_IMPORT)
+
+
+def files_with(pattern: str) -> set[str]:
+    return {path.stem for path in PACKAGE.glob("*.py") if re.search(pattern, path.read_text())}
+
+
+def test_only_sync_talks_to_other_ranks():
+    assert files_with(r"torch\.distributed|\bdist\.|all_reduce|all_gather|broadcast\(") == {"sync"}
+
+
+def test_only_the_engine_hooks_saved_tensors():
+    assert files_with(r"import saved_tensors_hooks|graph\.saved_tensors_hooks") == {"engine"}
+
+
+def faults(tree: ast.Module) -> list[str]:
+    """What package code must not hold: print, assert, and handlers that swallow everything."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            found.append(f"assert at line {node.lineno}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            found.append(f"print at line {node.lineno}")
+        elif isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught):
+                found.append(f"blanket except at line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_package_code_neither_prints_nor_asserts_nor_swallows(name):
+    assert faults(SOURCES[name]) == []
+
+
+def test_faults_are_found():
+    handlers = (
+        "try: x()\nexcept: y()\ntry: x()\nexcept (ValueError, Exception): y()\ntry: x()\nexcept ValueError: y()\n"
+    )
+    assert len(faults(ast.parse("assert x\nprint(x)\n" + handlers))) == 4
+
+
+AFTER_IMPORT = """
+import sys, torch
+before = torch.get_rng_state()
+import gact_dist
+held = [name for name in ("deepspeed", "transformers", "matplotlib", "accelerate", "lightning") if name in sys.modules]
+state = torch.cuda.is_initialized(), torch.distributed.is_available() and torch.distributed.is_initialized()
+print(*state, torch.equal(before, torch.get_rng_state()), held)
+"""
+
+
+def test_importing_starts_nothing_and_pulls_in_no_framework():
+    result = subprocess.run([sys.executable, "-c", AFTER_IMPORT], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False False True []"
