@@ -47,6 +47,7 @@ def trained(name: str, steps: int):
         loss_fn(batch_of(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
     # the same dropout masks in every pass: what is measured is the rounding alone
     def fixed_masks(batch):
         torch.manual_seed(11)
@@ -56,7 +57,9 @@ def trained(name: str, steps: int):
 
 
 def gradient(model, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+    )
 
 
 def measured_variance(model, loss_fn, batch, config, draws):

@@ -23,6 +23,8 @@ namespace {
 
 // Largest number of elements whose groups are described before they are quantised: stays in the first-level cache.
 constexpr i64 kBlockElements = 4096;
+// How far ahead of quantising memory is asked for: past the block that is described next.
+constexpr i64 kPrefetchElements = 2 * kBlockElements;
 constexpr int kCacheLine = 64;
 
 template <class T>
@@ -73,10 +75,6 @@ void unpack_group(const UnpackJob& job, i64 index) {
     from_float(decode(code, job.scales[index], offset, job.bits), out + i);
   }
 }
-
-struct Range {
-  float low, high;
-};
 
 // Philox keys of the ten rounds.
 struct RoundKeys {
@@ -159,7 +157,7 @@ void quantise_block(const PackJob& job, const RoundKeys& keys, i64 start, int co
     for (int part = 0; part < kUnitElements; part += COUNT) {
       const int at = unit + part;
       const int g = at / job.group_size;
-      prefetch(x + at + kBlockElements, COUNT * sizeof(T));
+      prefetch(x + at + kPrefetchElements, COUNT * sizeof(T));
       u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
       const u32(*noise)[16] = words + part / 32;
       Isa::template quantise<T, BITS, COUNT>(x + at, groups.low[g], groups.inverse[g], noise, target, stride);
@@ -285,7 +283,7 @@ void unpack_any(const UnpackJob& job, i64 first, i64 last) {
 
 template <class Isa>
 constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>, unpack_any<Isa>, pack_mask_units<Isa>, unpack_mask_units<Isa>, variance_any};
+  return Kernels{pack_any<Isa>, unpack_any<Isa>, pack_mask_units<Isa>, unpack_mask_units<Isa>, variance_any<Isa>};
 }
 
 }  // namespace

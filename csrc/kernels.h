@@ -10,6 +10,11 @@ enum class Element : int { kFloat, kHalf, kBfloat };
 // Work is cut into units of 512 elements, a multiple of every group size, so that results do not depend on threads.
 constexpr i64 kUnitElements = 512;
 
+// Smallest and largest element; one of them is NaN if any element is.
+struct Range {
+  float low, high;
+};
+
 struct PackJob {
   const void* x;
   Element element;

@@ -26,6 +26,12 @@ alignas(64) constexpr u8 kPlaneBytes[64] = {0, 8,  16, 24, 32, 40, 48, 56, 64, 7
                                             2, 10, 18, 26, 34, 42, 50, 58, 66, 74, 82, 90, 98, 106, 114, 122,
                                             3, 11, 19, 27, 35, 43, 51, 59, 67, 75, 83, 91, 99, 107, 115, 123};
 
+// Byte q of planes 7..0, for q = 0..7 in turn, where two vectors hold 16 bytes of each plane.
+alignas(64) constexpr u8 kMatrixBytes[64] = {112, 96,  80, 64, 48, 32, 16, 0, 113, 97,  81, 65, 49, 33, 17, 1,
+                                             114, 98,  82, 66, 50, 34, 18, 2, 115, 99,  83, 67, 51, 35, 19, 3,
+                                             116, 100, 84, 68, 52, 36, 20, 4, 117, 101, 85, 69, 53, 37, 21, 5,
+                                             118, 102, 86, 70, 54, 38, 22, 6, 119, 103, 87, 71, 55, 39, 23, 7};
+
 inline __m512 load16(const float* x) { return _mm512_loadu_ps(x); }
 
 inline __m512 load16(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
@@ -106,6 +112,27 @@ inline __m512i codes_of(const u8* planes, int stride) {
   return codes;
 }
 
+// Bytes of 128 codes from their bit planes, 16 bytes of each: bytes 0..7 of all planes are eight 8 by 8 bit matrices,
+// which the affine instruction transposes as in store_planes.
+template <int BITS>
+inline void codes_of_128(const u8* planes, int stride, __m512i codes[2]) {
+  __m512i quads[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (int plane = 0; plane < BITS; ++plane) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(planes + plane * stride));
+    __m512i& quad = quads[plane / 4];
+    quad = plane % 4 == 0   ? _mm512_zextsi128_si512(bytes)
+           : plane % 4 == 1 ? _mm512_inserti32x4(quad, bytes, 1)
+           : plane % 4 == 2 ? _mm512_inserti32x4(quad, bytes, 2)
+                            : _mm512_inserti32x4(quad, bytes, 3);
+  }
+  const __m512i units = _mm512_set1_epi64(static_cast<i64>(0x8040201008040201ull));
+  const __m512i order = _mm512_load_si512(kMatrixBytes);
+  for (int half = 0; half < 2; ++half) {
+    const __m512i picked = _mm512_add_epi8(order, _mm512_set1_epi8(static_cast<char>(8 * half)));
+    codes[half] = _mm512_gf2p8affine_epi64_epi8(units, _mm512_permutex2var_epi8(quads[0], picked, quads[1]), 0);
+  }
+}
+
 inline __m512i sixteen_codes(__m512i codes, int quarter) {
   const __m128i bytes = quarter == 0   ? _mm512_castsi512_si128(codes)
                         : quarter == 1 ? _mm512_extracti32x4_epi32(codes, 1)
@@ -167,7 +194,7 @@ struct Avx512Isa {
     // Four independent sets of counters, to fill the latency of the multiplications.
     __m512i state[4][4];
     const u64 counter = block * 16u;
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i lanes = counting();
 #pragma GCC unroll 4
     for (int set = 0; set < 4; ++set) {
       state[set][0] = _mm512_add_epi32(_mm512_set1_epi32(static_cast<i32>(counter + 16 * set)), lanes);
@@ -247,43 +274,50 @@ struct Avx512Isa {
   template <class T, int BITS>
   static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
     const __m512 scales = _mm512_set1_ps(scale), offsets = _mm512_set1_ps(offset);
-    decode_codes<BITS>(planes, group_size, scales, offsets, out, stream);
-  }
-
-  // Up to 16 different codes: look the 16 floats up.
-  template <int BITS>
-  static void decode_codes(const u8* planes, int count, __m512 scale, __m512 offset, float* out, bool stream) {
-    const __m512i counting = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512 table = values_of(counting, scale, offset);
-    for (int i = 0; i < count; i += 64) {
-      const __m512i codes = codes_of<BITS>(planes + i / 8, count / 8);
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        const __m512i sixteen = sixteen_codes(codes, quarter);
-        const __m512 values = BITS <= 4 ? _mm512_permutexvar_ps(sixteen, table) : values_of(sixteen, scale, offset);
-        store64(out + i + 16 * quarter, _mm512_castps_si512(values), stream);
-      }
+    const auto table = table_of(scales, offsets, out);
+    const int stride = group_size / 8;
+    if (group_size == 64)
+      return store_values<BITS>(codes_of<BITS>(planes, stride), table, scales, offsets, out, stream);
+    for (int i = 0; i < group_size; i += 128) {
+      __m512i codes[2];
+      codes_of_128<BITS>(planes + i / 8, stride, codes);
+      store_values<BITS>(codes[0], table, scales, offsets, out + i, stream);
+      store_values<BITS>(codes[1], table, scales, offsets, out + i + 64, stream);
     }
   }
 
-  // 16-bit outputs: up to 32 different codes are looked up.
+  // The values of codes 0..15 as floats, or of 0..31 as 16-bit words: widths that they cover are looked up.
+  static __m512 table_of(__m512 scale, __m512 offset, float*) { return values_of(counting(), scale, offset); }
+
+  template <class T>
+  static __m512i table_of(__m512 scale, __m512 offset, T* out) {
+    const __m512i next = _mm512_add_epi32(counting(), _mm512_set1_epi32(16));
+    return to_words(values_of(counting(), scale, offset), values_of(next, scale, offset), out);
+  }
+
+  static __m512i counting() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
+
+  template <int BITS>
+  static void store_values(__m512i codes, __m512 table, __m512 scale, __m512 offset, float* out, bool stream) {
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const __m512i sixteen = sixteen_codes(codes, quarter);
+      const __m512 values = BITS <= 4 ? _mm512_permutexvar_ps(sixteen, table) : values_of(sixteen, scale, offset);
+      store64(out + 16 * quarter, _mm512_castps_si512(values), stream);
+    }
+  }
+
   template <int BITS, class T>
-  static void decode_codes(const u8* planes, int count, __m512 scale, __m512 offset, T* out, bool stream) {
-    const __m512i counting = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i next = _mm512_add_epi32(counting, _mm512_set1_epi32(16));
-    const __m512i table = to_words(values_of(counting, scale, offset), values_of(next, scale, offset), out);
-    for (int i = 0; i < count; i += 64) {
-      const __m512i codes = codes_of<BITS>(planes + i / 8, count / 8);
-      for (int half = 0; half < 2; ++half) {
-        __m512i words;
-        if (BITS <= 5) {
-          const __m256i bytes = half ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
-          words = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(bytes), table);
-        } else {
-          words = to_words(values_of(sixteen_codes(codes, 2 * half), scale, offset),
-                           values_of(sixteen_codes(codes, 2 * half + 1), scale, offset), out);
-        }
-        store64(out + i + 32 * half, words, stream);
+  static void store_values(__m512i codes, __m512i table, __m512 scale, __m512 offset, T* out, bool stream) {
+    for (int half = 0; half < 2; ++half) {
+      __m512i words;
+      if (BITS <= 5) {
+        const __m256i bytes = half ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
+        words = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(bytes), table);
+      } else {
+        words = to_words(values_of(sixteen_codes(codes, 2 * half), scale, offset),
+                         values_of(sixteen_codes(codes, 2 * half + 1), scale, offset), out);
       }
+      store64(out + 32 * half, words, stream);
     }
   }
 

@@ -7,32 +7,41 @@
 namespace gact {
 namespace {
 
-// sum of weight * q * (65536 - q), q the 16 fraction bits that pack rounds; 16 partial sums let it be vectorised.
-inline double weighted_fractions(const float* values, const float* weight, int count, const Group& group) {
-  float partial[16] = {};
-  int i = 0;
-  for (; i + 16 <= count; i += 16) {
-    for (int lane = 0; lane < 16; ++lane) {
-      const i32 fraction = scaled_value(values[i + lane], group.low, group.inverse, group.limit) & 0xFFFF;
-      partial[lane] += weight[i + lane] * static_cast<float>(fraction * (65536 - fraction));
-    }
+constexpr int kLargestGroup = 512;
+
+// sum of weight * q * (65536 - q) with q the 16 fraction bits that pack rounds; added as a tree, which is accurate and
+// can be vectorised.
+inline float weighted_fractions(const float* values, const float* weight, int count, const Group& group) {
+  const float low = group.low, inverse = group.inverse;
+  const i32 limit = group.limit;
+  float terms[kLargestGroup];
+  for (int i = 0; i < count; ++i) {
+    const i32 fraction = scaled_value(values[i], low, inverse, limit) & 0xFFFF;
+    terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
   }
-  double sum = 0.0;
-  for (int lane = 0; lane < 16; ++lane) sum += partial[lane];
-  for (; i < count; ++i) {
-    const i32 fraction = scaled_value(values[i], group.low, group.inverse, group.limit) & 0xFFFF;
-    sum += static_cast<double>(weight[i]) * (fraction * (65536 - fraction));
+  for (int i = count; i < kLargestGroup; ++i) terms[i] = 0.0f;
+  for (int half = kLargestGroup / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) terms[i] += terms[i + half];
   }
-  return sum;
+  return terms[0];
 }
 
-template <class T>
+template <class Isa, class T>
+Extent extent_of_group(const T* x, int count) {
+  if (count % 64 == 0) {
+    const Range range = Isa::range(x, count);
+    if (is_finite(range.high - range.low)) return Extent{range.low, range.high, false, false, false};
+  }
+  return extent_of(x, count);
+}
+
+template <class Isa, class T>
 void variance_of_group(const VarianceJob& job, i64 start, int count, double totals[8]) {
   const T* x = static_cast<const T*>(job.x) + start;
   const float* weight = job.weight + start;
-  float values[512];
+  float values[kLargestGroup];
   for (int i = 0; i < count; ++i) values[i] = to_float(x[i]);
-  const Extent extent = extent_of(values, count);
+  const Extent extent = extent_of_group<Isa>(x, count);
   bool weighted = false;
   for (int i = 0; i < count; ++i) weighted |= weight[i] != 0.0f;
   if (!weighted) return;
@@ -45,20 +54,21 @@ void variance_of_group(const VarianceJob& job, i64 start, int count, double tota
   }
 }
 
-template <class T>
+template <class Isa, class T>
 void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
   const PlainFloats plain;
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   for (i64 start = first * kUnitElements; start < end; start += job.group_size) {
     const i64 left = end - start;
-    variance_of_group<T>(job, start, static_cast<int>(left < job.group_size ? left : job.group_size), totals);
+    variance_of_group<Isa, T>(job, start, static_cast<int>(left < job.group_size ? left : job.group_size), totals);
   }
 }
 
-inline void variance_any(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
-  if (job.element == Element::kFloat) return variance_units<float>(job, first, last, totals);
-  if (job.element == Element::kHalf) return variance_units<Half>(job, first, last, totals);
-  return variance_units<Bfloat>(job, first, last, totals);
+template <class Isa>
+void variance_any(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
+  if (job.element == Element::kFloat) return variance_units<Isa, float>(job, first, last, totals);
+  if (job.element == Element::kHalf) return variance_units<Isa, Half>(job, first, last, totals);
+  return variance_units<Isa, Bfloat>(job, first, last, totals);
 }
 
 }  // namespace

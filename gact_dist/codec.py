@@ -32,36 +32,6 @@ class Scheme(Enum):
     NARROW = auto()  # integers in a smaller integer type
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A stored tensor. It owns its buffers and keeps nothing else alive.
-
-    Attributes:
-        payload: uint8 buffer, or for EXACT the elements in memory order.
-        scheme: how ``payload`` is to be read.
-        bits: bits for each element, None when exact.
-        dtype, shape, strides: of the tensor that was packed.
-        group_size: elements that share a scale and an offset (QUANTISED).
-        constant: 0-d tensor, the value other than zero (BINARY).
-        conjugate: the tensor was a lazily conjugated complex one.
-    """
-
-    payload: Tensor
-    scheme: Scheme
-    bits: int | None
-    dtype: torch.dtype
-    shape: torch.Size
-    strides: tuple[int, ...]
-    group_size: int = DEFAULT_GROUP_SIZE
-    constant: Tensor | None = None
-    conjugate: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers that this object owns."""
-        return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
-
-
 class _Fill(Enum):
     """How the elements of a strided tensor lie in the memory between its first and its last element."""
 
@@ -84,6 +54,38 @@ class _Layout:
         return _product(self.sizes) if self.fill is _Fill.SCATTERED else self.span
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A stored tensor. It owns its buffers and keeps nothing else alive.
+
+    Attributes:
+        payload: uint8 buffer, or for EXACT the elements in memory order.
+        scheme: how ``payload`` is to be read.
+        bits: bits for each element, None when exact.
+        dtype, shape, strides: of the tensor that was packed.
+        layout: how its elements lay in memory.
+        group_size: elements that share a scale and an offset (QUANTISED).
+        constant: 0-d tensor, the value other than zero (BINARY).
+        conjugate: the tensor was a lazily conjugated complex one.
+    """
+
+    payload: Tensor
+    scheme: Scheme
+    bits: int | None
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    layout: _Layout
+    group_size: int = DEFAULT_GROUP_SIZE
+    constant: Tensor | None = None
+    conjugate: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that this object owns."""
+        return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
+
+
 def _product(sizes: tuple[int, ...]) -> int:
     numel = 1
     for size in sizes:
@@ -91,10 +93,12 @@ def _product(sizes: tuple[int, ...]) -> int:
     return numel
 
 
-def _layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Layout:
-    if 0 in shape:
-        return _Layout(_Fill.SPAN, (0,), (1,), 0)
-    kept = [(stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1 and stride != 0]
+def _layout_of(tensor: Tensor) -> _Layout:
+    numel = tensor.numel()
+    if tensor.is_contiguous() or numel == 0:
+        return _Layout(_Fill.SPAN, (numel,), (1,), numel)
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    kept = [(stride, size) for size, stride in dimensions if size > 1 and stride != 0]
     kept.sort(reverse=True)
     span, gaps, shared = 1, False, False
     for stride, size in reversed(kept):
@@ -157,7 +161,7 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
     """
     _check_numbers(bits, seed, group_size)
     data = _plain(tensor)
-    layout = _layout_of(data.shape, data.stride())
+    layout = _layout_of(data)
     if data.dtype == torch.bool and bits == 1:
         return pack_mask(tensor)
     if bits is None or layout.fill is _Fill.TANGLED:
@@ -171,7 +175,7 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     payload = ops.pack(values.to(part), bits, group_size, seed)
     return Packed(
-        payload, Scheme.QUANTISED, bits, data.dtype, data.shape, data.stride(), group_size, conjugate=conjugate
+        payload, Scheme.QUANTISED, bits, data.dtype, data.shape, data.stride(), layout, group_size, conjugate=conjugate
     )
 
 
@@ -202,7 +206,7 @@ def _pack_exact(data: Tensor, layout: _Layout) -> Packed:
     physical = data.conj() if conjugate else data
     flat = _flatten(physical, layout)
     payload = flat if layout.fill is _Fill.SCATTERED else flat.clone()
-    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), conjugate=conjugate)
+    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, conjugate=conjugate)
 
 
 def pack_mask(tensor: Tensor) -> Packed:
@@ -216,10 +220,10 @@ def pack_mask(tensor: Tensor) -> Packed:
     data = _plain(tensor)
     if data.dtype not in MASK_DTYPES:
         raise TypeError(f"a mask cannot have dtype {data.dtype}, expected one of {MASK_DTYPES}; use .to(torch.bool)")
-    layout = _layout_of(data.shape, data.stride())
+    layout = _layout_of(data)
     if layout.fill is _Fill.TANGLED:
         return _pack_exact(data, layout)
-    return Packed(ops.pack_mask(_flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride())
+    return Packed(ops.pack_mask(_flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
 def pack_binary(tensor: Tensor) -> Packed:
@@ -233,13 +237,15 @@ def pack_binary(tensor: Tensor) -> Packed:
     data = _plain(tensor)
     if not data.is_floating_point() or data.dtype not in MASK_DTYPES:
         raise TypeError(f"got {data.dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
-    layout = _layout_of(data.shape, data.stride())
+    layout = _layout_of(data)
     if layout.fill is _Fill.TANGLED or layout.stored_numel == 0:
         return _pack_exact(data, layout)
     flat = _flatten(data, layout)
     high = flat.amax()
     constant = torch.where(high != 0, high, flat.amin())
-    return Packed(ops.pack_mask(flat), Scheme.BINARY, 1, data.dtype, data.shape, data.stride(), constant=constant)
+    return Packed(
+        ops.pack_mask(flat), Scheme.BINARY, 1, data.dtype, data.shape, data.stride(), layout, constant=constant
+    )
 
 
 _NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
@@ -251,7 +257,7 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
     None where that saves nothing, and on an accelerator, where finding their range would wait for the device.
     """
     data = _plain(tensor)
-    layout = _layout_of(data.shape, data.stride())
+    layout = _layout_of(data)
     if data.device.type != "cpu" or data.numel() == 0 or layout.fill is _Fill.TANGLED:
         return None
     flat = _flatten(data, layout)
@@ -259,34 +265,33 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
     for narrow, least, most in _NARROW_TYPES:
         if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
             bits = 8 * narrow.itemsize
-            return Packed(flat.to(narrow), Scheme.NARROW, bits, data.dtype, data.shape, data.stride())
+            return Packed(flat.to(narrow), Scheme.NARROW, bits, data.dtype, data.shape, data.stride(), layout)
     return None
 
 
 def stored_values(tensor: Tensor) -> Tensor:
     """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
     data = _plain(tensor).resolve_conj()
-    flat = _flatten(data, _layout_of(data.shape, data.stride()))
+    flat = _flatten(data, _layout_of(data))
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return values.to(_real_dtype(data.dtype))
 
 
 def unpack(packed: Packed) -> Tensor:
     """A private tensor with the dtype, shape and strides of the one that was packed."""
-    layout = _layout_of(packed.shape, packed.strides)
-    out = _restore(_decode(packed, layout), packed.shape, packed.strides, layout)
+    out = _restore(_decode(packed), packed.shape, packed.strides, packed.layout)
     return out.conj() if packed.conjugate else out
 
 
-def _decode(packed: Packed, layout: _Layout) -> Tensor:
+def _decode(packed: Packed) -> Tensor:
     """The stored elements in memory order, in a new tensor."""
     if packed.scheme is Scheme.EXACT:
         return packed.payload.clone()
     if packed.scheme is Scheme.NARROW:
         return packed.payload.to(packed.dtype)
     if packed.scheme is Scheme.QUANTISED:
-        return _dequantise(packed, layout.stored_numel)
-    flat = ops.unpack_mask(packed.payload, layout.stored_numel, packed.dtype)
+        return _dequantise(packed, packed.layout.stored_numel)
+    flat = ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
     return flat if packed.constant is None else flat.mul_(packed.constant)
 
 

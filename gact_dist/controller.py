@@ -137,8 +137,9 @@ class Controller:
         except RuntimeError as error:
             # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
             # collectives that follow, with nothing to add, so that the others do not wait for it.
+            # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
             _log.warning(
-                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s", error
+                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s", str(error)
             )
             return []
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import codec
 from .config import Config
-from .handles import Kept, Recorded, SavedTensorRow, Stored, View
+from .handles import Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin, unwrap
 from .operators import OperatorObserver, Role
@@ -223,14 +223,13 @@ class Engine:
             return Role.STATISTIC
         return self._roles[name]
 
-    def _record(self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded]) -> Recorded:
+    def _record(self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded]) -> Replaceable:
         big = tensor.numel() >= self.config.min_numel * self._recorded_fraction
         floating = tensor.is_floating_point() or tensor.is_complex()
         compressible = big and floating and not own_relu_save and self._role(tensor, name) is Role.ACTIVATION
-        source = origin(tensor)
-        record = Recorded(name, tensor.detach(), source.detach(), source.grad_fn, source.output_nr, compressible)
-        records.append(record)
-        return record
+        source, handle = origin(tensor), Replaceable(tensor)
+        records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
+        return handle
 
     def _account(self, tensor: Tensor, name: str, memory: _Memory, payload: Tensor | codec.Packed) -> None:
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is

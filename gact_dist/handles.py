@@ -37,23 +37,49 @@ class Stored:
         return self.payload.detach() if isinstance(self.payload, Tensor) else codec.unpack(self.payload)
 
 
+class Replaceable:
+    """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
+
+    __slots__ = ("__weakref__", "replacement", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.replacement: Tensor | None = None
+
+    def restore(self) -> Tensor:
+        return (self.tensor if self.replacement is None else self.replacement).detach()
+
+
 @dataclass(eq=False)
 class Recorded:
-    """A saved tensor seen while sensitivity is measured: kept exactly, with the graph edge that produced it."""
+    """A saved tensor seen while sensitivity is measured, with the graph edge that produced it.
+
+    The graph holds only the handle: an operator that saves its own result would otherwise own its own node, a cycle
+    that no collector sees, and with it the whole graph below.
+    """
 
     name: str
-    tensor: Tensor
+    handle: Replaceable
     origin: Tensor
     """the tensor whose storage it views; shape and strides of the edge's gradient"""
     node: Any
     """autograd node that produced origin, None without a graph"""
     output_number: int
     compressible: bool
-    replacement: Tensor | None = None
-    """handed out in the tensor's place while set"""
 
-    def restore(self) -> Tensor:
-        return (self.tensor if self.replacement is None else self.replacement).detach()
+    @property
+    def tensor(self) -> Tensor:
+        """The saved tensor as it is, without a graph."""
+        return self.handle.tensor
+
+    @property
+    def replacement(self) -> Tensor | None:
+        """Handed out in the tensor's place while set."""
+        return self.handle.replacement
+
+    @replacement.setter
+    def replacement(self, tensor: Tensor | None) -> None:
+        self.handle.replacement = tensor
 
 
 class View:
@@ -61,7 +87,7 @@ class View:
 
     __slots__ = ("base", "offset", "size", "stride")
 
-    def __init__(self, base: Stored | Recorded, tensor: Tensor, offset: int) -> None:
+    def __init__(self, base: Stored | Replaceable, tensor: Tensor, offset: int) -> None:
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
 
     def restore(self) -> Tensor:

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
@@ -111,14 +112,14 @@ def load_config(name: str, overrides: Iterable[str] = ()) -> RunConfig:
     return RunConfig(**settings)
 
 
-def _parse(text: str, source: str) -> Mapping[str, object]:
+def _parse(text: str, source: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
 
 
-def _parse_override(override: str) -> Mapping[str, object]:
+def _parse_override(override: str) -> Mapping[str, Any]:
     """One `key=value`; the value is a TOML value, or plain text where TOML would want quotes."""
     key, separator, value = override.partition("=")
     if not separator or not key.strip():
@@ -129,7 +130,7 @@ def _parse_override(override: str) -> Mapping[str, object]:
         return {key.strip(): value.strip()}
 
 
-def _check_keys(settings: Mapping[str, object], path: Path) -> None:
+def _check_keys(settings: Mapping[str, Any], path: Path) -> None:
     known = {entry.name: entry for entry in fields(RunConfig)}
     for key in settings:
         if key not in known:

@@ -138,7 +138,7 @@ def _extract(archive: Path, member: str, target: Path) -> None:
 def _member(package: tarfile.TarFile, name: str) -> IO[bytes]:
     stream = package.extractfile(name)
     if stream is None:
-        raise UsageError(f"{package.name} holds no file {name}: remove .cache and fetch again")
+        raise UsageError(f"{package.name!r} holds no file {name}: remove .cache and fetch again")
     return stream
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 MIB = 2**20
 LAST_STEPS = 10
-_ELEMENT_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBits:
-    """The saved tensors of one layer: what they take exactly, what was retained, and bits per element."""
+    """The saved tensors of one layer: what was retained of them, and bits per element."""
 
     layer: str
-    exact_bytes: int
     retained_bytes: int
     bits: float
     """Payload bits of an element, averaged over the layer's quantised elements; nan where none is quantised."""
@@ -48,14 +46,9 @@ def _layer_bits(layer: str, rows: Sequence[dict[str, Any]]) -> LayerBits:
     elements = sum(count for count, _ in quantised)
     return LayerBits(
         layer=layer,
-        exact_bytes=sum(_exact_bytes(row) for row in rows),
         retained_bytes=sum(row["bytes"] for row in rows),
         bits=sum(count * bits for count, bits in quantised) / elements if elements else math.nan,
     )
-
-
-def _exact_bytes(row: dict[str, Any]) -> int:
-    return math.prod(row["shape"]) * _ELEMENT_BYTES.get(row["dtype"].removeprefix("torch."), 1)
 
 
 def table(untouched: dict[str, Any], compressed: dict[str, Any]) -> str:
@@ -70,7 +63,7 @@ def table(untouched: dict[str, Any], compressed: dict[str, Any]) -> str:
         *(_compare(title, key, untouched, compressed, scale, form) for title, key, scale, form in _MEASURES),
         _line("loss, last steps", last_loss(untouched), last_loss(compressed), ".4f"),
         "",
-        f"{'layer':34s} {'exact (MiB)':>12s} {'kept (MiB)':>12s} {'bits':>6s}",
+        f"{'layer':34s} {'kept (MiB)':>12s} {'bits':>12s}",
         *(_layer_line(entry) for entry in bits_per_layer(report["rows"])),
     ]
     return "\n".join(lines)
@@ -104,7 +97,7 @@ def _line(title: str, first: float, second: float, form: str) -> str:
 
 def _layer_line(entry: LayerBits) -> str:
     bits = "exact" if math.isnan(entry.bits) else f"{entry.bits:.2f}"
-    return f"{entry.layer:34s} {entry.exact_bytes / MIB:12.2f} {entry.retained_bytes / MIB:12.2f} {bits:>6s}"
+    return f"{entry.layer:34s} {entry.retained_bytes / MIB:12.2f} {bits:>12s}"
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -6,4 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --test
 .venv/bin/python launch/data.py
 bash launch/lint.sh
-exec .venv/bin/python -m pytest tests -q "$@"
+# Without a path among the arguments, pytest takes the folder that pyproject.toml names.
+exec .venv/bin/python -m pytest -q "$@"

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from small_models import cnn, gpt, gradient, loss_of, mlp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import gact_dist
 from gact_dist import Config, Controller
@@ -165,6 +166,27 @@ def test_report_tells_of_the_last_iteration():
     assert report.rows
     assert report.ratio > 2
     assert any(row.sensitivity is not None for row in report.rows)
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, gpt])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_measurement_frees_its_graph(make, fails):
+    """An operator that saves its own result (tanh, relu, the loss's softmax) must not end up owning itself."""
+    model, batch = make()
+    loss_fn, outputs = loss_of(model), []
+
+    def measured(part):
+        loss = loss_fn(part)
+        if fails:
+            raise RuntimeError("out of memory, say")
+        return loss
+
+    controller = Controller(model, config=ADAPTIVE)
+    for module in model.modules():
+        module.register_forward_hook(lambda *call: outputs.append(StorageWeakRef(call[2].untyped_storage())))
+    controller.calibrate(measured, batch)
+    assert len(outputs) > 5
+    assert all(storage.expired() for storage in outputs)
 
 
 def test_both_interfaces_follow_one_another():

@@ -75,9 +75,9 @@ def test_each_tensor_agrees_with_rounding_it_alone(kind):
                 continue
             total, draws = 0.0, 12
             for draw in range(draws):
-                record.replacement = codec.unpack(codec.pack(record.tensor, bits=6, seed=draw))
+                record.handle.replacement = codec.unpack(codec.pack(record.tensor, bits=6, seed=draw))
                 total += float((flat_gradient(model, loss) - exact).square().sum()) / draws
-            record.replacement = None
+            record.handle.replacement = None
             ratios.append(float(one_pass[record.name].variance[5]) / total)
     engine.close()
     # 16 probes leave 2% and 12 draws at most 12% on a single tensor with few effective dimensions (log-ratio standard

