@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ("graph", "image", "text")
-LEVELS = ("L0", "L2", "L2.2")
+CONFIGS = ("graph", "text", "image")
+LEVELS = ("L0", "L2.2", "L2")
 
 
 def run(config, level, seed):

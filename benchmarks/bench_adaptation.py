@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gact_dist
 from gact_dist import codec
+from gact_dist.controller import _PROBES
 
 BLOCKS = (3, 6, 26)
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SLICE = 256, 128, 4, 32, 32, 8
@@ -237,6 +238,8 @@ def main() -> None:
             "gact_dist": gact_dist.__version__,
             "model": f"width {WIDTH}, {HEADS} heads, {LENGTH} tokens, batch {BATCH}, slice of {SLICE} samples",
             "rounds": arguments.rounds,
+            "probes": _PROBES,
+            "probes_note": "all on the one rank of this benchmark; in a job the ranks share them",
             "gact_note": "the three passes of one tensor are measured in each round, times the number of tensors",
             "rows": [asdict(row) for row in rows],
         }

@@ -5,8 +5,13 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <vector>
 
 #include "kernels.h"
@@ -73,8 +78,24 @@ Sections sections(int64_t numel, int64_t bits, int64_t group_size, Element eleme
   return where;
 }
 
+// Ask for huge pages under a large new tensor: first touching it page by page costs more than the kernel that fills it.
+void advise_huge_pages(const Tensor& tensor) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const uintptr_t start = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t end = start + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t last = end / kHugePage * kHugePage;
+  // Only a hint: a kernel without huge pages refuses it and nothing is lost.
+  if (first < last && last - first >= kStreamBytes)
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 Tensor new_flat(const Tensor& like, int64_t numel, ScalarType dtype) {
-  return torch::stable::new_empty(like, {numel}, dtype);
+  Tensor tensor = torch::stable::new_empty(like, {numel}, dtype);
+  advise_huge_pages(tensor);
+  return tensor;
 }
 
 void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer) {

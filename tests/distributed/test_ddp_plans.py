@@ -165,9 +165,9 @@ def test_noise_of_the_averaged_gradient_is_the_predicted_one_over_the_number_of_
     # E||mean_r g_r - g0||^2 = sum_r V_r / R^2 = mean V / R, the noise of ranks being independent. On the shared data of
     # this test it would be mean V if the ranks drew the same noise: a ratio of 2, which the interval leaves out.
     ratio = (sum(errors) / draws) / (predicted / world_size)
-    # Sampling error of the mean of `draws` errors, from their own spread, at four sigma; plus what one random probe on
-    # each rank may be off (log-ratio 0.08 for one probe, so 0.23 at four sigma of two) and 25%, the accuracy asked of
-    # the prediction at 4 bits. The last is a bias and adds; the two random ones add in squares.
+    # Sampling error of the mean of `draws` errors, from their own spread, at four sigma; plus what random probes may
+    # be off (log-ratio 0.08 for one, and there is at least one on each rank) at four sigma, and 25%, the accuracy asked
+    # of the prediction at 4 bits. The last is a bias and adds; the two random ones add in squares.
     spread = torch.tensor(errors, dtype=torch.float64).std() / math.sqrt(draws) / (predicted / world_size)
     tolerance = 0.25 + math.hypot(4 * float(spread), 4 * 0.08 / math.sqrt(world_size))
     assert tolerance < 0.9
