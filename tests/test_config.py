@@ -1,5 +1,7 @@
 """Settings: levels as GACT's code has them, and errors that say how to mend a mistake."""
 
+from pathlib import Path
+
 import pytest
 
 import gact_dist
@@ -64,7 +66,7 @@ def test_a_config_is_frozen_keyword_only_and_survives_a_round_trip():
 
 
 def test_every_field_says_what_it_is():
-    lines = open(gact_dist.config.__file__).read().splitlines()
+    lines = Path(gact_dist.config.__file__).read_text().splitlines()
     for name in Config().to_dict():
         at = next(number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
         assert lines[at + 1].strip().startswith('"""'), name
