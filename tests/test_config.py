@@ -27,7 +27,7 @@ def test_every_level_can_be_built():
 
 
 def test_offload_level_is_an_error_until_offload_exists():
-    with pytest.raises(ValueError, match="'L3' moves compressed tensors to pinned host memory.*use 'L2'"):
+    with pytest.raises(ValueError, match=r"'L3' moves compressed tensors to pinned host memory.*use 'L2'"):
         Config.from_level("L3")
 
 
