@@ -14,12 +14,14 @@ import platform
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
+from gact_dist.allocation import minimum_variance
 from gact_dist.engine import Engine
 from gact_dist.sensitivity import measure
 from launch.config import load_config
@@ -83,9 +85,17 @@ def measured_variance(model, loss_fn, batch, config, draws):
 def rows_of(name, steps, draws, probes):
     model, loss_fn, batch = trained(name, steps)
     size = float(gradient(model, loss_fn(batch)).square().sum())
-    engine = Engine(model, gact_dist.Config(), 0)
+    # the exact point as nearly as widths allow: what a 4-bit allocation could reach at best is asked of linear costs
+    engine = Engine(model, gact_dist.Config(bits=8), 0)
     found = measure(engine, model, lambda: loss_fn(batch), seed=1, probes=probes)
     engine.close()
+    costs = np.array([item.variance.numpy() for item in found])
+    sizes = np.array([item.numel for item in found], dtype=float)
+    bound = minimum_variance(costs, sizes, average_bits=4, exact_bits=32).lower_bound / size
+    print(
+        f"{name:8s} predicted: no 4-bit allocation has less than {bound:.3e}, uniform 8 bits {costs[:, 7].sum() / size:.3e}"
+    )
+    yield {"model": name, "bound_at_4_bits": bound, "uniform_8_predicted": float(costs[:, 7].sum()) / size}
     for policy, bits in SETTINGS:
         config = gact_dist.Config(policy=policy, bits=bits)
         variance, ratio = measured_variance(model, loss_fn, batch, config, draws)
@@ -107,6 +117,8 @@ def main():
     for name in options.models:
         for row in rows_of(name, options.steps, options.draws, options.probes):
             rows.append(row)
+            if "policy" not in row:
+                continue
             predicted = "" if row["predicted"] is None else f"{row['predicted']:.3e}"
             print(
                 f"{row['model']:8s} {row['policy']:8s} {row['bits']:4d} {row['ratio']:6.2f} "

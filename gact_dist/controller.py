@@ -25,6 +25,10 @@ _default_level = "L2"
 _PROBES = 4
 
 
+_installed: set["Controller"] = set()
+"""Controllers whose hooks are on: one that the user drops must not take some other hook off when it is collected."""
+
+
 class Lifecycle(Enum):
     """What a controller may be asked to do."""
 
@@ -153,6 +157,7 @@ class Controller:
         """Compress everything that autograd saves in this thread from now on, until uninstall_hook()."""
         self._expect(Lifecycle.ATTACHED, "install_hook()", "it is installed already")
         self._state = Lifecycle.INSTALLED
+        _installed.add(self)
         handle = unwrap(self._model).register_forward_pre_hook(self._note_forward)
         self._installed.callback(handle.remove)
         self._open_iteration()
@@ -180,6 +185,7 @@ class Controller:
         if self._state is Lifecycle.INSTALLED:
             self._hooks.close()
             self._installed.close()
+            _installed.discard(self)
             self._state = Lifecycle.ATTACHED
 
     def _note_forward(self, *_: Any) -> None:

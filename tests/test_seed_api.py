@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import ClassVar
 
 import pytest
 import torch
 from small_models import cnn, gpt, gradient, loss_of, mlp
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gact_dist
@@ -339,3 +342,16 @@ def test_calibrating_on_no_samples_is_refused(samples):
 def test_foreign_state_is_refused():
     with pytest.raises(ValueError, match="pass what state_dict"):
         Controller(mlp()[0]).load_state_dict({"plan": {}})
+
+
+def test_a_controller_that_is_dropped_while_installed_takes_no_other_hook_off():
+    packed = []
+    controller = gact_dist.Controller(nn.Linear(4, 4), level="L1")
+    controller.install_hook()
+    known = weakref.ref(controller)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        del controller
+        gc.collect()
+        torch.randn(3, requires_grad=True).exp()
+    assert len(packed) == 1
+    known().uninstall_hook()
