@@ -12,8 +12,9 @@ tensors further down; a prehook on every producing node cuts this flow, after th
 
 [Note: operating point] J_l is taken where the job will run: in the first backward every tensor is rounded to the width
 that the plan in force gives it. In the limit of many bits this is the derivative at the exact tensors; at 2 or 3 bits
-it sees that layer norm and attention answer to rounding more than linearly (a fine-tuned MiniLM at 2 bits: the plan of
-the exact point has 40 times the gradient variance of this one, and predicts a hundredth of it).
+it sees that layer norm and attention answer to rounding more than linearly. A fine-tuned MiniLM at 2 bits, relative to
+the squared gradient: the plan from the exact point has variance 420 and predicts 0.70; from this point 3.5, predicting
+80. At 4 bits both plans have 0.037, predicting 0.030 and 0.036.
 
 A tensor that this does not reach (an input without a graph, an operator whose backward is not differentiable) is
 measured by perturbation: one more backward of the same graph, in which that tensor alone is rounded.
