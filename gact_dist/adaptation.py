@@ -27,17 +27,20 @@ class Adaptation:
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
 
 
-def plan_from(measured: Sequence[Sensitivity], fraction: float, average_bits: float, group: Any) -> Adaptation:
+def plan_from(
+    measured: Sequence[Sensitivity], fraction: float, average_bits: float, groups: Sequence[Any]
+) -> Adaptation:
     """Reduce the measurements of all ranks and allocate bits from the reduced numbers alone.
 
     fraction: of the batch that was measured; a mean loss over n of N samples has N/n times the variance of the whole
-    batch, and n/N of its elements. Collectives: those of sync.reduce_statistics.
+    batch, and n/N of its elements. groups: to average over, one after the other. Collectives: those of
+    sync.reduce_statistics in each.
     """
     values = torch.zeros(len(measured), 10, dtype=torch.float64)
     for row, item in zip(values, measured, strict=True):
         row[0], row[1] = item.numel / fraction, item.itemsize_bits
         row[2:] = item.variance * fraction
-    statistics = sync.reduce_statistics([item.name for item in measured], values, group=group)
+    statistics = sync.reduce_over([item.name for item in measured], values, groups)
     valid = statistics.valid_ranks > 0
     names = [name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable]
     mean = statistics.mean[valid].numpy()

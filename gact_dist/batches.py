@@ -14,7 +14,7 @@ def batch_size(batch: Any) -> int | None:
     batch: tensors in tuples, lists, mappings or dataclasses. A graph, or anything else whose tensors disagree in their
     first dimension, has no samples that could be sliced.
     """
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _tensors(batch)}
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -23,37 +23,41 @@ def first_samples(batch: Any, samples: int) -> tuple[Any, float]:
     size = batch_size(batch)
     if size is None or size <= samples:
         return batch, 1.0
-    return _map(batch, lambda tensor: tensor[:samples]), samples / size
+    return map_tensors(batch, lambda tensor: tensor[:samples]), samples / size
 
 
 def _fields(batch: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(batch)]
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors of a structure, in order."""
     if isinstance(batch, Tensor):
         return [batch]
     if isinstance(batch, Mapping):
-        return [tensor for value in batch.values() for tensor in _tensors(value)]
+        return [tensor for value in batch.values() for tensor in tensors_of(value)]
     if isinstance(batch, (tuple, list)):
-        return [tensor for value in batch for tensor in _tensors(value)]
+        return [tensor for value in batch for tensor in tensors_of(value)]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [tensor for name in _fields(batch) for tensor in _tensors(getattr(batch, name))]
+        return [tensor for name in _fields(batch) for tensor in tensors_of(getattr(batch, name))]
     return []
 
 
-def _map(batch: Any, function: Any) -> Any:
+def map_tensors(batch: Any, function: Any) -> Any:
+    """The same structure with every tensor replaced by what the function makes of it."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
         sliced = copy.copy(batch)  # keeps the class, such as the BatchEncoding of tokenizers
         for key, value in batch.items():
-            sliced[key] = _map(value, function)  # type: ignore[index]
+            sliced[key] = map_tensors(value, function)  # type: ignore[index]
         return sliced
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map(value, function) for value in batch))
+        return type(batch)(*(map_tensors(value, function) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_map(value, function) for value in batch)
+        return type(batch)(map_tensors(value, function) for value in batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{name: _map(getattr(batch, name), function) for name in _fields(batch)})
+        return dataclasses.replace(
+            batch, **{name: map_tensors(getattr(batch, name), function) for name in _fields(batch)}
+        )
     return batch

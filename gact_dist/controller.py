@@ -1,6 +1,7 @@
 """The handle that a user holds: composes engine, sensitivity, allocation and agreement, and keeps the schedule."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -14,9 +15,10 @@ from .adaptation import Adaptation, plan_from
 from .batches import first_samples
 from .config import Config
 from .engine import Engine
-from .naming import unwrap
+from .observation import Observation
 from .report import MemoryReport, build_report
 from .sensitivity import Sensitivity, measure
+from .wrappers import tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
 _default_level = "L2"
@@ -33,6 +35,7 @@ class Lifecycle(Enum):
     """What a controller may be asked to do."""
 
     ATTACHED = "attached"  # step() compresses one forward at a time
+    FOLLOWING = "following"  # every forward of the model is a step, from follow() to detach()
     INSTALLED = "installed"  # the hooks stay on from install_hook() to uninstall_hook(); iterate() ends an iteration
     DETACHED = "detached"  # the model is as it was; only report(), plan and state_dict() still answer
 
@@ -70,8 +73,11 @@ class Controller:
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.config = _settings(level, config)
         self._model = model
-        self._group = sync.data_parallel_group(process_group)
-        self._engine = Engine(model, self.config, sync.rank(self._group)) if self.config.policy != "off" else None
+        tensor_parallel = tensor_parallel_groups(model)
+        self._data_parallel = _data_parallel(process_group, tensor_parallel)
+        self._groups = [*self._data_parallel, *tensor_parallel]
+        self._rank = sync.rank(*self._data_parallel) if self._data_parallel else 0
+        self._engine = Engine(model, self.config, self._rank) if self.config.policy != "off" else None
         self._state = Lifecycle.ATTACHED
         self._step = 0
         self._adapted_at: int | None = None
@@ -80,6 +86,9 @@ class Controller:
         self._installed = ExitStack()
         self._hooks = ExitStack()
         self._forward_ran = False
+        self._measuring = False
+        self._observation: Observation | None = None
+        self._observing = False
         self.adaptation: Adaptation | None = None
         """outcome of the last adaptation, None before the first"""
 
@@ -104,6 +113,49 @@ class Controller:
         with self._engine.hooks():
             yield
 
+    def follow(self) -> None:
+        """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
+
+        Adaptations need no loss function: they use the loss's gradient at the model's outputs, as the job's backward
+        had it in the step before (see observation.py). For loops that belong to others: a trainer, an engine, a
+        pipeline schedule. Ends with detach().
+        """
+        self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
+        self._state = Lifecycle.FOLLOWING
+        begin = self._model.register_forward_pre_hook(self._begin_followed, prepend=True, with_kwargs=True)
+        end = self._model.register_forward_hook(self._end_followed, with_kwargs=True, always_call=True)
+        self._installed.callback(begin.remove)
+        self._installed.callback(end.remove)
+
+    def _begin_followed(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._hooks.close()  # of a forward that raised before its end
+        if self._engine is None or not torch.is_grad_enabled() or self._measuring:
+            return
+        self._step += 1
+        if self._observation is not None and self._due():
+            observation, self._observation = self._observation, None
+            # a backward that did not come by (two forwards before one backward) leaves it to the next forward
+            complete = observation.complete
+            for group in self._groups:
+                complete = sync.everywhere(complete, group)
+            if complete:
+                self._adapt(lambda: observation.loss(self._model), observation.fraction)
+        observing = self._observation is None and self._due(in_steps=1)
+        if observing:
+            self._observation = Observation((args, kwargs), self.config.calibration_samples)
+        self._observing = observing
+        self._engine.begin(self._step)
+        self._hooks = ExitStack()
+        self._hooks.enter_context(self._engine.hooks())
+
+    def _end_followed(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
+        if self._measuring:
+            return
+        self._hooks.close()
+        if self._observing and self._observation is not None:
+            self._observation.outputs(outputs)
+            self._observing = False
+
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
 
@@ -116,38 +168,45 @@ class Controller:
         part, fraction = first_samples(batch, samples)
         self._adapt(lambda: loss_fn(part), fraction)
 
-    def _due(self) -> bool:
+    def _due(self, in_steps: int = 0) -> bool:
         if self.config.policy != "gact":
             return False
-        return self._adapted_at is None or self._step - self._adapted_at >= self.config.adapt_interval
+        return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self.config.adapt_interval
 
     def _adapt(self, forward: Callable[[], Tensor | None], fraction: float) -> None:
         if self._engine is None or self.config.policy != "gact":
             return
-        measured = self._measure(self._engine, forward, fraction)
-        self.adaptation = plan_from(measured, fraction, self.config.bits, self._group)
+        self._measuring = True
+        try:
+            measured = self._measure(self._engine, forward, fraction)
+        finally:
+            self._measuring = False
+        self.adaptation = plan_from(measured, fraction, self.config.bits, self._groups)
         for name, ranks in self.adaptation.invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         # The plan in use until now is compared as well: a rank that went its own way since (another state loaded, say)
         # would otherwise be put right here without a word.
         in_use = {f"{name} (in use until now)": bits for name, bits in self._plan.items()}
         plan = {**self._plan, **self.adaptation.plan}
-        sync.check_agreement({**in_use, **plan}, group=self._group)
+        for group in self._groups:
+            sync.check_agreement({**in_use, **plan}, group=group)
         self._plan = self._engine.plan = plan
         self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
         self._adapted_at = self._step
 
     def _measure(self, engine: Engine, forward: Callable[[], Tensor | None], fraction: float) -> list[Sensitivity]:
-        seed = (self.config.seed * 1_000_003 + self._step) * 65_537 + sync.rank(self._group)
+        seed = (self.config.seed * 1_000_003 + self._step) * 65_537 + self._rank
         try:
-            probes = max(1, _PROBES // sync.world_size(self._group))
+            ranks = math.prod(sync.world_size(group) for group in self._data_parallel)
+            probes = max(1, _PROBES // ranks)
             return measure(engine, self._model, forward, seed=seed, fraction=fraction, probes=probes)
         except RuntimeError as error:
             # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
             # collectives that follow, with nothing to add, so that the others do not wait for it.
             # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
             _log.warning(
-                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s", str(error)
+                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s",
+                str(error).split("\n", 1)[0],
             )
             return []
 
@@ -238,6 +297,9 @@ class Controller:
     def detach(self) -> None:
         """Take all hooks off the model; graphs that are alive can still run backward. Calling it again does nothing."""
         self.uninstall_hook()
+        self._hooks.close()
+        self._installed.close()
+        self._observation = None
         if self._engine is not None and self._state is not Lifecycle.DETACHED:
             self._engine.close()
         self._state = Lifecycle.DETACHED
@@ -252,6 +314,18 @@ class Controller:
     def _expect_not_detached(self, what: str) -> None:
         if self._state is Lifecycle.DETACHED:
             raise RuntimeError(f"{what} on a controller that was detached: call gact_dist.attach(model) for a new one")
+
+
+def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
+    """The data-parallel group in a list, which is empty where every rank belongs to one tensor-parallel group."""
+    if process_group is None and tensor_parallel:
+        if math.prod(sync.world_size(group) for group in tensor_parallel) == sync.world_size():
+            return []
+        raise ValueError(
+            "the model's parameters are split over a tensor-parallel mesh and process_group was not given, expected "
+            'the data-parallel part of that mesh: attach(model, process_group=mesh["dp"]), with the name you gave it'
+        )
+    return [sync.data_parallel_group(process_group)]
 
 
 def _settings(level: str | None, config: Config | None) -> Config:

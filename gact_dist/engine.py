@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import codec
 from .config import Config
-from .handles import Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
+from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
-from .naming import ModuleScope, Namer, origin, unwrap
+from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
+from .recomputation import in_backward, refuse_inside_checkpoint
+from .wrappers import distributed_again, local_part, unwrap
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 _NORMALISATIONS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
@@ -84,7 +86,8 @@ class Engine:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Compress what autograd saves inside the context."""
+        """Compress what autograd saves inside the context. Raises RuntimeError inside a checkpointed function."""
+        refuse_inside_checkpoint()
         observer = OperatorObserver() if self._observe_next and self.config.policy != "exact" else None
         with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
             try:
@@ -137,11 +140,13 @@ class Engine:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
-            return Kept(tensor)
+        if tensor.layout != torch.strided or tensor.is_meta or in_backward():
+            return Kept(tensor)  # in a backward: what is recomputed there is freed at once
         stack = self._scope.stack
         if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
             return Kept(tensor)
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return self._pack_distributed(tensor)
         memory = self._memory_of(tensor)
         own_relu_save = self.config.policy != "exact" and _is_own_relu_save(tensor, memory)
         if own_relu_save:
@@ -163,6 +168,23 @@ class Engine:
             return stored
         return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
 
+    def _pack_distributed(self, tensor: Tensor) -> Any:
+        """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
+        local = local_part(tensor)
+        if local is None or type(local) is not Tensor:
+            return Kept(tensor)
+        memory = self._memory_of(local)
+        stored: Any = _find(local, memory)
+        if stored is None:
+            name = self._namer.name(tensor)
+            role = self._role(tensor, name)
+            if self._records is not None:
+                stored = self._record(local, name, False, self._records, role)
+            else:
+                stored = self._store(local, name, memory, False, role)
+            _remember(local, memory, stored)
+        return Distributed(stored, distributed_again(tensor))
+
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
@@ -183,13 +205,17 @@ class Engine:
             self._store_base.add(memory.first_partial)  # from the next step on, it stores the base at once
         return base if name in self._store_base else tensor
 
-    def _store(self, tensor: Tensor, name: str, memory: _Memory, own_relu_save: bool) -> Stored:
-        payload = self._encode(tensor, name, own_relu_save)
+    def _store(
+        self, tensor: Tensor, name: str, memory: _Memory, own_relu_save: bool, role: Role | None = None
+    ) -> Stored:
+        payload = self._encode(tensor, name, own_relu_save, role)
         self._account(tensor, name, memory, payload)
         return Stored(name, tensor, payload)
 
-    def _encode(self, tensor: Tensor, name: str, own_relu_save: bool) -> Tensor | codec.Packed:
-        """What is kept of a tensor that is neither a parameter nor a twin."""
+    def _encode(
+        self, tensor: Tensor, name: str, own_relu_save: bool, role: Role | None = None
+    ) -> Tensor | codec.Packed:
+        """What is kept of a tensor that is neither a parameter nor a twin. role: None to find it."""
         config = self.config
         if config.policy == "exact":
             return tensor.detach()
@@ -199,7 +225,7 @@ class Engine:
             return codec.pack_mask(tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return codec.pack_narrow(tensor) or _exact(tensor)
-        role = self._role(tensor, name)
+        role = role or self._role(tensor, name)
         if role is Role.BINARY:
             return codec.pack_binary(tensor)
         bits = self.bits_of(name) if role is Role.ACTIVATION else None
@@ -223,10 +249,13 @@ class Engine:
             return Role.STATISTIC
         return self._roles[name]
 
-    def _record(self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded]) -> Replaceable:
+    def _record(
+        self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded], role: Role | None = None
+    ) -> Replaceable:
         big = tensor.numel() >= self.config.min_numel * self._recorded_fraction
         floating = tensor.is_floating_point() or tensor.is_complex()
-        compressible = big and floating and not own_relu_save and self._role(tensor, name) is Role.ACTIVATION
+        compressible = big and floating and not own_relu_save
+        compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle

@@ -5,6 +5,7 @@ A graph that is dropped frees everything, with or without a backward; restore ch
 backward and a nested grad work.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,18 @@ class View:
     def restore(self) -> Tensor:
         base = self.base.restore()
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class Distributed:
+    """A saved tensor of which this rank holds a part (DTensor): a handle on it, and what makes it whole again."""
+
+    __slots__ = ("local", "make")
+
+    def __init__(self, local: Any, make: Callable[[Tensor], Tensor]) -> None:
+        self.local, self.make = local, make
+
+    def restore(self) -> Tensor:
+        return self.make(self.local.restore())
 
 
 class Kept:

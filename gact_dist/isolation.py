@@ -3,19 +3,19 @@
 [Note: isolation] While sensitivity is measured the model's forward runs once more. What it would change is put back:
 random number generators of torch (every device in use), Python and NumPy; buffers (BatchNorm's statistics), which are
 swapped for clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
-never touches and which is set aside in case the caller's closure clears it; the autocast cache. Data-parallel wrappers
-are passed over, so that no collective runs and no reducer changes its state.
+never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are passed
+over (see wrappers.py), so that no reducer and no sharding changes its state.
 """
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from .wrappers import bypassed
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_generators())
         stack.enter_context(_cloned_buffers(model))
         stack.enter_context(_gradients_aside(model))
-        stack.enter_context(_data_parallel_bypassed())
+        stack.enter_context(bypassed(model))
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.enable_grad())
         yield
@@ -72,21 +72,3 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def _data_parallel_bypassed() -> Iterator[None]:
-    """Any DistributedDataParallel module calls what it wraps, as if it were not there."""
-    original: Callable[..., Any] = DistributedDataParallel.forward
-
-    def forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-        if self.device_ids:
-            device = self.device_ids[0]
-            inputs, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), (inputs, kwargs))
-        return self.module(*inputs, **kwargs)
-
-    DistributedDataParallel.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DistributedDataParallel.forward = original  # type: ignore[method-assign]

@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .wrappers import unwrap, user_path
+
 _TORCH = os.path.dirname(torch.__file__)
 _PLUMBING = (
     *(f"{_TORCH}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
-    *(f"{_TORCH}/{part}" for part in ("utils/", "_jit_internal.py", "amp/")),
+    *(f"{_TORCH}/{part}" for part in ("utils/", "_jit_internal.py", "amp/", "_dynamo/", "_compile.py", "_functorch/")),
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
 )
+
+_DEEPSPEED = f"{os.sep}deepspeed{os.sep}runtime{os.sep}"
 
 _ALIASES = {
     "CudnnBatchNorm": "BatchNorm",
@@ -31,7 +35,14 @@ _ALIASES = {
     "NativeLayerNorm": "LayerNorm",
     "NativeGroupNorm": "GroupNorm",
     "FusedRmsNorm": "RmsNorm",
+    "LinearFunctionForZeroStage3": "Addmm",
 }
+
+# Nodes by which wrappers learn of a backward: they hand their inputs on, and are there in some steps and modes only.
+_PASS_ON = frozenset({
+    "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward",
+    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward",
+})  # fmt: skip
 
 
 @cache
@@ -43,13 +54,6 @@ def operator_name(node_name: str) -> str:
     return _ALIASES.get(operator, operator)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside data-parallel wrappers, so that names do not depend on wrapping."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        model = model.module
-    return model
-
-
 class ModuleScope:
     """Keeps track of which module of a model is running its forward, by hooks that are removed with remove()."""
 
@@ -57,7 +61,7 @@ class ModuleScope:
         self.stack: list[tuple[str, nn.Module]] = []
         self._handles = []
         for path, module in unwrap(model).named_modules():
-            entry = (path, module)
+            entry = (user_path(path), module)
             self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
             self._handles.append(module.register_forward_hook(self._leave(entry), always_call=True))
 
@@ -109,13 +113,11 @@ class Namer:
 
 
 def _producer(tensor: Tensor) -> Any:
-    """The node that computed a tensor, behind the one by which DistributedDataParallel passes a model's outputs on.
-
-    That one is there in some steps and some modes only, and never while sensitivity is measured.
-    """
-    node = tensor.grad_fn
-    if node is not None and node.name() == "_DDPSinkBackward":
-        return node.next_functions[tensor.output_nr][0]
+    """The node that computed a tensor, behind those by which wrappers hand inputs and outputs on."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and node.name() in _PASS_ON:
+        below = node.next_functions
+        node, number = below[number] if number < len(below) else below[-1]
     return node
 
 
@@ -138,7 +140,8 @@ _sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
 def _is_plumbing(code: CodeType) -> bool:
     known = _plumbing.get(id(code))
     if known is None:
-        known = _plumbing[id(code)] = (code, code.co_filename.startswith(_PLUMBING))
+        path = code.co_filename
+        known = _plumbing[id(code)] = (code, path.startswith(_PLUMBING) or _DEEPSPEED in path)
     return known[1]
 
 

@@ -36,6 +36,7 @@ from . import codec, ops
 from .engine import Engine
 from .handles import Recorded
 from .isolation import untouched
+from .recomputation import measurable
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def measure(
     Raises ValueError when forward gives no scalar that depends on a parameter.
     """
     mode = StandInMode()
-    with untouched(model):
+    with untouched(model), measurable(mode):
         with engine.recording(mode, fraction) as records:
             result = forward()
         loss = mode.root if mode.root is not None else result
@@ -257,7 +258,7 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 underivable = result.grad_fn.name() in _ERROR_NODES
             else:
                 varies = any(gradient is not None and gradient.requires_grad for gradient in given)
-                varies = varies or (isinstance(node, BackwardCFunction) and bool(node.saved_tensors))
+                varies = varies or (isinstance(node, BackwardCFunction) and bool(node._raw_saved_tensors))
                 underivable = varies and not result.requires_grad and bool(result.any())
             if underivable:
                 opaque.append(node.name())

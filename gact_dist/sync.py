@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -70,6 +70,15 @@ def world_size(group: ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if _member(group) else 1
 
 
+def everywhere(condition: bool, group: ProcessGroup | None = None) -> bool:
+    """Whether a condition holds on all ranks of the group. Collectives: one all_reduce of 4 bytes."""
+    if world_size(group) == 1:
+        return condition
+    holds = torch.tensor(int(condition), dtype=torch.int32, device=_collective_device(group))
+    dist.all_reduce(holds, dist.ReduceOp.MIN, group=group)
+    return bool(holds.item())
+
+
 def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: ProcessGroup | None = None) -> Statistics:
     """Mean of each named row over the ranks of the group that have a valid one.
 
@@ -95,6 +104,16 @@ def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: Proc
         valid_ranks=valid_ranks,
         invalid={name: count for name, count in zip(union, invalid_ranks.tolist(), strict=True) if count},
     )
+
+
+def reduce_over(names: Sequence[str], values: torch.Tensor, groups: Sequence[ProcessGroup | None]) -> Statistics:
+    """reduce_statistics over several groups, one after the other: the mean over a grid of ranks, the same on all."""
+    statistics = Statistics(tuple(names), values, torch.ones(len(values), dtype=torch.int64), {})
+    invalid: dict[str, int] = {}
+    for group in groups:
+        statistics = reduce_statistics(statistics.names, statistics.mean, group=group)
+        invalid = {**statistics.invalid, **invalid}
+    return replace(statistics, invalid=invalid)
 
 
 def check_agreement(plan: Mapping[str, int | None], *, group: ProcessGroup | None = None) -> str:

@@ -26,6 +26,7 @@ fi
 echo "setup: installing into .venv (some minutes the first time)"
 [[ -x .venv/bin/python ]] && .venv/bin/python -c 'import pip' 2>/dev/null || python3 -m venv --clear .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
-"${pip[@]}" install "${requirements[@]}"
+# DeepSpeed compiles its operators when a job first needs them, not while it is installed.
+DS_BUILD_OPS=0 "${pip[@]}" install "${requirements[@]}"
 "${pip[@]}" install --no-build-isolation --no-deps -e .
 fingerprint > "$stamp"

@@ -1,0 +1,146 @@
+"""Gradient checkpointing as saved-tensor hooks see it.
+
+[Note: nesting] Around a checkpoint the hooks see the block's positional tensor inputs, which is what should be
+compressed. Inside, the innermost hooks win: checkpoint's own (non-reentrant) would be shadowed by ours, everything
+would be stored and nothing recomputed; in reentrant mode the forward saves nothing and the recomputation, which is
+freed at once, would be packed for nothing. So hooks that are opened inside a checkpointed function are refused, and
+nothing is packed while a backward runs.
+
+[Note: measuring checkpoints] A double backward recomputes several times and through torch.autograd.grad. While
+sensitivity is measured, reentrant checkpoints therefore run as non-reentrant ones, a selective checkpoint may hand out
+what it cached more than once, and what is recomputed uses the same stand-ins as the forward.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_map_only
+
+_FILES = (torch_checkpoint.__file__, "deepspeed/runtime/activation_checkpointing/checkpointing.py")
+_PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def refuse_inside_checkpoint() -> None:
+    """Raise RuntimeError where hooks opened now would defeat a checkpoint. See [Note: nesting]."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    inside = top is not None and getattr(top[0], "__module__", "") == torch_checkpoint.__name__
+    if inside or in_backward():
+        where = (
+            "inside a checkpointed function" if inside else "while a backward pass recomputes a checkpointed function"
+        )
+        raise RuntimeError(
+            f"gact_dist's hooks were opened {where}: everything in it would be stored and nothing recomputed. Open the "
+            "step around the checkpoint instead: with gact.step(...): loss = model(batch), with checkpoint(...) inside "
+            "the model; the inputs of each checkpointed block are then compressed"
+        )
+
+
+def checkpoint_frame() -> FrameType | None:
+    """The frame of checkpoint code that is saving a block's input right now, if that is who saves."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        if frame.f_code.co_filename.endswith(_FILES):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def keyword_tensors(frame: FrameType | None) -> list[Tensor]:
+    """Tensors that a non-reentrant checkpoint holds as keyword arguments: its closure keeps them, past all hooks."""
+    while frame is not None and frame.f_code.co_filename == torch_checkpoint.__file__:
+        if frame.f_code.co_name == _NON_REENTRANT:
+            return [value for value in frame.f_locals["kwargs"].values() if isinstance(value, Tensor)]
+        frame = frame.f_back
+    return []
+
+
+@contextmanager
+def measurable(mode: Any) -> Iterator[None]:
+    """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_as_non_reentrant)))
+        loaded = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+        if loaded is not None:
+            stack.enter_context(
+                _replaced(loaded.CheckpointFunction, "apply", staticmethod(_deepspeed_as_non_reentrant))
+            )
+        original_init = torch_checkpoint._CheckpointFrame.__init__
+
+        def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
+            def recompute(*args: Any) -> None:
+                with mode:
+                    recompute_fn(*args)
+
+            original_init(self, recompute, *rest)
+
+        stack.enter_context(_replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
+        stack.enter_context(_replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replacement: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+class CheckpointFunction(Function):
+    """Identity under the name that a reentrant checkpoint gives its outputs, so that saved tensors keep their names."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _as_non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    outputs = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return tree_map_only(Tensor, CheckpointFunction.apply, outputs)
+
+
+def _deepspeed_as_non_reentrant(function: Callable[..., Any], all_outputs: list, *args: Any) -> Any:
+    outputs = _as_non_reentrant(function, True, *args)
+    all_outputs += [outputs] if isinstance(outputs, Tensor) else outputs
+    return outputs
+
+
+_dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
+
+
+def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """As selective checkpoint does it, but what was cached stays in the cache."""
+    if func in torch_checkpoint.SAC_IGNORED_OPS:
+        return func(*args, **(kwargs or {}))
+    key = torch_checkpoint._sac_storage_key(func, args)
+    number = self.func_counter[key]
+    cached = self.storage.get(key, {}).get(number)
+    result = _dispatch_once(self, func, types, args, kwargs)
+    if self.storage[key][number] is not cached:
+        self.storage[key][number] = cached
+        result = tree_map_only(Tensor, Tensor.clone, result)  # an operation in place must not reach the cache
+    return result

@@ -1,0 +1,562 @@
+"""The table of modes: every way of sharding, checkpointing, computing and executing, and how a job runs in each.
+
+    python tests/distributed/modes.py --write docs/modes.md     run every cell on real ranks and write the table
+
+A cell is a job: a small GPT, three optimizer steps, the wrappers of its row. test_modes.py runs the cells that CI
+has time for; this file, as a script, runs them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import count_collectives
+from small_models import Block, TinyGPT
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import gact_dist
+from gact_dist import Config
+
+VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 32, 3
+CHECKPOINTS = ("none", "non-reentrant", "reentrant", "selective")
+PRECISIONS = ("fp32", "bf16")
+EXECUTIONS = ("eager", "compile")
+# attention outputs; not those of mm, which DeepSpeed's ZeRO-3 linear changes in place after they were cached
+SAVED_BY_POLICY = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One job of the table."""
+
+    row: str
+    checkpoint: str
+    precision: str
+    execution: str
+
+    def __str__(self) -> str:
+        return f"{self.row}-{self.checkpoint}-{self.precision}-{self.execution}"
+
+
+class ModeGPT(TinyGPT):
+    """TinyGPT whose blocks run under the cell's checkpoint; `entry` and `exit`: what of it a pipeline stage holds."""
+
+    def __init__(self, cell: Cell, stage: int | None = None) -> None:
+        super().__init__(VOCABULARY, dropout=0.1)
+        self.checkpoint = cell.checkpoint
+        self.entry, self.exit = stage in (None, 0), stage in (None, 1)
+        if stage is not None:
+            self.blocks = nn.ModuleList([self.blocks[stage]])
+        if not self.entry:
+            self.embedding = None  # type: ignore[assignment]
+        if not self.exit:
+            self.norm = self.head = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) if self.entry else x
+        for block in self.blocks:
+            x = self._run(block, x)
+        return self.head(self.norm(x)) if self.exit else x
+
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.checkpoint == "none":
+            return block(x)
+        if self.checkpoint == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, SAVED_BY_POLICY)
+            return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
+
+
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """[samples, length] tokens and targets of one rank's step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over all tokens."""
+    return cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+class Job:
+    """A job in progress on this rank; a row overrides what its wrappers do differently."""
+
+    world_size = 2
+    data_parallel = 2
+    """ranks over which gradients are averaged"""
+    copies = 1
+    """ranks that hold the same part of a weight"""
+    microbatches = 1
+    process_group: Any = None
+    peers: tuple[tuple[int, ...], ...] = ()
+    """ranks whose weights must stay the same, bit for bit, under real rounding as well"""
+
+    @staticmethod
+    def is_replicated(name: str) -> bool:
+        """Whether peers hold the same part of this weight."""
+        return True
+
+    def __init__(self, cell: Cell, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.cell = cell
+        self.model = self.wrap(self.compiled(self.build()))
+        self.optimizer = optimizer(self.model.parameters())
+
+    def build(self) -> nn.Module:
+        return ModeGPT(self.cell)
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        if self.cell.execution == "compile":
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.compile(backend="aot_eager")
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        raise NotImplementedError
+
+    def attach(self, config: Config) -> gact_dist.Controller:
+        gact = gact_dist.attach(self.model, config=config, process_group=self.process_group)
+        gact.follow()
+        return gact
+
+    def precision(self) -> Any:
+        """Around forward; wrappers that have a policy of their own need nothing here."""
+        bf16 = self.cell.precision == "bf16"
+        return torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext()
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.precision():
+            loss = loss_of(self.model(inputs), targets)
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def data_rank(self) -> int:
+        return dist.get_rank()
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's part of every parameter, as the optimizer keeps it."""
+        return {name: _local(parameter) for name, parameter in self.model.named_parameters()}
+
+    def close(self) -> None:
+        """Undo what building it did to the process."""
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
+
+
+class DDP(Job):
+    copies = 2
+    peers = ((0, 1),)
+
+    def wrap(self, model):
+        return nn.parallel.DistributedDataParallel(model)
+
+
+class FSDP1(Job):
+    strategy = "FULL_SHARD"
+    original_parameters = False
+
+    def wrap(self, model):
+        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        bf16 = self.cell.precision == "bf16"
+        return FullyShardedDataParallel(
+            model,
+            device_id=torch.device("cpu"),
+            sharding_strategy=ShardingStrategy[self.strategy],
+            use_orig_params=self.original_parameters,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None,
+        )
+
+    def precision(self):
+        return nullcontext()
+
+
+class FSDP1Original(FSDP1):
+    original_parameters = True
+
+
+class FSDP1GradOp(FSDP1):
+    strategy = "SHARD_GRAD_OP"
+
+
+class FSDP1NoShard(FSDP1):
+    strategy = "NO_SHARD"
+    original_parameters = True
+    copies = 2
+    peers = ((0, 1),)
+
+
+class FSDP2(Job):
+    reshard: bool | None = None
+    offload = False
+
+    def mesh(self):
+        return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    def wrap(self, model):
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        bf16 = self.cell.precision == "bf16"
+        options: dict[str, Any] = {"mesh": self.mesh(), "reshard_after_forward": self.reshard}
+        if bf16:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if self.offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    def precision(self):
+        return nullcontext()
+
+
+class FSDP2Kept(FSDP2):
+    reshard = False
+
+
+class FSDP2Resharded(FSDP2):
+    reshard = True
+
+
+class FSDP2Offload(FSDP2):
+    offload = True
+
+
+class HSDP(FSDP2):
+    world_size = data_parallel = 4
+    copies = 2
+    peers = ((0, 2), (1, 3))
+
+    def mesh(self):
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class TensorParallel(Job):
+    """The layers of each block's MLP are split over the ranks, which all see the same samples."""
+
+    data_parallel = 1
+    peers = ((0, 1),)
+
+    @staticmethod
+    def is_replicated(name):
+        return ".up." not in name and ".down.weight" not in name
+
+    def wrap(self, model):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        self.process_group = mesh["dp"]
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    def data_rank(self):
+        return 0
+
+
+class FSDP2TensorParallel(FSDP2):
+    world_size, data_parallel = 4, 2
+    peers = ((0, 1), (2, 3))
+    is_replicated = staticmethod(TensorParallel.is_replicated)
+
+    def wrap(self, model):
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        self.both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.process_group = self.both["dp"]
+        for block in model.blocks:
+            parallelize_module(block, self.both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return super().wrap(model)
+
+    def mesh(self):
+        return self.both["dp"]
+
+    def data_rank(self):
+        return self.both["dp"].get_local_rank()
+
+
+class Pipeline(Job):
+    """Two stages, one on each rank, and a 1F1B schedule: up to two microbatches are in flight."""
+
+    data_parallel = 1
+    microbatches = 4
+
+    def build(self):
+        return ModeGPT(self.cell, stage=dist.get_rank())
+
+    def wrap(self, model):
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.process_group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))["dp"]
+        stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, self.microbatches, loss_fn=loss_of)
+        return model
+
+    def forward_backward(self, inputs, targets):
+        losses: list[Tensor] = []
+        with self.precision():
+            if dist.get_rank() == 0:
+                self.schedule.step(inputs)
+            else:
+                self.schedule.step(target=targets, losses=losses)
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+    def data_rank(self):
+        return 0
+
+
+class Zero(Job):
+    stage = 0
+    peers = ((0, 1),)
+
+    def wrap(self, model):
+        os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"] = "cpu", str(dist.get_rank())
+        import deepspeed
+
+        self.functions = torch.nn.functional.linear
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": SAMPLES,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        if self.cell.precision == "bf16":
+            settings["bf16"] = {"enabled": True}
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.make_optimizer(model), config=settings)
+        return self.engine
+
+    def __init__(self, cell, optimizer):
+        self.make_optimizer = lambda model: optimizer(model.parameters())
+        super().__init__(cell, lambda _: None)
+
+    def precision(self):
+        return nullcontext()
+
+    def forward_backward(self, inputs, targets):
+        loss = loss_of(self.engine(inputs), targets)
+        self.engine.backward(loss)
+        return loss
+
+    def update(self):
+        self.engine.step()
+
+    def set_learning_rate(self, rate):
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+
+    def weights(self):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        whole = {name: safe_get_full_fp32_param(p) for name, p in self.engine.module.named_parameters()}
+        if any(value is None for value in whole.values()):  # stage 0 in fp32 has no optimizer of DeepSpeed's own
+            whole = dict(self.engine.module.named_parameters())
+        return {name: _local(value) / dist.get_world_size() ** 0.5 for name, value in whole.items()}
+
+    def close(self):
+        self.engine.destroy()
+        torch.nn.functional.linear = self.functions
+
+
+class Zero1(Zero):
+    stage = 1
+
+
+class Zero2(Zero):
+    stage = 2
+
+
+class Zero3(Zero):
+    stage = 3
+
+
+ROWS: dict[str, type[Job]] = {
+    "DDP": DDP,
+    "FSDP1": FSDP1,
+    "FSDP1 use_orig_params": FSDP1Original,
+    "FSDP1 SHARD_GRAD_OP": FSDP1GradOp,
+    "FSDP1 NO_SHARD": FSDP1NoShard,
+    "FSDP2": FSDP2,
+    "FSDP2 kept unsharded": FSDP2Kept,
+    "FSDP2 resharded": FSDP2Resharded,
+    "FSDP2 CPU offload": FSDP2Offload,
+    "HSDP": HSDP,
+    "ZeRO-0": Zero,
+    "ZeRO-1": Zero1,
+    "ZeRO-2": Zero2,
+    "ZeRO-3": Zero3,
+    "TP": TensorParallel,
+    "FSDP2 + TP": FSDP2TensorParallel,
+    "PP": Pipeline,
+}
+
+CELLS = [Cell(*c) for c in ((r, c, p, e) for r in ROWS for c in CHECKPOINTS for p in PRECISIONS for e in EXECUTIONS)]
+
+
+# -- running a cell ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trace:
+    """All that a job could have changed on this rank."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    collectives: list[int] = field(default_factory=list)
+    random_state: Tensor = field(default_factory=lambda: torch.empty(0))
+    adapted: list[bool] = field(default_factory=list)
+    ratio: float = 1.0
+    predicted_variance: float = 0.0
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain descent at rate 0, until train() sets it to 1 for the last step: weights then move by one gradient."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def train(
+    cell: Cell, config: Config | None, *, exactly: bool = False, optimizer: Any = adamw, steps: int = STEPS
+) -> Trace:
+    """Run the job of a cell on this rank; exactly: whatever the plan says, tensors are kept as they are."""
+    job, trace, gact = ROWS[cell.row](cell, optimizer), Trace(), None
+    try:
+        if config is not None:
+            gact = job.attach(config)
+            if exactly:
+                gact._engine._encode = lambda tensor, *_: tensor.detach()
+        torch.manual_seed(7 + job.data_rank())  # dropout differs between ranks, as it does in real jobs
+        for step in range(steps):
+            before = gact.adaptation if gact else None
+            if optimizer is sgd and step == steps - 1:
+                job.set_learning_rate(1.0)
+            with count_collectives() as count:
+                loss = job.forward_backward(*batch_of(step, job.data_rank()))
+                job.update()
+            trace.losses.append(loss.detach().clone())
+            trace.collectives.append(count.total)
+            trace.adapted.append(gact is not None and gact.adaptation is not before)
+        trace.weights = job.weights()
+        trace.random_state = torch.get_rng_state()
+        if gact is not None:
+            trace.ratio = gact.report().ratio
+            trace.predicted_variance = gact.adaptation.predicted_variance if gact.adaptation else 0.0
+            gact.detach()
+    finally:
+        job.close()
+    return trace
+
+
+def differences(first: Trace, second: Trace) -> list[str]:
+    """Where two traces are not bitwise equal."""
+    found = [f"loss of step {i}" for i, (a, b) in enumerate(zip(first.losses, second.losses, strict=True)) if a != b]
+    found += [name for name in first.weights if not torch.equal(first.weights[name], second.weights[name])]
+    if not torch.equal(first.random_state, second.random_state):
+        found.append("random number generator")
+    return found
+
+
+@dataclass
+class Found:
+    """What running a cell showed on one rank."""
+
+    exact: list[str]
+    adaptive: list[str]
+    adapted: list[bool]
+    collectives: tuple[list[int], list[int], list[int]]
+    ratio: float
+    error_square: float
+    """squared distance of the compressed job's first gradient from the exact one, this rank's part"""
+    predicted: float
+    """the same as the sensitivity predicts it for one rank's own gradient"""
+    digests: dict[str, bytes]
+    """of this rank's part of each weight, after a step with real rounding"""
+
+
+ADAPTIVE = Config(bits=4, adapt_interval=2, calibration_samples=4, min_numel=16)
+
+
+def run_cell(cell: Cell) -> Found:
+    """Every check of a cell, on this rank."""
+    torch._dynamo.reset()
+    untouched = train(cell, None)
+    exact = train(cell, Config.from_level("exact"))
+    adaptive = train(cell, ADAPTIVE, exactly=True)
+    plain, rounded = train(cell, None, optimizer=sgd), train(cell, ADAPTIVE, optimizer=sgd)
+    return Found(
+        exact=differences(untouched, exact),
+        adaptive=differences(untouched, adaptive),
+        adapted=adaptive.adapted,
+        collectives=(untouched.collectives, exact.collectives, adaptive.collectives),
+        ratio=rounded.ratio,
+        error_square=sum(float((rounded.weights[n] - plain.weights[n]).square().sum()) for n in plain.weights),
+        predicted=rounded.predicted_variance,
+        digests={name: hashlib.sha256(value.numpy().tobytes()).digest() for name, value in rounded.weights.items()},
+    )
+
+
+def variance_ratio(cell: Cell, found: list[Found]) -> float:
+    """Measured over predicted variance of the whole job's gradient, from what all ranks found.
+
+    Ranks (and microbatches) round independently, and the job averages their gradients.
+    """
+    row = ROWS[cell.row]
+    predicted = sum(f.predicted for f in found) / row.data_parallel / row.microbatches
+    return sum(f.error_square for f in found) / (predicted * row.copies / row.data_parallel)
+
+
+def disagreements(cell: Cell, found: list[Found]) -> list[str]:
+    """Replicated weights that differ between ranks after a step with real rounding."""
+    row = ROWS[cell.row]
+    return [
+        f"{name} on ranks {group}"
+        for group in row.peers
+        for name in found[group[0]].digests
+        if row.is_replicated(name) and len({found[rank].digests[name] for rank in group}) > 1
+    ]
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a cell cannot be: the error that says so, and a pattern of its text."""
+
+    error: type[Exception]
+    text: str
+    by: str
+    """who refuses: torch, the framework, or gact_dist"""
+
+
+REFUSALS: dict[Cell, Refusal] = {
+    cell: Refusal(RuntimeError, r"use_reentrant=True.*incompatible", "torch: stages run autograd.grad")
+    for cell in CELLS
+    if cell.row == "PP" and cell.checkpoint == "reentrant"
+}
