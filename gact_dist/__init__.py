@@ -1,5 +1,8 @@
 """Compressed activations for distributed training: see README.md."""
 
+from importlib import import_module
+from typing import Any
+
 from . import codec
 from .config import LEVELS, Config
 from .controller import Controller, attach, set_optimization_level
@@ -19,3 +22,10 @@ __all__ = [
     "codec",
     "set_optimization_level",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """gact_dist.deepspeed, imported when it is first asked for: it needs DeepSpeed."""
+    if name == "deepspeed":
+        return import_module(".integrations.deepspeed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

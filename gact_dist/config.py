@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -30,6 +30,8 @@ class Config:
     """Consecutive elements that share one scale and offset: 64, 128, 256 or 512."""
     min_numel: int = 1024
     """Tensors with fewer elements are stored exactly."""
+    checkpoint_inputs: bool = True
+    """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
 
@@ -43,6 +45,7 @@ class Config:
             _check_integer(name, getattr(self, name), least)
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
+        _check_flag("checkpoint_inputs", self.checkpoint_inputs)
         _check_integer("seed", self.seed, -(2**63))
 
     @classmethod
@@ -86,6 +89,73 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 OFFLOAD_LEVELS = {"L3": "L2"}
 """Levels that need offload, each with the level it is without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The keys of a "gact" block that are not settings of Config; the block may hold all of Config's as well."""
+
+    enabled: bool = True
+    """false leaves the job untouched"""
+    level: str = "L2"
+    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The block's "offload": compressed activations in pinned host memory. This version cannot do it yet."""
+
+    enabled: bool = False
+    """true is an error until offload exists"""
+    max_host_bytes: int = 0
+    """pinned host memory that a rank may use, in bytes; 0 for no bound"""
+    prefetch: int = 2
+    """tensors brought back ahead of the one that backward asks for"""
+
+
+def from_block(block: Mapping[str, Any]) -> Config | None:
+    """The Config that a "gact" block of a DeepSpeed JSON stands for; None where "enabled" is false.
+
+    Raises ValueError or TypeError that names the key: an unknown one with the nearest known one.
+    """
+    _check_mapping('"gact"', block)
+    outer, inner = [field.name for field in fields(Block)], [field.name for field in fields(Config)]
+    _check_keys('"gact"', block, [*outer, *inner, "offload"])
+    _check_offload(block.get("offload", {}))
+    chosen = Block(**{key: block[key] for key in outer if key in block})
+    _check_flag('"gact.enabled"', chosen.enabled)
+    config = Config.from_level(chosen.level, **{key: block[key] for key in inner if key in block})
+    return config if chosen.enabled else None
+
+
+def _check_offload(offload: Mapping[str, Any]) -> None:
+    _check_mapping('"gact.offload"', offload)
+    _check_keys('"gact.offload"', offload, [field.name for field in fields(Offload)])
+    chosen = Offload(**offload)
+    _check_flag('"gact.offload.enabled"', chosen.enabled)
+    _check_integer('"gact.offload.max_host_bytes"', chosen.max_host_bytes, 0)
+    _check_integer('"gact.offload.prefetch"', chosen.prefetch, 0)
+    if chosen.enabled:
+        raise ValueError(
+            '"gact.offload.enabled" is true, which this version cannot do yet, expected false: compressed activations '
+            "stay on the device"
+        )
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a block of keys and values")
+
+
+def _check_keys(name: str, block: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in block:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r} in {name}, expected one of {', '.join(known)}{_nearest(key, known)}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected true or false")
 
 
 def _nearest(word: object, known: Any) -> str:

@@ -4,8 +4,10 @@ Nothing else in the package touches saved_tensors_hooks. For the lifetime of wha
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -15,12 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import codec
+from .block_inputs import BlockInputs
 from .config import Config
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
-from .recomputation import in_backward, refuse_inside_checkpoint
+from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
 from .wrappers import distributed_again, local_part, unwrap
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
@@ -65,6 +68,7 @@ class Engine:
         self._observe_next = True
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
+        self._blocks = BlockInputs(self._roles)
         self._step_key = 0
         self._hashes: dict[str, int] = {}
 
@@ -79,7 +83,7 @@ class Engine:
     def begin(self, step: int) -> None:
         """Start a step: names count from zero, the rounding gets the step's own key, the report starts empty."""
         self._namer.reset()
-        self._memory.clear()
+        self._forget_step()
         self.rows = []
         self.exact_bytes = 0
         self._step_key = _mix(_mix(self.config.seed, self._rank), step)
@@ -88,12 +92,20 @@ class Engine:
     def hooks(self) -> Iterator[None]:
         """Compress what autograd saves inside the context. Raises RuntimeError inside a checkpointed function."""
         refuse_inside_checkpoint()
-        observer = OperatorObserver() if self._observe_next and self.config.policy != "exact" else None
+        observer = (
+            OperatorObserver(self._blocks.note_discrete)
+            if self._observe_next and self.config.policy != "exact"
+            else None
+        )
         with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
             try:
                 yield
             finally:
-                self._memory.clear()
+                self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._memory.clear()
+        self._blocks.reset()
 
     @contextmanager
     def recording(self, observer: OperatorObserver, fraction: float = 1.0) -> Iterator[list[Recorded]]:
@@ -105,9 +117,12 @@ class Engine:
         self._recorded_fraction = fraction
         self.begin(0)
         records = self._records = []
+        observer.on_discrete = self._blocks.note_discrete
         try:
             with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
                 yield records
+            for record in records:
+                record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
         finally:
             self._records = None
             self.begin(0)
@@ -134,7 +149,8 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave."""
-        self._roles = {name: Role(value) for name, value in state.get("roles", {}).items()}
+        self._roles.clear()
+        self._roles.update({name: Role(value) for name, value in state.get("roles", {}).items()})
         self._store_base = set(state.get("store_base", ()))
 
     # -- pack ---------------------------------------------------------------------------------------------------
@@ -148,6 +164,9 @@ class Engine:
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
         memory = self._memory_of(tensor)
+        self._blocks.look(sys._getframe(1))
+        if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":
+            return self._pack_block_input(self._blocks.call, tensor, memory)
         own_relu_save = self.config.policy != "exact" and _is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
@@ -167,6 +186,21 @@ class Engine:
         if target is tensor:
             return stored
         return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
+
+    def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: _Memory) -> Any:
+        """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""
+        name = self._namer.name(tensor)
+        self._account_keywords(call, name)
+        known = name in self._roles or self._records is None
+        role = self._role(tensor, name)
+        twin = _find(tensor, memory) if known and role is Role.ACTIVATION else None
+        if twin is not None:
+            return twin
+        if self._records is not None:
+            return self._record(tensor, name, False, self._records, role)
+        stored = self._store(tensor, name, memory, False, role)
+        _remember(tensor, memory, stored)
+        return stored
 
     def _pack_distributed(self, tensor: Tensor) -> Any:
         """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
@@ -236,6 +270,8 @@ class Engine:
 
     def _role(self, tensor: Tensor, name: str) -> Role:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
+        if self._blocks.call is not None:
+            return self._block_input_role(name)
         if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
             return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
         if tensor.grad_fn is not None:
@@ -248,6 +284,19 @@ class Engine:
             self._observe_next = True
             return Role.STATISTIC
         return self._roles[name]
+
+    def _block_input_role(self, name: str) -> Role:
+        """Whether an input of a checkpointed block may be rounded. See [Note: discrete blocks] in block_inputs.py."""
+        if not self.config.checkpoint_inputs:
+            return Role.STATISTIC
+        if self._observer is None:
+            known = self._blocks.known_role(name)
+            self._observe_next |= known is None
+            return known or Role.STATISTIC
+        before = self._roles.get(name)
+        now = self._blocks.observed_role(name)
+        # in a step the block has yet to run; a recording is looked at when it is over
+        return now if before is not None or self._records is not None else Role.STATISTIC
 
     def _record(
         self, tensor: Tensor, name: str, own_relu_save: bool, records: list[Recorded], role: Role | None = None
@@ -278,6 +327,13 @@ class Engine:
             kind, retained = payload.scheme.name.lower(), payload.nbytes
             bits = bits if payload.bits is None else payload.bits
         self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained))
+
+    def _account_keywords(self, call: FrameType, name: str) -> None:
+        """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""
+        for keyword, tensor in keyword_tensors(call).items():
+            memory = self._memory_of(tensor)
+            if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
+                self._account(tensor, f"{name} (keyword {keyword})", memory, tensor)
 
     def _seed(self, name: str) -> int:
         key = self._hashes.get(name)

@@ -39,15 +39,32 @@ _COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_a
 _NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
 
 
+_DISCRETE = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "topk", "sort", "argsort", "argmax",
+        "argmin", "kthvalue", "multinomial", "bincount", "item", "tolist", "__bool__", "__int__", "__float__",
+        "__index__",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+"""Functions whose results, or the shapes of them, jump when their operands change a little."""
+
+
 class OperatorObserver(TorchFunctionMode):
     """Knows the operator that is being called and its operands."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_discrete: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._calls: list[tuple[Callable, tuple, dict]] = []
+        self.on_discrete = on_discrete
+        """called before a function that takes a discrete decision on its operands"""
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.on_discrete is not None and _is_discrete(function, args):
+            self.on_discrete()
         composite = _COMPOSITES.get(function)
         if composite is not None:
             with self:
@@ -77,6 +94,15 @@ class OperatorObserver(TorchFunctionMode):
             return Role.STATISTIC
         converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
         return Role.ACTIVATION if converted else Role.STATISTIC
+
+
+def _is_discrete(function: Callable, args: tuple) -> bool:
+    if function in _DISCRETE:
+        return True
+    if function is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in index)
+    return function is torch.where and len(args) == 1
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.function as autograd_function
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.autograd import Function
@@ -26,7 +27,11 @@ from torch.utils._pytree import tree_map_only
 
 _FILES = (torch_checkpoint.__file__, "deepspeed/runtime/activation_checkpointing/checkpointing.py")
 _PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
-_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+_SAVERS = {
+    torch_checkpoint.__file__,
+    autograd_function.__file__,
+    os.path.join(_PACKAGES[1], "integrations", "deepspeed.py"),
+}
 
 
 def in_backward() -> bool:
@@ -49,23 +54,42 @@ def refuse_inside_checkpoint() -> None:
         )
 
 
-def checkpoint_frame() -> FrameType | None:
-    """The frame of checkpoint code that is saving a block's input right now, if that is who saves."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        if frame.f_code.co_filename.endswith(_FILES):
-            return frame
-        frame = frame.f_back
+def saving_checkpoint(frame: FrameType) -> FrameType | None:
+    """The call of checkpoint() whose block's input is being saved; None where something else saves.
+
+    frame: of the caller of a pack hook.
+    """
+    caller: FrameType | None = frame
+    if frame.f_code.co_filename not in _SAVERS:
+        return None
+    while caller is not None:
+        if _is_checkpoint_call(caller):
+            return caller
+        path = caller.f_code.co_filename
+        if not path.startswith(_PACKAGES) and not path.endswith(_FILES):
+            return None
+        caller = caller.f_back
     return None
 
 
-def keyword_tensors(frame: FrameType | None) -> list[Tensor]:
-    """Tensors that a non-reentrant checkpoint holds as keyword arguments: its closure keeps them, past all hooks."""
-    while frame is not None and frame.f_code.co_filename == torch_checkpoint.__file__:
-        if frame.f_code.co_name == _NON_REENTRANT:
-            return [value for value in frame.f_locals["kwargs"].values() if isinstance(value, Tensor)]
+def running_checkpoints() -> list[int]:
+    """The id of the frame of every checkpoint() call that is running, innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_checkpoint_call(frame):
+            found.append(id(frame))
         frame = frame.f_back
-    return []
+    return found
+
+
+def _is_checkpoint_call(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
+
+
+def keyword_tensors(call: FrameType) -> dict[str, Tensor]:
+    """Tensors that a checkpoint() call was given by keyword: its closure keeps them, past all hooks."""
+    return {name: value for name, value in call.f_locals.get("kwargs", {}).items() if isinstance(value, Tensor)}
 
 
 @contextmanager

@@ -40,7 +40,10 @@ MAY_IMPORT = {
     "standins": {"operators"},
     "identity": {"naming"},
     "handles": {"codec", "identity"},
-    "engine": {"codec", "config", "handles", "identity", "naming", "operators", "recomputation", "wrappers"},
+    "block_inputs": {"operators", "recomputation"},
+    "engine": {
+        "block_inputs", "codec", "config", "handles", "identity", "naming", "operators", "recomputation", "wrappers",
+    },
     "report": {"handles"},
     "sensitivity": {"codec", "engine", "handles", "isolation", "ops", "recomputation", "standins"},
     "observation": {"batches"},

@@ -1,0 +1,93 @@
+"""Write what is generated from the source: the table of settings in docs/deepspeed.md and configs/gact.schema.json.
+
+    .venv/bin/python docs/generate.py
+
+tests/test_generated.py fails while the files and the source differ.
+"""
+
+import ast
+import inspect
+import json
+import textwrap
+from dataclasses import MISSING, fields
+from itertools import pairwise
+from pathlib import Path
+
+from gact_dist.config import GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = ROOT / "configs" / "gact.schema.json"
+PAGE = ROOT / "docs" / "deepspeed.md"
+START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
+JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
+LIMITS = {
+    "policy": {"enum": list(POLICIES)},
+    "level": {"enum": list(LEVELS)},
+    "bits": {"minimum": 1, "maximum": 8},
+    "adapt_interval": {"minimum": 1},
+    "calibration_samples": {"minimum": 1},
+    "group_size": {"enum": list(GROUP_SIZES)},
+    "min_numel": {"minimum": 0},
+    "max_host_bytes": {"minimum": 0},
+    "prefetch": {"minimum": 0},
+}
+
+
+def described(cls: type) -> list[tuple[str, str, object, str]]:
+    """(name, type, default, text) of each field of a settings class, from the string under it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    texts = {
+        statement.target.id: " ".join(following.value.value.split())
+        for statement, following in pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
+    }
+    return [(f.name, str(getattr(f.type, "__name__", f.type)), f.default, texts[f.name]) for f in fields(cls)]
+
+
+def rows() -> list[tuple[str, str, object, str]]:
+    """Every key of the block, nested ones with a dot."""
+    nested = [(f"offload.{name}", kind, default, text) for name, kind, default, text in described(Offload)]
+    return [*described(Block), *described(Config), *nested]
+
+
+def table() -> str:
+    """The settings as Markdown."""
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, kind, default, text in rows():
+        shown = "" if default is MISSING else f"`{json.dumps(default)}`"
+        lines.append(f"| `{name}` | {JSON_TYPES[kind]} | {shown} | {text} |")
+    return "\n".join(lines)
+
+
+def schema() -> dict:
+    """JSON Schema (2020-12) of a DeepSpeed config that may hold a "gact" block."""
+    block = {name: _property(*rest, name) for name, *rest in [*described(Block), *described(Config)]}
+    offload = {name: _property(*rest, name) for name, *rest in described(Offload)}
+    block["offload"] = {"type": "object", "properties": offload, "additionalProperties": False}
+    gact = {"type": "object", "properties": block, "additionalProperties": False}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": 'A DeepSpeed config with a "gact" block',
+        "type": "object",
+        "properties": {"gact": gact},
+    }
+
+
+def _property(kind: str, default: object, text: str, name: str) -> dict:
+    return {"type": JSON_TYPES[kind], "default": default, "description": text, **LIMITS.get(name, {})}
+
+
+def page(text: str) -> str:
+    """The page with its generated part made anew."""
+    before, rest = text.split(START)
+    after = rest.split(END)[1]
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    SCHEMA.write_text(json.dumps(schema(), indent=2) + "\n")
+    PAGE.write_text(page(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

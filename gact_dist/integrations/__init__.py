@@ -1,0 +1,1 @@
+"""gact_dist inside other frameworks; nothing in the rest of the package imports these."""
