@@ -272,7 +272,12 @@ class Controller:
         return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on as this one would: plain numbers, strings, lists and dicts."""
+        """Everything that a resumed run needs to go on as this one will: plain numbers, strings, lists and dicts.
+
+        Under follow(), what was observed for an adaptation that is due in the next step is dropped, for it is not part
+        of the state: this run and a resumed one both observe the next forward and adapt a step later.
+        """
+        self._observation = None
         return {
             "config": self.config.to_dict(),
             "step": self._step,

@@ -153,14 +153,14 @@ def _compress_block_inputs() -> None:
         outputs = forward(ctx, *args)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Engine):
-            ctx.deepspeed_saved_tensors = [_kept(tensor, hooks[0]) for tensor in ctx.deepspeed_saved_tensors]
+            ctx.deepspeed_saved_tensors = tuple(_kept(tensor, hooks[0]) for tensor in ctx.deepspeed_saved_tensors)
         return outputs
 
     @wraps(backward)
     def restoring(ctx: Any, *grads: Any) -> Any:
         if ctx.deepspeed_saved_tensors is not None:
             kept = ctx.deepspeed_saved_tensors
-            ctx.deepspeed_saved_tensors = [t.restore() if isinstance(t, _BlockInput) else t for t in kept]
+            ctx.deepspeed_saved_tensors = tuple(t.restore() if isinstance(t, _BlockInput) else t for t in kept)
         return backward(ctx, *grads)
 
     function.forward, function.backward = staticmethod(keeping), staticmethod(restoring)

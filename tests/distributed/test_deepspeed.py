@@ -1,0 +1,241 @@
+"""gact_dist.deepspeed.initialize on two real ranks: the block, the ready configs, checkpoints on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from modes import SAMPLES, batch_of, loss_of
+from ranks import count_collectives
+from small_models import TinyGPT
+from torch import Tensor, nn
+
+import gact_dist
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"adapt_interval": 2, "calibration_samples": 4, "min_numel": 16}
+
+
+class Checkpointed(TinyGPT):
+    """TinyGPT whose blocks run under deepspeed.checkpointing."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpointing.checkpoint(block, x)
+        return self.head(self.norm(x))
+
+
+def ds_config(stage: int, block: dict[str, Any] | None, micro_batches: int = 1) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": 10**9,
+    }
+    return settings if block is None else settings | {"gact": block}
+
+
+def start(config: Any, model: type[nn.Module] = TinyGPT):
+    """An engine by the user's call, with everything seeded."""
+    os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"] = "cpu", str(dist.get_rank())
+    torch.manual_seed(0)
+    engine, *rest = gact_dist.deepspeed.initialize(model=model(dropout=0.1), config=config)
+    assert len(rest) == 3
+    torch.manual_seed(7 + dist.get_rank())
+    return engine
+
+
+def run(engine: Any, first: int, last: int) -> tuple[list[float], list[int]]:
+    """Losses, and collectives a step, of micro-batches first .. last - 1."""
+    losses, collectives = [], []
+    for number in range(first, last):
+        inputs, targets = batch_of(number, dist.get_rank())
+        with count_collectives() as count:
+            loss = loss_of(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        collectives.append(count.total)
+    return losses, collectives
+
+
+def weights(engine: Any) -> list[Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    whole = [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    return [parameter.detach().clone() for parameter in whole]
+
+
+def jobs(stage: int, model: type[nn.Module], micro_batches: int) -> tuple:
+    """(losses, weights, collectives) of the untouched, the exact and the compressed job, and the last one's report."""
+    found = []
+    linear = torch.nn.functional.linear
+    for block in (None, {"level": "exact"}, {**SMALL}):
+        engine = start(ds_config(stage, block, micro_batches), model)
+        losses, collectives = run(engine, 0, 4 * micro_batches)
+        found.append((losses, weights(engine), collectives))
+        adaptation, report = None, None
+        if block is None:
+            assert not hasattr(engine, "gact")
+        else:
+            report, adaptation = engine.gact.report(), engine.gact.adaptation
+            engine.gact.detach()
+        engine.destroy()
+        torch.nn.functional.linear = linear
+    return *found, report, adaptation
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("model", [TinyGPT, Checkpointed], ids=["plain", "deepspeed-checkpointing"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_block_alone_compresses_and_exact_is_bitwise(ranks, stage, model):
+    for untouched, exact, compressed, report, adaptation in ranks(jobs, stage, model, 1):
+        assert exact[0] == untouched[0]
+        assert same(exact[1], untouched[1])
+        assert exact[2] == untouched[2]
+        assert compressed[0] != untouched[0]
+        assert compressed[2][0] == untouched[2][0]  # uniform bits first, and no collective for them
+        assert adaptation is not None
+        assert adaptation.plan
+        quantised = [row for row in report.rows if row.codec == "quantised"]
+        assert len(quantised) > 2
+        if model is Checkpointed:
+            outputs = [row for row in quantised if row.name.startswith(":CheckpointFunction")]
+            assert [row.shape for row in outputs] == [(SAMPLES, 32, 64)]  # the second block's input
+        assert report.ratio > 5
+
+
+def adaptation_steps(micro_batches: int) -> list[int]:
+    engine = start(ds_config(1, SMALL, micro_batches))
+    adapted = []
+    for number in range(5 * micro_batches):
+        before = engine.gact.adaptation
+        run(engine, number, number + 1)
+        if engine.gact.adaptation is not before:
+            adapted.append(number)
+    engine.destroy()
+    return adapted
+
+
+def test_the_interval_counts_optimizer_steps(ranks):
+    """Adapted before the second forward, and from then on every two optimizer steps of three micro-batches."""
+    assert ranks(adaptation_steps, 3)[0] == [1, 7, 13]
+
+
+def saved_and_resumed(folder: str, stage: int) -> tuple:
+    config = ds_config(stage, SMALL)
+    straight = start(config)
+    run(straight, 0, 3)
+    straight.save_checkpoint(folder, client_state={"mine": 5})
+    random_state = torch.get_rng_state()
+    wanted, plan = run(straight, 3, 6)[0], straight.gact.plan
+    straight.destroy()
+    resumed = start(config)
+    _, client_state = resumed.load_checkpoint(folder)
+    torch.set_rng_state(random_state)
+    got = run(resumed, 3, 6)[0]
+    result = wanted, got, plan == resumed.gact.plan, client_state["mine"], "gact_dist" in client_state
+    resumed.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_on_disk_resumes_bitwise(ranks, tmp_path, stage):
+    for wanted, got, same_plan, mine, ours_is_left in ranks(saved_and_resumed, str(tmp_path), stage):
+        assert got == wanted
+        assert same_plan
+        assert (mine, ours_is_left) == (5, False)
+
+
+def saved_plan(folder: str) -> dict:
+    engine = start(ds_config(2, SMALL))
+    run(engine, 0, 3)
+    engine.save_checkpoint(folder)
+    plan = engine.gact.plan
+    engine.destroy()
+    return plan
+
+
+def loaded_plan(folder: str) -> dict:
+    engine = start(ds_config(2, SMALL))
+    engine.load_checkpoint(folder, load_module_only=True, load_optimizer_states=False)
+    plan = engine.gact.plan
+    losses, _ = run(engine, 3, 5)
+    engine.destroy()
+    return plan | {"finite": all(loss == loss for loss in losses)}
+
+
+def test_the_plan_travels_to_another_world_size(ranks, tmp_path):
+    plan = ranks(saved_plan, str(tmp_path), world_size=2)[0]
+    assert ranks(loaded_plan, str(tmp_path), world_size=1)[0] == plan | {"finite": True}
+
+
+def ready_config(path: str) -> tuple[float, bool, str]:
+    settings = json.loads(Path(path).read_text())
+    settings["gact"] |= {"min_numel": 16, "calibration_samples": 4}
+    engine = start(settings)
+    run(engine, 0, 3)
+    found = engine.gact.report().ratio, bool(engine.gact.plan), str(next(engine.module.parameters()).dtype)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_ready_configs_run(ranks, stage):
+    for ratio, adapted, dtype in ranks(ready_config, str(ROOT / "configs" / "deepspeed" / f"zero{stage}.json")):
+        assert ratio > 3
+        assert adapted
+        assert dtype == "torch.bfloat16"
+
+
+def refused(changes: dict[str, Any]) -> str:
+    try:
+        start(ds_config(1, {}) | changes)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"gact": {"levl": "L2"}}, "did you mean 'level'"),
+        ({"gact": {"offload": {"enable": True}}}, "did you mean 'enabled'"),
+        ({"gact": {"offload": {"enabled": True}}}, "cannot do yet"),
+        ({"gact": {"enabled": "yes"}}, "expected true or false"),
+        ({"gact": {"bits": "4"}}, "bits is '4' (str)"),
+        ({"gact": "L2"}, "expected a block of keys and values"),
+        ({"gact": {"level": "L5"}}, "expected one of L0"),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            '"activation_checkpointing.partition_activations"',
+        ),
+        ({"compile": {"deepcompile": True}}, '"compile.deepcompile"'),
+    ],
+)
+def test_a_block_that_cannot_be_used_is_named_before_deepspeed_starts(ranks, changes, text):
+    assert text in ranks(partial(refused, changes), world_size=1)[0]
+
+
+def test_a_block_that_is_off_leaves_the_engine_alone(ranks):
+    assert ranks(is_untouched, {"enabled": False, "level": "L2"}, world_size=1) == [True]
+
+
+def is_untouched(block: dict[str, Any]) -> bool:
+    engine = start(ds_config(1, block))
+    untouched = not hasattr(engine, "gact") and "save_checkpoint" not in vars(engine)
+    engine.destroy()
+    return untouched
