@@ -1,6 +1,7 @@
-"""Train one of the example models, with or without gact_dist, in one process or under torchrun.
+"""Train one of the example models, with or without gact_dist, in one process, under torchrun or deepspeed.
 
     torchrun --standalone --nproc-per-node 2 launch/train.py --config text --level L2 --output runs/text
+    deepspeed --num_gpus 2 launch/train.py --config text --deepspeed configs/deepspeed/zero2.json
 
 Rank 0 writes result.json into the output folder: losses, accuracy, step time, memory, the report and the plan.
 """
@@ -39,6 +40,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of the config's")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the config")
     parser.add_argument("--output", type=Path, help="folder of result.json (default: runs/CONFIG-LEVEL-SEED)")
+    parser.add_argument("--deepspeed", type=Path, metavar="FILE", help="train through DeepSpeed with this JSON config")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # some launchers add it
     parser.add_argument("--check", type=int, metavar="RANKS", help="only check that a run on RANKS ranks can start")
     options = parser.parse_args(arguments)
     if options.output is None:
@@ -53,6 +56,10 @@ def check(options: argparse.Namespace, world_size: int) -> RunConfig:
     config.check_world_size(world_size)
     if options.level != OFF:
         _settings(options, config)
+    if options.deepspeed is not None:
+        from launch.jobs import read_ds_config
+
+        read_ds_config(options.deepspeed)
     from launch import data
 
     data.require(config.task)
@@ -107,7 +114,15 @@ def run(options: argparse.Namespace) -> None:
     device = ranks.device()
     settings = None if options.level == OFF else _settings(options, config)
     with ranks.group(device):
-        measured = train(config, ranks, device, seed=options.seed, settings=settings, title=options.level)
+        measured = train(
+            config,
+            ranks,
+            device,
+            seed=options.seed,
+            settings=settings,
+            title=options.level,
+            deepspeed=options.deepspeed,
+        )
         gc.collect()
     if ranks.rank == 0:
         write_result(options.output, config=config, options=options, ranks=ranks, device=device, measured=measured)

@@ -1,18 +1,19 @@
-"""The training loop of the example runs. Lines that a user adds for gact_dist: `attach` and `with gact.step(...)`."""
+"""The training loop of the example runs, and what is measured in it; jobs.py has the lines that gact_dist adds."""
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
 from launch.config import RunConfig
+from launch.jobs import DeepSpeedJob, PlainJob
 from launch.memory import PeakMemory
 from launch.models import digest_of
 from launch.ranks import Ranks
@@ -34,42 +35,51 @@ class Measured:
 
 
 def train(
-    config: RunConfig, ranks: Ranks, device: torch.device, *, seed: int, settings: Any = None, title: str = ""
+    config: RunConfig,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    seed: int,
+    settings: Any = None,
+    title: str = "",
+    deepspeed: Path | None = None,
 ) -> Measured:
-    """Train `config` on this rank; `settings` is a gact_dist.Config, or None to leave the job untouched."""
+    """Train `config` on this rank; `settings` is a gact_dist.Config, or None to leave the job untouched.
+
+    deepspeed: a DeepSpeed config, to train through its engine instead of DistributedDataParallel.
+    """
     torch.manual_seed(seed)
     task = build_task(config, device)
-    model = ranks.wrap(task.model, device)
+    parts = (task.model, config, ranks, device, settings)
+    job = PlainJob(*parts) if deepspeed is None else DeepSpeedJob(*parts, deepspeed)
     # From here on every rank draws its own dropout masks, the same in every run with this seed.
     torch.manual_seed(seed * 10_007 + 1 + ranks.rank)
-    gact = _attach(model, settings)
-    optimizer, schedule = _optimizer(model, config)
 
     def loss_fn(batch: Batch) -> Tensor:
-        return functional.cross_entropy(task.logits(model, batch), batch["labels"])
+        return functional.cross_entropy(task.logits(job.model, batch), batch["labels"])
 
     memory = PeakMemory(device)
     losses, step_times_s = [], []
-    model.train()
+    job.model.train()
     for step in (bar := tqdm(range(config.steps), desc=title, disable=ranks.rank != 0, dynamic_ncols=True)):
         batch = _train_batch(task, config, ranks, seed, step)
         started = _now_s(device)
-        with _step(gact, loss_fn, batch):
+        with job.step(loss_fn, batch):
             loss = loss_fn(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        schedule.step()
+        job.backward(loss)
+        job.update()
         step_times_s.append(_now_s(device) - started)
         memory.end_step()
         losses.append(loss.detach())
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    report = gact.report() if gact is not None else None
-    plan = dict(gact.plan) if gact is not None else {}
-    if gact is not None:
-        gact.detach()
+    report = job.gact.report() if job.gact is not None else None
+    plan = dict(job.gact.plan) if job.gact is not None else {}
+    if job.gact is not None:
+        job.gact.detach()
     accuracy, test_loss = evaluate(task, ranks)
+    with job.whole():
+        weights_sha256 = digest_of(task.model)
     return Measured(
         losses=(ranks.total(torch.stack(losses)) / ranks.world_size).tolist(),
         accuracy=accuracy,
@@ -78,21 +88,8 @@ def train(
         step_peaks_bytes=memory.steps_bytes,
         report=report,
         plan=plan,
-        weights_sha256=digest_of(task.model),
+        weights_sha256=weights_sha256,
     )
-
-
-def _attach(model: nn.Module, settings: Any) -> Any:
-    """The handle of gact_dist, or None; an untouched run does not import the library."""
-    if settings is None:
-        return None
-    import gact_dist
-
-    return gact_dist.attach(model, config=settings)
-
-
-def _step(gact: Any, loss_fn: Any, batch: Batch) -> AbstractContextManager[Any]:
-    return nullcontext() if gact is None else gact.step(loss_fn, batch)
 
 
 def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Batch:
@@ -105,24 +102,6 @@ def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: i
         world_size=ranks.world_size,
     )
     return select(task.train, rows)
-
-
-def _optimizer(
-    model: nn.Module, config: RunConfig
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The optimizer, and a learning rate that rises over the warm-up and then falls linearly to zero."""
-    if config.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), config.learning_rate, momentum=0.9, weight_decay=config.weight_decay
-        )
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=config.weight_decay)
-    warmup = max(1, round(config.steps * config.warmup_fraction))
-
-    def factor(step: int) -> float:
-        return min((step + 1) / warmup, (config.steps - step) / max(1, config.steps - warmup))
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @torch.no_grad()

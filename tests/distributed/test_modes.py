@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from modes import CELLS, REFUSALS, ROWS, Cell, disagreements, run_cell, variance_ratio
-
-# Beyond what a sum of many independent roundings varies by: at 4 bits the gradient answers to rounding not quite
-# linearly (a quarter, measured), and the prediction comes from 4 of 8 samples of another batch.
-VARIANCE_RATIO = (0.6, 1.6)
+from modes import CELLS, REFUSALS, ROWS, VARIANCE_RATIO, Cell, disagreements, run_cell, variance_ratio
 
 
 def in_ci(cell: Cell) -> bool:

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Train one of the example models with the deepspeed launcher, on all GPUs of this machine (2 processes without one).
+# Usage: bash launch/deepspeed.sh CONFIG.json [arguments of launch/train.py ...]
+#        bash launch/deepspeed.sh configs/deepspeed/zero2.json --config text --level L2
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+config="${1:?usage: bash launch/deepspeed.sh CONFIG.json [arguments of launch/train.py ...]}"
+shift
+bash launch/setup.sh --test # DeepSpeed is among what the tests need
+.venv/bin/python launch/data.py
+ranks="$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$PWD/.venv/bin:$PATH"
+if [[ "$(.venv/bin/python -c 'import torch; print(torch.cuda.is_available())')" == True ]]; then
+    exec .venv/bin/deepspeed --num_gpus "$ranks" launch/train.py --deepspeed "$config" "$@"
+fi
+export DS_ACCELERATOR=cpu
+exec .venv/bin/deepspeed --num_accelerators "$ranks" launch/train.py --deepspeed "$config" "$@"
