@@ -1,5 +1,6 @@
 """The handle that a user holds: composes engine, sensitivity, allocation and agreement, and keeps the schedule."""
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from .wrappers import tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
 _default_level = "L2"
+_STATE = "gact_dist"  # the one key of state_dict()
 # Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
 # deviation of 0.08 and more, and allocation favours those that came out too low.
 _PROBES = 4
@@ -271,33 +273,33 @@ class Controller:
             return MemoryReport(0, 0, ())
         return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on as this one will: plain numbers, strings, lists and dicts.
+    def state_dict(self) -> dict[str, str]:
+        """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.
 
-        Under follow(), what was observed for an adaptation that is due in the next step is dropped, for it is not part
-        of the state: this run and a resumed one both observe the next forward and adapt a step later.
+        It is one value because torch.distributed.checkpoint loads only keys that the loading side has already, and the
+        names of a plan are not known there. Under follow(), what was observed for an adaptation that is due in the next
+        step is dropped, for it is not part of the state: this run and a resumed one both observe the next forward and
+        adapt a step later.
         """
         self._observation = None
-        return {
+        state = {
             "config": self.config.to_dict(),
             "step": self._step,
             "adapted_at": self._adapted_at,
-            "plan": dict(self._plan),
-            "sensitivity": dict(self._sensitivity),
+            "plan": self._plan,
+            "sensitivity": self._sensitivity,
             "engine": self._engine.state_dict() if self._engine is not None else {},
         }
+        return {_STATE: json.dumps(state)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
-        expected = {"config", "step", "adapted_at", "plan", "sensitivity", "engine"}
-        if not isinstance(state, Mapping) or set(state) != expected:
-            got = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(f"state holds {got}, expected {sorted(expected)}: pass what state_dict() returned")
-        self._step, self._adapted_at = state["step"], state["adapted_at"]
-        self._plan, self._sensitivity = dict(state["plan"]), dict(state["sensitivity"])
+        loaded = _read(state)
+        self._step, self._adapted_at = loaded["step"], loaded["adapted_at"]
+        self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan
-            self._engine.load_state_dict(state["engine"])
+            self._engine.load_state_dict(loaded["engine"])
 
     def detach(self) -> None:
         """Take all hooks off the model; graphs that are alive can still run backward. Calling it again does nothing."""
@@ -319,6 +321,19 @@ class Controller:
     def _expect_not_detached(self, what: str) -> None:
         if self._state is Lifecycle.DETACHED:
             raise RuntimeError(f"{what} on a controller that was detached: call gact_dist.attach(model) for a new one")
+
+
+def _read(state: Any) -> dict[str, Any]:
+    """What state_dict() put into its one value; ValueError for anything else."""
+    text = state.get(_STATE) if isinstance(state, Mapping) else None
+    try:
+        loaded = json.loads(text) if isinstance(text, str) else None
+    except json.JSONDecodeError:
+        loaded = None
+    if not isinstance(loaded, dict) or set(loaded) != {"config", "step", "adapted_at", "plan", "sensitivity", "engine"}:
+        got = f"keys {sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state holds {got}, expected {{{_STATE!r}: ...}}: pass what state_dict() returned")
+    return loaded
 
 
 def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
