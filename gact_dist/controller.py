@@ -90,7 +90,7 @@ class Controller:
         self._forward_ran = False
         self._measuring = False
         self._observation: Observation | None = None
-        self._observing = False
+        self._candidate: Observation | None = None
         self.adaptation: Adaptation | None = None
         """outcome of the last adaptation, None before the first"""
 
@@ -135,17 +135,15 @@ class Controller:
             return
         self._step += 1
         if self._observation is not None and self._due():
-            observation, self._observation = self._observation, None
-            # a backward that did not come by (two forwards before one backward) leaves it to the next forward
-            complete = observation.complete
+            complete = self._observation.complete
             for group in self._groups:
                 complete = sync.everywhere(complete, group)
             if complete:
+                observation, self._observation = self._observation, None
                 self._adapt(lambda: observation.loss(self._model), observation.fraction)
-        observing = self._observation is None and self._due(in_steps=1)
-        if observing:
-            self._observation = Observation((args, kwargs), self.config.calibration_samples)
-        self._observing = observing
+        # one whose backward has not come by (two forwards before one backward) gives way to this forward
+        due = self._due(in_steps=1)
+        self._candidate = Observation((args, kwargs), self.config.calibration_samples) if due else None
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())
@@ -154,9 +152,9 @@ class Controller:
         if self._measuring:
             return
         self._hooks.close()
-        if self._observing and self._observation is not None:
-            self._observation.outputs(outputs)
-            self._observing = False
+        if self._candidate is not None and self._candidate.outputs(outputs):
+            self._observation = self._candidate
+        self._candidate = None
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.

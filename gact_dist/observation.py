@@ -28,11 +28,12 @@ class Observation:
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
 
-    def outputs(self, outputs: Any) -> None:
-        """Watch the outputs of that forward until the job's backward reaches them."""
-        for number, tensor in enumerate(tensors_of(outputs)):
-            if tensor.requires_grad:
-                tensor.register_hook(self._keep(number))
+    def outputs(self, outputs: Any) -> bool:
+        """Watch the outputs of that forward until the job's backward reaches them; False without any: it raised."""
+        watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
+        for number, tensor in watched:
+            tensor.register_hook(self._keep(number))
+        return bool(watched)
 
     def _keep(self, number: int) -> Any:
         def hook(gradient: Tensor) -> None:

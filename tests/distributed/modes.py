@@ -39,10 +39,12 @@ VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 32, 3
 CHECKPOINTS = ("none", "non-reentrant", "reentrant", "selective")
 PRECISIONS = ("fp32", "bf16")
 EXECUTIONS = ("eager", "compile")
-# attention outputs; not those of mm, which DeepSpeed's ZeRO-3 linear changes in place after they were cached
 # Beyond what a sum of many independent roundings varies by: at 4 bits the gradient answers to rounding not quite
 # linearly (a quarter, measured), and the prediction comes from 4 of 8 samples of another batch.
 VARIANCE_RATIO = (0.6, 1.6)
+# So high that the gradient outweighs the weight it is subtracted from: some rows keep weights in bfloat16 only.
+LAST_RATE = 1024.0
+# attention outputs; not those of mm, which DeepSpeed's ZeRO-3 linear changes in place after they were cached
 SAVED_BY_POLICY = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
 
 
@@ -447,7 +449,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Plain descent at rate 0, until train() sets it to 1 for the last step: weights then move by one gradient."""
+    """Plain descent at rate 0, until train() sets LAST_RATE for the last step: weights then move by one gradient."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
@@ -465,7 +467,7 @@ def train(
         for step in range(steps):
             before = gact.adaptation if gact else None
             if optimizer is sgd and step == steps - 1:
-                job.set_learning_rate(1.0)
+                job.set_learning_rate(LAST_RATE)
             with count_collectives() as count:
                 loss = job.forward_backward(*batch_of(step, job.data_rank()))
                 job.update()
@@ -525,12 +527,16 @@ def run_cell(cell: Cell) -> Found:
         adapted=adaptive.adapted,
         collectives=(untouched.collectives, exact.collectives, adaptive.collectives),
         ratio=rounded.ratio,
-        error_square=sum(float((rounded.weights[n] - plain.weights[n]).square().sum()) for n in plain.weights),
+        error_square=sum(_distance(rounded.weights[n], plain.weights[n]) for n in plain.weights) / LAST_RATE**2,
         predicted=rounded.predicted_variance,
         digests={
             name: hashlib.sha256(value.float().numpy().tobytes()).digest() for name, value in rounded.weights.items()
         },
     )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).square().sum())
 
 
 def variance_ratio(cell: Cell, found: list[Found]) -> float:

@@ -1,0 +1,32 @@
+"""transformers' Trainer under torchrun, a loop that is not ours: two added lines, exact codecs bitwise, real bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def trained(folder: Path, level: str, checkpointing: bool) -> dict:
+    folder.mkdir()
+    script = Path(__file__).with_name("trainer_job.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = [str(folder), level, str(checkpointing)]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient_checkpointing"])
+def test_a_trainer_script_with_two_more_lines(tmp_path, checkpointing):
+    off, exact, rounded = (trained(tmp_path / level, level, checkpointing) for level in ("off", "exact", "L2"))
+    assert exact["weights"] == off["weights"]
+    assert exact["plan"] == 0
+    assert rounded["weights"] != off["weights"]
+    assert rounded["plan"] >= rounded["quantised"] > 2
+    assert rounded["ratio"] > 4

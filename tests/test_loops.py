@@ -1,0 +1,222 @@
+"""Loops that are more than one forward and one backward, each with and without gact_dist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import SmallCNN, TinyGPT
+from torch import Tensor, nn
+
+import gact_dist
+from gact_dist import Config
+
+EXACT = Config(policy="exact")
+ROUNDED = Config(bits=4, adapt_interval=2, calibration_samples=4, min_numel=16)
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+
+
+def contrastive(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """Two forwards of one model before one backward (SimCLR)."""
+    model = mlp(32, 16)
+    follow(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(4):
+        x = torch.randn(64, 32)
+        first = F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
+        second = F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
+        F.cross_entropy(first @ second.T / 0.1, torch.arange(64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+def adversarial(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """A generator and a discriminator that take turns (GAN); the generator's graph runs through both."""
+    generator, discriminator = mlp(8, 32), mlp(32, 1)
+    follow(generator)
+    follow(discriminator)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-3) for m in (generator, discriminator)]
+    for _ in range(4):
+        real, fake = torch.randn(64, 32), generator(torch.randn(64, 8))
+        loss = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake.detach())).mean()
+        loss.backward()
+        optimizers[1].step()
+        discriminator.zero_grad()
+        F.softplus(-discriminator(fake)).mean().backward()
+        optimizers[0].step()
+        generator.zero_grad()
+        discriminator.zero_grad()
+    return [generator, discriminator]
+
+
+def actor_critic(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """A rollout of forwards, then one backward through all of them."""
+    model = mlp(16, 5)
+    follow(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(4):
+        losses = []
+        for _ in range(3):
+            out = model(torch.randn(32, 16))
+            chosen = torch.distributions.Categorical(logits=out[:, :4])
+            action = chosen.sample()
+            advantage = torch.randn(32) - out[:, 4]
+            losses.append((advantage.square() - chosen.log_prob(action) * advantage.detach()).mean())
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained low-rank path beside it (LoRA)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def low_rank(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """Frozen layers with adapters, under autocast."""
+    model = nn.Sequential(Adapted(64), nn.GELU(), Adapted(64), nn.LayerNorm(64), nn.Linear(64, 10))
+    follow(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(torch.randn(64, 64)).float(), torch.randint(0, 10, (64,)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+def evaluated(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """Evaluation between the steps and between forward and backward, and a forward that raises."""
+    model = SmallCNN()
+    follow(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(4):
+        loss = F.cross_entropy(model(torch.randn(16, 1, 16, 16)), torch.randint(0, 10, (16,)))
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(4, 1, 16, 16))
+        model.train()
+        with pytest.raises(RuntimeError, match="size"):
+            model(torch.randn(4, 3, 16, 16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+def scaled(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """float16 autocast with a GradScaler whose scale overflows at first, and two micro-batches a step."""
+    model = TinyGPT(dropout=0.1)
+    follow(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**27, growth_interval=100)
+    for _ in range(8):
+        for _ in range(2):
+            tokens = torch.randint(0, 37, (8, 33))
+            with torch.autocast("cpu", dtype=torch.float16):
+                logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / 2
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [model]
+
+
+def transformed(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
+    """torch.func beside the training loop."""
+    model = mlp(32, 4)
+    follow(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(4):
+        x = torch.randn(64, 32)
+        model(x).square().mean().backward()
+        twin = mlp(32, 4)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], row: Tensor, twin: nn.Module = twin) -> Tensor:
+            return torch.func.functional_call(twin, weights, (row,)).square().mean()
+
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+        assert all(bool(g.isfinite().all()) for g in per_sample.values())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+LOOPS = [contrastive, adversarial, actor_critic, low_rank, evaluated, scaled, transformed]
+
+
+def run(loop: Callable[..., list[nn.Module]], config: Config | None) -> tuple[list[Tensor], Tensor, list[Any]]:
+    """Final weights and buffers, the random state, and the controllers."""
+    torch.manual_seed(0)
+    controllers: list[Any] = []
+
+    def follow(model: nn.Module) -> None:
+        if config is not None:
+            controllers.append(gact_dist.attach(model, config=config))
+            controllers[-1].follow()
+
+    models = loop(follow)
+    state = [tensor for model in models for tensor in model.state_dict().values()]
+    return state, torch.get_rng_state(), controllers
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_exact_codecs_leave_the_loop_bitwise_as_it_is(loop):
+    plain, random_state, _ = run(loop, None)
+    exact, random_state_after, _ = run(loop, EXACT)
+    assert all(torch.equal(a, b) for a, b in zip(plain, exact, strict=True))
+    assert torch.equal(random_state, random_state_after)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_real_bits_train_and_adapt(loop):
+    plain, random_state, _ = run(loop, None)
+    rounded, random_state_after, controllers = run(loop, ROUNDED)
+    assert all(bool(tensor.isfinite().all()) for tensor in rounded)
+    assert not all(torch.equal(a, b) for a, b in zip(plain, rounded, strict=True))
+    assert torch.equal(random_state, random_state_after)
+    for controller in controllers:
+        assert controller.plan
+        assert any(row.codec == "quantised" for row in controller.report().rows)
+
+
+def test_a_followed_model_is_itself_again_after_detach():
+    model = mlp(32, 4)
+    gact = gact_dist.attach(model, config=ROUNDED)
+    gact.follow()
+    model(torch.randn(64, 32)).mean().backward()
+    gact.detach()
+    hooks = [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    assert hooks == []
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t), nullcontext():
+        model(torch.randn(64, 32))
+    assert packed  # nobody else's hooks were on
+
+
+def test_follow_twice_is_refused():
+    gact = gact_dist.attach(mlp(32, 4), config=ROUNDED)
+    gact.follow()
+    with pytest.raises(RuntimeError, match="this one is following"):
+        gact.follow()
+    with pytest.raises(RuntimeError, match="this one is following"), gact.step():
+        pass
