@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from . import sync
 from .adaptation import Adaptation, plan_from
 from .batches import first_samples
+from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
@@ -143,7 +145,8 @@ class Controller:
                 self._adapt(lambda: observation.loss(self._model), observation.fraction)
         # one whose backward has not come by (two forwards before one backward) gives way to this forward
         due = self._due(in_steps=1)
-        self._candidate = Observation((args, kwargs), self.config.calibration_samples) if due else None
+        samples = self._probe_samples(self.config.calibration_samples)
+        self._candidate = Observation((args, kwargs), samples) if due else None
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())
@@ -165,8 +168,12 @@ class Controller:
         self._expect_not_detached("calibrate()")
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
-        part, fraction = first_samples(batch, samples)
+        part, fraction = first_samples(batch, self._probe_samples(samples))
         self._adapt(lambda: loss_fn(part), fraction)
+
+    def _probe_samples(self, wanted: int) -> int:
+        """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
+        return sys.maxsize if has_compiled_parts(self._model) else wanted
 
     def _due(self, in_steps: int = 0) -> bool:
         if self.config.policy != "gact":

@@ -9,43 +9,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import codec
 from .block_inputs import BlockInputs
+from .compiled import RegionRoles, compiled_region, has_compiled_parts
 from .config import Config
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
+from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
 
+PROBE_BITS = 4  # of a perturbation: with one bit the gradient would not answer linearly
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 _NORMALISATIONS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
 _NEXT_TO_LOSS = "LogSoftmaxBackward0"
-# A small view of a quantised tensor is stored by itself: decoding all of the larger one for it would cost more.
-_VIEW_FRACTION = 4
-
-
-class _Memory:
-    """What a step knows of one storage."""
-
-    __slots__ = ("aliased", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.weak = StorageWeakRef(storage)  # pins the address, not the memory: no other storage can take it
-        self.stored: list[tuple[int, torch.dtype, int, int, ref]] = []
-        self.relu_versions: set[int] = set()
-        self.partial_numel = 0
-        self.first_partial = ""
-        self.seen_bytes = 0
-        self.aliased = False
 
 
 class Engine:
@@ -53,22 +37,25 @@ class Engine:
 
     def __init__(self, model: nn.Module, config: Config, rank: int) -> None:
         self.config = config
+        self._model = model
         self.plan: Mapping[str, int | None] = {}
         self.rows: list[SavedTensorRow] = []
         self.exact_bytes = 0
         self.numel: dict[str, int] = {}
         self._rank = rank
-        self._scope = ModuleScope(model)
-        self._namer = Namer(self._scope)
+        self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
         self._parameters = ParameterIdentity(unwrap(model))
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, Memory] = {}
         self._roles: dict[str, Role] = {}
         self._store_base: set[str] = set()
         self._observer: OperatorObserver | None = None
         self._observe_next = True
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
+        self._rounded: Mapping[str, int] = {}
         self._blocks = BlockInputs(self._roles)
+        self._region: nn.Module | None = None
+        self._regions = RegionRoles(self._roles)
         self._step_key = 0
         self._hashes: dict[str, int] = {}
 
@@ -78,10 +65,13 @@ class Engine:
 
     def close(self) -> None:
         """Remove the hooks from the model's modules."""
-        self._scope.remove()
+        self._namer.scope.remove()
 
     def begin(self, step: int) -> None:
         """Start a step: names count from zero, the rounding gets the step's own key, the report starts empty."""
+        if not self._namer.scope.compiled and has_compiled_parts(self._model):  # compiled since it was attached to
+            self._namer.scope.remove()
+            self._namer.scope = ModuleScope(self._model, True)
         self._namer.reset()
         self._forget_step()
         self.rows = []
@@ -92,11 +82,10 @@ class Engine:
     def hooks(self) -> Iterator[None]:
         """Compress what autograd saves inside the context. Raises RuntimeError inside a checkpointed function."""
         refuse_inside_checkpoint()
-        observer = (
-            OperatorObserver(self._blocks.note_discrete)
-            if self._observe_next and self.config.policy != "exact"
-            else None
-        )
+        observer = None
+        # a compiled region is compiled anew under a function mode, and shows it no operator
+        if self._observe_next and self.config.policy != "exact" and not has_compiled_parts(self._model):
+            observer = OperatorObserver(self._blocks.note_discrete)
         with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
             try:
                 yield
@@ -106,18 +95,25 @@ class Engine:
     def _forget_step(self) -> None:
         self._memory.clear()
         self._blocks.reset()
+        self._regions.classify()
+        self._region = None
 
     @contextmanager
-    def recording(self, observer: OperatorObserver, fraction: float = 1.0) -> Iterator[list[Recorded]]:
+    def recording(
+        self, observer: OperatorObserver | None, fraction: float = 1.0, rounded: Mapping[str, int] | None = None
+    ) -> Iterator[list[Recorded]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
         fraction: of a step's samples that the recorded forward sees; min_numel is meant for all of them.
+        rounded: name -> seed of tensors that backward gets rounded to PROBE_BITS.
         """
         report = self.rows, self.exact_bytes
         self._recorded_fraction = fraction
         self.begin(0)
         records = self._records = []
-        observer.on_discrete = self._blocks.note_discrete
+        self._rounded = rounded or {}
+        if observer is not None:
+            observer.on_discrete = self._blocks.note_discrete
         try:
             with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
                 yield records
@@ -158,23 +154,25 @@ class Engine:
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.is_meta or in_backward():
             return Kept(tensor)  # in a backward: what is recomputed there is freed at once
-        stack = self._scope.stack
+        stack = self._namer.scope.stack
         if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
         memory = self._memory_of(tensor)
-        self._blocks.look(sys._getframe(1))
+        frame = sys._getframe(1)
+        self._region = compiled_region(frame)
+        self._blocks.look(frame)
         if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":
             return self._pack_block_input(self._blocks.call, tensor, memory)
         own_relu_save = self.config.policy != "exact" and _is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
         else:
-            handle = _find(tensor, memory)
+            handle = find(tensor, memory)
             if handle is not None:
                 return handle
-        name = self._namer.name(tensor)
+        name = self._namer.name(tensor, self._region)
         target = self._what_to_store(tensor, name, memory)
         stored: Any
         if self._records is not None:
@@ -182,24 +180,24 @@ class Engine:
         else:
             stored = self._store(target, name, memory, own_relu_save)
         if not own_relu_save:
-            _remember(target, memory, stored)
+            remember(target, memory, stored)
         if target is tensor:
             return stored
         return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
 
-    def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: _Memory) -> Any:
+    def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
         """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""
-        name = self._namer.name(tensor)
+        name = self._namer.block_input()
         self._account_keywords(call, name)
         known = name in self._roles or self._records is None
         role = self._role(tensor, name)
-        twin = _find(tensor, memory) if known and role is Role.ACTIVATION else None
+        twin = find(tensor, memory) if known and role is Role.ACTIVATION else None
         if twin is not None:
             return twin
         if self._records is not None:
             return self._record(tensor, name, False, self._records, role)
         stored = self._store(tensor, name, memory, False, role)
-        _remember(tensor, memory, stored)
+        remember(tensor, memory, stored)
         return stored
 
     def _pack_distributed(self, tensor: Tensor) -> Any:
@@ -208,7 +206,7 @@ class Engine:
         if local is None or type(local) is not Tensor:
             return Kept(tensor)
         memory = self._memory_of(local)
-        stored: Any = _find(local, memory)
+        stored: Any = find(local, memory)
         if stored is None:
             name = self._namer.name(tensor)
             role = self._role(tensor, name)
@@ -216,20 +214,20 @@ class Engine:
                 stored = self._record(local, name, False, self._records, role)
             else:
                 stored = self._store(local, name, memory, False, role)
-            _remember(local, memory, stored)
+            remember(local, memory, stored)
         return Distributed(stored, distributed_again(tensor))
 
-    def _memory_of(self, tensor: Tensor) -> _Memory:
+    def _memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            memory = self._memory[storage._cdata] = _Memory(storage)
+            memory = self._memory[storage._cdata] = Memory(storage)
         return memory
 
-    def _what_to_store(self, tensor: Tensor, name: str, memory: _Memory) -> Tensor:
+    def _what_to_store(self, tensor: Tensor, name: str, memory: Memory) -> Tensor:
         """The tensor itself, or its base where views that overlap would take more than the base does."""
         base = tensor._base if tensor._is_view() else None
-        if base is None or base.dtype != tensor.dtype or _span(base) != base.numel() or self.config.policy == "exact":
+        if base is None or base.dtype != tensor.dtype or span(base) != base.numel() or self.config.policy == "exact":
             return tensor
         if tensor.numel() >= base.numel():
             return tensor
@@ -240,7 +238,7 @@ class Engine:
         return base if name in self._store_base else tensor
 
     def _store(
-        self, tensor: Tensor, name: str, memory: _Memory, own_relu_save: bool, role: Role | None = None
+        self, tensor: Tensor, name: str, memory: Memory, own_relu_save: bool, role: Role | None = None
     ) -> Stored:
         payload = self._encode(tensor, name, own_relu_save, role)
         self._account(tensor, name, memory, payload)
@@ -272,6 +270,8 @@ class Engine:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
         if self._blocks.call is not None:
             return self._block_input_role(name)
+        if self._region is not None and tensor.grad_fn is None:
+            return self._regions.role(self._region, name, tensor)
         if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
             return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
         if tensor.grad_fn is not None:
@@ -306,10 +306,14 @@ class Engine:
         compressible = big and floating and not own_relu_save
         compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
+        if name in self._rounded:
+            handle.replacement = codec.unpack(
+                codec.pack(tensor, bits=PROBE_BITS, seed=self._rounded[name], group_size=self.config.group_size)
+            )
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def _account(self, tensor: Tensor, name: str, memory: _Memory, payload: Tensor | codec.Packed) -> None:
+    def _account(self, tensor: Tensor, name: str, memory: Memory, payload: Tensor | codec.Packed) -> None:
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()
@@ -354,7 +358,7 @@ def _exact(tensor: Tensor) -> Tensor | codec.Packed:
     return tensor.detach()
 
 
-def _is_own_relu_save(tensor: Tensor, memory: _Memory) -> bool:
+def _is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
     """Whether relu itself is saving its result, of which its backward needs only where it is positive.
 
     At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
@@ -364,33 +368,6 @@ def _is_own_relu_save(tensor: Tensor, memory: _Memory) -> bool:
     if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
         return False
     return node._saved_result is None
-
-
-def _find(tensor: Tensor, memory: _Memory) -> View | None:
-    """A handle on memory that this step has stored already and that holds this tensor too."""
-    version, start = tensor._version, int(tensor.storage_offset())
-    stop = start + _span(tensor)
-    for known_version, dtype, first, last, weak in memory.stored:
-        if known_version != version or dtype != tensor.dtype or start < first or stop > last:
-            continue
-        stored = weak()
-        if stored is not None and tensor.numel() * _VIEW_FRACTION >= last - first:
-            return View(stored, tensor, start - first)
-    return None
-
-
-def _remember(tensor: Tensor, memory: _Memory, stored: Any) -> None:
-    span = _span(tensor)
-    if span <= tensor.numel():
-        start = int(tensor.storage_offset())
-        memory.stored.append((tensor._version, tensor.dtype, start, start + span, ref(stored)))
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements of storage between a tensor's first and last element, both included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _mix(key: int, value: int) -> int:

@@ -55,24 +55,35 @@ def operator_name(node_name: str) -> str:
 
 
 class ModuleScope:
-    """Keeps track of which module of a model is running its forward, by hooks that are removed with remove()."""
+    """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
 
-    def __init__(self, model: nn.Module) -> None:
+    In a compiled region the hooks are not there: nothing breaks its graph, and what it saves has the region's name.
+    compiled: the model has such regions. Hooks that run after an exception as well would then be guarded on, and every
+    module compiled anew; without them a name may be off in a step in which a module raised and its caller went on.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
+        self.compiled = compiled
         self.stack: list[tuple[str, nn.Module]] = []
+        self.paths: dict[int, str] = {}
         self._handles = []
         for path, module in unwrap(model).named_modules():
             entry = (user_path(path), module)
+            self.paths[id(module)] = entry[0]
             self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
-            self._handles.append(module.register_forward_hook(self._leave(entry), always_call=True))
+            self._handles.append(module.register_forward_hook(self._leave(entry), always_call=not compiled))
 
     def _enter(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            self.stack.append(entry)
+            if not torch.compiler.is_dynamo_compiling():
+                self.stack.append(entry)
 
         return enter
 
     def _leave(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
         def leave(*_: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return
             # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
             while self.stack and self.stack.pop() is not entry:
                 continue
@@ -90,25 +101,41 @@ class Namer:
     """Gives each saved tensor of one step its name; reset() starts the next step."""
 
     def __init__(self, scope: ModuleScope) -> None:
-        self._scope = scope
+        self.scope = scope
         self._counts: dict[tuple, int] = {}
         self._names: dict[tuple, str] = {}
 
     def reset(self) -> None:
         self._counts.clear()
-        self._scope.stack.clear()
+        self.scope.stack.clear()
 
-    def name(self, tensor: Tensor) -> str:
-        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names]."""
-        node = _producer(origin(tensor))
-        operator = operator_name(node.name()) if node is not None else "Input"
-        path = self._scope.stack[-1][0] if self._scope.stack else None
-        key = (path, operator, call_site() if path is not None else None)
+    def block_input(self) -> str:
+        """The name of a checkpointed block's input that is being saved right now: compiled or not, reentrant or not."""
+        path = self.scope.stack[-1][0] if self.scope.stack else None
+        return self._numbered(path, "BlockInput", call_site())
+
+    def name(self, tensor: Tensor, region: nn.Module | None = None) -> str:
+        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names].
+
+        region: the module whose compiled forward saves it, None outside of compiled regions.
+        """
+        if region is not None:
+            # in order of saving, which a compiled graph fixes; what produced its inputs differs between wrappers
+            path, operator, site = self.scope.paths.get(id(region)), "Compiled", None
+        else:
+            node = _producer(origin(tensor))
+            operator = operator_name(node.name()) if node is not None else "Input"
+            path = self.scope.stack[-1][0] if self.scope.stack else None
+            site = call_site() if path is not None else None
+        return self._numbered(path, operator, site)
+
+    def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
+        key = (path, operator, site)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
         name = self._names.get((key, occurrence))
         if name is None:
-            name = self._names[key, occurrence] = _spell(path, operator, key[2], occurrence)
+            name = self._names[key, occurrence] = _spell(path, operator, site, occurrence)
         return name
 
 

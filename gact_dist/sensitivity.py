@@ -23,7 +23,7 @@ measured by perturbation: one more backward of the same graph, in which that ten
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from . import codec, ops
-from .engine import Engine
+from .compiled import has_compiled_parts
+from .engine import PROBE_BITS, Engine
 from .handles import Recorded
 from .isolation import untouched
+from .operators import OperatorObserver
 from .recomputation import measurable
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
-_PROBE_BITS = 4  # one bit would leave the range in which the gradient answers linearly
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ def measure(
     fraction: of a step's samples that forward sees. probes: random directions to average over, on this rank.
     Raises ValueError when forward gives no scalar that depends on a parameter.
     """
+    if has_compiled_parts(model):
+        return _measure_by_rerun(engine, model, forward, seed, fraction)
     mode = StandInMode()
     with untouched(model), measurable(mode):
         with engine.recording(mode, fraction) as records:
@@ -79,6 +82,65 @@ def measure(
         loss = mode.root if mode.root is not None else result
         probe = _Probe(_scalar(loss), records, engine, seed)
         return probe.run(probes)
+
+
+def _measure_by_rerun(
+    engine: Engine, model: nn.Module, forward: Callable[[], Tensor | None], seed: int, fraction: float
+) -> list[Sensitivity]:
+    """By perturbation, with a forward and a backward for every tensor and one besides: GACT's procedure.
+
+    A compiled backward can be differentiated neither twice nor again, for it overwrites what it was given.
+    """
+
+    def fork() -> AbstractContextManager[Any]:
+        """Every forward draws the same random numbers."""
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        return torch.random.fork_rng(devices=devices)
+
+    def run(rounded: dict[str, int]) -> tuple[Tensor, list[Recorded]]:
+        with fork(), engine.recording(None, fraction, rounded) as records:
+            return _scalar(forward()), records
+
+    def gradients(loss: Tensor) -> list[Tensor | None]:
+        return list(torch.autograd.grad(loss, _parameters(_graph(loss)), allow_unused=True))
+
+    found = []
+    with untouched(model), measurable(nullcontext()):
+        # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
+        with torch.compiler.set_stance("force_eager"), engine.recording(OperatorObserver(), fraction), fork():
+            forward()
+        loss, records = run({})
+        # before its backward, which may write into what was saved
+        measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
+        exact = gradients(loss)
+        for number, (record, rounding) in enumerate(measured):
+            change = _square_distance(gradients(run({record.name: seed + number})[0]), exact)
+            found.append(_from_change(record, change, rounding))
+    return found
+
+
+def _square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+    pairs = zip(first, second, strict=True)
+    return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
+
+
+def _from_change(record: Recorded, change: float, rounding: Tensor) -> Sensitivity:
+    """What rounding one tensor to PROBE_BITS did to the gradient, carried to other widths by their rounding."""
+    at_probe = float(rounding[PROBE_BITS - 1])
+    variance = rounding * (change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
+    return _sensitivity(record, variance, by_perturbation=True)
+
+
+def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
+    """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
+    values = codec.stored_values(tensor)
+    weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
+    return ops.rounding_variance(values, weights, group_size).cpu()
+
+
+def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:
+    tensor = record.tensor
+    return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -198,37 +260,22 @@ class _Probe:
         return outputs
 
     def _by_rule(self, record: Recorded, square: Tensor) -> Sensitivity:
-        weight = _seen_through(record, square)
-        return self._sensitivity(record, self._rounding(record.tensor, weight), by_perturbation=False)
-
-    def _rounding(self, tensor: Tensor, weight: Tensor | None) -> Tensor:
-        """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
-        values = codec.stored_values(tensor)
-        weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-        return ops.rounding_variance(values, weights, self.group_size).cpu()
-
-    def _sensitivity(self, record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:
-        tensor = record.tensor
-        return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
+        rounding = _rounding(record.tensor, _seen_through(record, square), self.group_size)
+        return _sensitivity(record, rounding, by_perturbation=False)
 
     def _perturb(self, records: Sequence[Recorded]) -> list[Sensitivity]:
         """Round one tensor at a time and compare gradients: c(4) by measurement, other widths by their rounding."""
         exact = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
         found = []
         for number, record in enumerate(records):
-            packed = codec.pack(record.tensor, bits=_PROBE_BITS, seed=self.seed + number, group_size=self.group_size)
+            packed = codec.pack(record.tensor, bits=PROBE_BITS, seed=self.seed + number, group_size=self.group_size)
             record.replacement = codec.unpack(packed)
             try:
                 moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
             finally:
                 record.replacement = None
-            change = sum(
-                float((a - b).float().square().sum()) for a, b in zip(moved, exact, strict=True) if a is not None
-            )
-            rounding = self._rounding(record.tensor, None)
-            at_probe = float(rounding[_PROBE_BITS - 1])
-            variance = rounding * (change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
-            found.append(self._sensitivity(record, variance, by_perturbation=True))
+            rounding = _rounding(record.tensor, None, self.group_size)
+            found.append(_from_change(record, _square_distance(moved, exact), rounding))
         return found
 
 

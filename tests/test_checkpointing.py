@@ -49,10 +49,8 @@ def test_block_inputs_are_compressed_from_the_second_step_on(reentrant):
     codecs = []
     for _ in range(2):
         step(gact, loss_fn, batch).backward()
-        codecs.append({row.name.split(":")[1].split("@")[0]: row.codec for row in gact.report().rows})
-    output = "CheckpointFunction" if reentrant else "Add"
-    assert (codecs[0]["Embedding"], codecs[1]["Embedding"]) == ("exact", "quantised")
-    assert codecs[1][output] == "quantised"
+        codecs.append([row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")])
+    assert codecs == [["exact", "exact"], ["quantised", "quantised"]]
 
 
 @ANY_MODE
@@ -61,8 +59,7 @@ def test_block_inputs_stay_exact_where_the_config_says_so(reentrant):
     gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=16, checkpoint_inputs=False))
     for _ in range(2):
         step(gact, loss_fn, batch).backward()
-    blocks = [row for row in gact.report().rows if row.name.startswith(":") and row.dtype == torch.float32]
-    assert {row.codec for row in blocks if "LogSoftmax" not in row.name} == {"exact"}
+    assert {row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")} == {"exact"}
 
 
 @ANY_MODE
@@ -150,9 +147,8 @@ def test_inputs_of_a_routing_block_stay_exact(reentrant, policy):
         with gact.step(loss_fn, x):
             loss = loss_fn(x)
         loss.backward()  # a routing that changed would raise here, or give another gradient without a word
-    codecs = [(row.name.split("@")[0], row.codec) for row in gact.report().rows]
-    assert (":Tanh", "exact") in codecs  # beside what tanh itself saves of the same tensor
-    assert (":CheckpointFunction" if reentrant else ":Add", "quantised") in codecs
+    codecs = [row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")]
+    assert codecs == ["exact", "quantised"]  # the first beside what tanh saves of the same tensor, rounded
 
 
 def test_tensors_given_by_keyword_are_reported():

@@ -1,0 +1,68 @@
+"""Regions that torch.compile has compiled, as saved-tensor hooks see them.
+
+[Note: compiled regions] Hooks around a compiled region run on what its forward saves: all at once, and most of it
+without a graph that would say what produced it. Which of these are statistics of an operator (an attention's logsumexp,
+a mean) is told from their size: in every operator that saves both, statistics have one number where activations have a
+row of them. A region's tensors are kept exactly in the first step that meets them, and classified after it.
+"""
+
+import os
+from collections import defaultdict
+from types import FrameType
+
+import torch
+import torch.autograd.function as autograd_function
+from torch import Tensor, nn
+
+from .operators import Role
+
+_RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
+_MODULE = nn.modules.module.__file__
+# Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
+_SHORTEST_ROW = 8
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or one of its modules was given to torch.compile, or its compile() was called."""
+    return any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules())
+
+
+def compiled_region(frame: FrameType) -> nn.Module | None:
+    """The module whose compiled forward is saving a tensor; None where something else saves.
+
+    frame: of the caller of a pack hook.
+    """
+    caller = frame.f_back
+    if frame.f_code.co_filename != autograd_function.__file__ or caller is None:
+        return None
+    if not caller.f_code.co_filename.startswith(_RUNTIME):
+        return None
+    while caller is not None:
+        if caller.f_code.co_filename == _MODULE and caller.f_code.co_name == "_wrapped_call_impl":
+            module = caller.f_locals["self"]
+            return module._modules.get("_orig_mod", module)
+        caller = caller.f_back
+    return None
+
+
+class RegionRoles:
+    """The roles of what regions save without a graph, by name."""
+
+    def __init__(self, roles: dict[str, Role]) -> None:
+        self._roles = roles
+        self._met: dict[nn.Module, list[tuple[str, int]]] = defaultdict(list)
+
+    def role(self, region: nn.Module, name: str, tensor: Tensor) -> Role:
+        """The role found after an earlier step; exact until then."""
+        known = self._roles.get(name)
+        if known is None:
+            self._met[region].append((name, tensor.numel()))
+        return known or Role.STATISTIC
+
+    def classify(self) -> None:
+        """At the end of a step: what is new in it. See [Note: compiled regions]."""
+        for met in self._met.values():
+            largest = max(numel for _, numel in met)
+            for name, numel in met:
+                self._roles[name] = Role.ACTIVATION if numel * _SHORTEST_ROW > largest else Role.STATISTIC
+        self._met.clear()
