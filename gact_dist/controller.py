@@ -117,12 +117,12 @@ class Controller:
         with self._engine.hooks():
             yield
 
-    def follow(self) -> None:
+    def follow(self) -> "Controller":
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
 
         Adaptations need no loss function: they use the loss's gradient at the model's outputs, as the job's backward
         had it in the step before (see observation.py). For loops that belong to others: a trainer, an engine, a
-        pipeline schedule. Ends with detach().
+        pipeline schedule. Ends with detach(). Returns the controller itself.
         """
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
         self._state = Lifecycle.FOLLOWING
@@ -130,6 +130,7 @@ class Controller:
         end = self._model.register_forward_hook(self._end_followed, with_kwargs=True, always_call=True)
         self._installed.callback(begin.remove)
         self._installed.callback(end.remove)
+        return self
 
     def _begin_followed(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         self._hooks.close()  # of a forward that raised before its end

@@ -101,6 +101,7 @@ SIGNATURES = {
     "Controller.state_dict": [],
     "Controller.load_state_dict": [("state", "plain", NEEDED)],
     "Controller.detach": [],
+    "Controller.follow": [],
     "Controller.install_hook": [],
     "Controller.iterate": [("fwdbwdprop", "plain", NEEDED)],
     "Controller.uninstall_hook": [],

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import count_collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import gact_dist
 from gact_dist import sync
 
 INF = math.inf
@@ -182,3 +183,42 @@ def test_without_distributed_the_same_rules_hold_alone():
 def test_names_that_do_not_fit_the_rows_are_refused(names, shape):
     with pytest.raises(ValueError, match="one distinct name a row"):
         sync.reduce_statistics(names, torch.ones(shape))
+
+
+def everywhere_on(ranks_that_hold):
+    return sync.everywhere(dist.get_rank() in ranks_that_hold)
+
+
+def test_everywhere_holds_only_if_it_does_on_all(ranks):
+    assert ranks(everywhere_on, (0, 1)) == [True, True]
+    assert ranks(everywhere_on, (1,)) == [False, False]
+
+
+def reduced_over_a_grid():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = [mesh["dp"].get_group(), mesh["tp"].get_group()]
+    value = float(dist.get_rank()) if dist.get_rank() != 3 else float("nan")
+    found = sync.reduce_over(["a"], torch.tensor([[value]]), groups)
+    return found.mean.item(), found.invalid
+
+
+def test_a_grid_of_ranks_agrees_on_one_mean(ranks):
+    """Ranks 0, 2 and 1, 3 meet first: means 1 and 1 (3 is left out), then both."""
+    assert [mean for mean, _ in ranks(reduced_over_a_grid, world_size=4)] == [1.0] * 4
+    assert {name for _, invalid in ranks(reduced_over_a_grid, world_size=4) for name in invalid} == {"a"}
+
+
+def attached_without_group():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(torch.nn.Sequential(torch.nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    try:
+        gact_dist.attach(model)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_tensor_parallel_models_need_their_data_parallel_group(ranks):
+    assert all('process_group=mesh["dp"]' in text for text in ranks(attached_without_group, world_size=4))
