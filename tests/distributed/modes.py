@@ -189,6 +189,9 @@ class FSDP1(Job):
     strategy = "FULL_SHARD"
     original_parameters = False
 
+    def mesh(self):
+        return None
+
     def wrap(self, model):
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -200,6 +203,7 @@ class FSDP1(Job):
             sharding_strategy=ShardingStrategy[self.strategy],
             use_orig_params=self.original_parameters,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_mesh=self.mesh(),
             mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if bf16 else None,
         )
 
@@ -220,6 +224,20 @@ class FSDP1NoShard(FSDP1):
     original_parameters = True
     copies = 2
     peers = ((0, 1),)
+
+
+class FSDP1Hybrid(FSDP1):
+    strategy = "HYBRID_SHARD"
+    world_size = data_parallel = 4
+    copies = 2
+    peers = ((0, 2), (1, 3))
+
+    def mesh(self):
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+class FSDP1HybridGradOp(FSDP1Hybrid):
+    strategy = "_HYBRID_SHARD_ZERO2"
 
 
 class FSDP2(Job):
@@ -343,6 +361,7 @@ class Pipeline(Job):
 
 class Zero(Job):
     stage = 0
+    offload: dict[str, Any] = {}  # noqa: RUF012
     peers = ((0, 1),)
 
     def wrap(self, model):
@@ -352,7 +371,8 @@ class Zero(Job):
         self.functions = torch.nn.functional.linear
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0} | self.offload,
+            "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }
@@ -401,6 +421,11 @@ class Zero2(Zero):
     stage = 2
 
 
+class Zero2Offload(Zero):
+    stage = 2
+    offload = {"offload_optimizer": {"device": "cpu"}}  # noqa: RUF012
+
+
 class Zero3(Zero):
     stage = 3
 
@@ -411,6 +436,8 @@ ROWS: dict[str, type[Job]] = {
     "FSDP1 use_orig_params": FSDP1Original,
     "FSDP1 SHARD_GRAD_OP": FSDP1GradOp,
     "FSDP1 NO_SHARD": FSDP1NoShard,
+    "FSDP1 HYBRID_SHARD": FSDP1Hybrid,
+    "FSDP1 HYBRID_SHARD_ZERO2": FSDP1HybridGradOp,
     "FSDP2": FSDP2,
     "FSDP2 kept unsharded": FSDP2Kept,
     "FSDP2 resharded": FSDP2Resharded,
@@ -419,6 +446,7 @@ ROWS: dict[str, type[Job]] = {
     "ZeRO-0": Zero,
     "ZeRO-1": Zero1,
     "ZeRO-2": Zero2,
+    "ZeRO-2 optimizer offload": Zero2Offload,
     "ZeRO-3": Zero3,
     "TP": TensorParallel,
     "FSDP2 + TP": FSDP2TensorParallel,
