@@ -94,6 +94,17 @@ def test_a_wrong_command_line_is_one_line_and_a_status(arguments, expected, caps
     assert expected in line
 
 
+@pytest.mark.parametrize(("text", "expected"), [(None, "does not exist"), ("{'stage': 2}", "is not JSON")])
+def test_a_wrong_deepspeed_config_is_one_line(text, expected, tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    if text is not None:
+        file.write_text(text)
+    assert train.main(["--config", "graph", "--deepspeed", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train: --deepspeed")
+    assert expected in line
+
+
 def test_a_missing_data_file_is_one_line_with_the_command_that_fetches_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(data, "CACHE", tmp_path)
     assert train.main(["--config", "image", "--level", "L0"]) == 2

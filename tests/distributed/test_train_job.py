@@ -89,6 +89,20 @@ def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
     assert result["peak_bytes"] > 0
 
 
+@pytest.mark.parametrize("name", ["text"])
+@pytest.mark.usefixtures("cached")
+def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
+    """ZeRO-3 in bfloat16 from a ready config, whose block is all that turns compression on."""
+    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
+    config = str(ROOT / "configs" / "deepspeed" / "zero3.json")
+    done = _torchrun("--config", name, "--level", "L2", "--deepspeed", config, "--output", str(tmp_path), *settings)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["report"]["ratio"] > 3  # bfloat16 at 4 bits, statistics and small tensors exactly
+    assert result["plan"]
+    assert len(result["weights_sha256"]) == 64
+
+
 def test_a_mistake_under_torchrun_is_said_once_and_ends_the_job():
     done = _torchrun("--config", "txt")
     assert done.returncode != 0
