@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .operators import Role
 
 _RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
 _MODULE = nn.modules.module.__file__
 # Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
 _SHORTEST_ROW = 8
@@ -25,6 +26,13 @@ _SHORTEST_ROW = 8
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the model or one of its modules was given to torch.compile, or its compile() was called."""
     return any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules())
+
+
+def behind_compiler(frame: FrameType) -> FrameType:
+    """The frame that called a hook, behind those by which the compiler keeps off it."""
+    while frame.f_code.co_filename.startswith(_DYNAMO) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def compiled_region(frame: FrameType) -> nn.Module | None:
@@ -55,6 +63,8 @@ class RegionRoles:
     def role(self, region: nn.Module, name: str, tensor: Tensor) -> Role:
         """The role found after an earlier step; exact until then."""
         known = self._roles.get(name)
+        if known is None and _is_cast_of_parameter(tensor, region):
+            known = self._roles[name] = Role.STATISTIC
         if known is None:
             self._met[region].append((name, tensor.numel()))
         return known or Role.STATISTIC
@@ -66,3 +76,9 @@ class RegionRoles:
             for name, numel in met:
                 self._roles[name] = Role.ACTIVATION if numel * _SHORTEST_ROW > largest else Role.STATISTIC
         self._met.clear()
+
+
+def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:
+    """Whether it may be a parameter in the type of autocast: made inside the graph, such a copy tells nothing else."""
+    shape = sorted(tensor.shape)
+    return any(p.dtype != tensor.dtype and sorted(p.shape) == shape for p in region.parameters())

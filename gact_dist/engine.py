@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import codec
 from .block_inputs import BlockInputs
-from .compiled import RegionRoles, compiled_region, has_compiled_parts
+from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts
 from .config import Config
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
@@ -86,11 +86,17 @@ class Engine:
         # a compiled region is compiled anew under a function mode, and shows it no operator
         if self._observe_next and self.config.policy != "exact" and not has_compiled_parts(self._model):
             observer = OperatorObserver(self._blocks.note_discrete)
-        with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
+        with self._observed(observer), self._saved_tensors_hooks():
             try:
                 yield
             finally:
                 self._forget_step()
+
+    def _saved_tensors_hooks(self) -> saved_tensors_hooks:
+        if not has_compiled_parts(self._model):
+            return saved_tensors_hooks(self._pack, _unpack)
+        # where a graph breaks the compiler looks at every Python frame that runs, and would compile the hooks as well
+        return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
 
     def _forget_step(self) -> None:
         self._memory.clear()
@@ -115,7 +121,7 @@ class Engine:
         if observer is not None:
             observer.on_discrete = self._blocks.note_discrete
         try:
-            with self._observed(observer), saved_tensors_hooks(self._pack, _unpack):
+            with self._observed(observer), self._saved_tensors_hooks():
                 yield records
             for record in records:
                 record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
@@ -160,7 +166,7 @@ class Engine:
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
         memory = self._memory_of(tensor)
-        frame = sys._getframe(1)
+        frame = behind_compiler(sys._getframe(1))
         self._region = compiled_region(frame)
         self._blocks.look(frame)
         if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":

@@ -120,8 +120,10 @@ class Namer:
         region: the module whose compiled forward saves it, None outside of compiled regions.
         """
         if region is not None:
-            # in order of saving, which a compiled graph fixes; what produced its inputs differs between wrappers
-            path, operator, site = self.scope.paths.get(id(region)), "Compiled", None
+            # In order of saving, which a compiled graph fixes, among those that look alike: what else it saves (views
+            # of parameters), and what produced its inputs, differs between wrappers.
+            last = tensor.shape[-1] if tensor.dim() else 1
+            path, operator, site = self.scope.paths.get(id(region)), f"Compiled{tensor.dim()}D{last}", None
         else:
             node = _producer(origin(tensor))
             operator = operator_name(node.name()) if node is not None else "Input"

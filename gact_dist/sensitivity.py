@@ -109,6 +109,7 @@ def _measure_by_rerun(
         # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
         with torch.compiler.set_stance("force_eager"), engine.recording(OperatorObserver(), fraction), fork():
             forward()
+        run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})
         # before its backward, which may write into what was saved
         measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]

@@ -1,0 +1,90 @@
+"""torch.compile: regions stay whole, their tensors keep their names, statistics and parameters stay exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import TinyGPT, loss_of
+from torch import Tensor
+
+import gact_dist
+from gact_dist import Config
+
+ROUNDED = Config(policy="uniform", bits=4, min_numel=16)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 37, (8, 41), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def model_of(what: str) -> torch.nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = TinyGPT(37, dropout=0.1)
+    if what == "blocks":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    elif what == "whole":
+        model.compile(backend="aot_eager")
+    return model
+
+
+def steps(gact, loss_fn, count: int) -> None:
+    for _ in range(count):
+        with gact.step():
+            loss = loss_fn(batch())
+        loss.backward()
+
+
+@pytest.mark.parametrize("what", ["blocks", "whole"])
+def test_regions_are_compressed_from_the_second_step_on_and_compiled_once(what):
+    model = model_of(what)
+    gact = gact_dist.attach(model, config=ROUNDED)
+    torch._dynamo.utils.counters.clear()
+    steps(gact, loss_of(model), 3)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 1  # the second block runs the first one's code
+    report = gact.report()
+    regions = [row for row in report.rows if ":Compiled" in row.name]
+    assert {row.codec for row in regions if row.shape[-1:] == (1,) or row.shape == (8, 4, 40)} == {"exact"}
+    assert {row.codec for row in regions if row.dtype == torch.float32 and row.shape[-1:] == (256,)} == {"quantised"}
+    assert report.ratio > 6
+
+
+def test_a_model_compiled_after_attaching_is_noticed():
+    model = model_of("not yet")
+    gact = gact_dist.attach(model, config=ROUNDED)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    steps(gact, loss_of(model), 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert gact.report().ratio > 6
+
+
+@pytest.mark.parametrize("what", ["blocks", "whole"])
+def test_casts_of_parameters_inside_a_region_stay_exact(what):
+    model = model_of(what)
+    gact = gact_dist.attach(model, config=ROUNDED)
+    for _ in range(2):
+        with gact.step(), torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model)(batch())
+        loss.backward()
+    shapes = {tuple(sorted(p.shape)) for p in model.parameters() if p.dim() == 2}
+    rounded = {tuple(sorted(row.shape)) for row in gact.report().rows if row.codec == "quantised"}
+    assert not shapes & rounded
+
+
+def test_compiled_sensitivities_are_those_of_the_eager_model():
+    """Perturbation against one double backward: each within its own sampling error, all tensors together within 25%."""
+    found = []
+    for what in ("eager", "blocks"):
+        model = model_of(what).eval()
+        gact = gact_dist.attach(model, config=Config(min_numel=16))
+        for _ in range(2):
+            gact.calibrate(loss_of(model), batch(), samples=8)
+        found.append(gact.adaptation)
+    eager, compiled = found
+    assert sum(compiled.sensitivity.values()) == pytest.approx(sum(eager.sensitivity.values()), rel=0.25)
