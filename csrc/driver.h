@@ -14,6 +14,8 @@
 //   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
 #pragma once
 
+#include <type_traits>
+
 #include "masks.h"
 #include "plain_floats.h"
 #include "variance.h"
@@ -223,62 +225,51 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
 
 // ---- from run-time bits and element type to the template
 
-template <class Isa, class T>
-void pack_bits(const PackJob& job, i64 first, i64 last) {
-  switch (job.bits) {
+// Calls run with the width as a compile-time constant.
+template <class Run>
+void with_bits(int bits, Run&& run) {
+  switch (bits) {
     case 1:
-      return pack_units<Isa, T, 1>(job, first, last);
+      return run(std::integral_constant<int, 1>{});
     case 2:
-      return pack_units<Isa, T, 2>(job, first, last);
+      return run(std::integral_constant<int, 2>{});
     case 3:
-      return pack_units<Isa, T, 3>(job, first, last);
+      return run(std::integral_constant<int, 3>{});
     case 4:
-      return pack_units<Isa, T, 4>(job, first, last);
+      return run(std::integral_constant<int, 4>{});
     case 5:
-      return pack_units<Isa, T, 5>(job, first, last);
+      return run(std::integral_constant<int, 5>{});
     case 6:
-      return pack_units<Isa, T, 6>(job, first, last);
+      return run(std::integral_constant<int, 6>{});
     case 7:
-      return pack_units<Isa, T, 7>(job, first, last);
+      return run(std::integral_constant<int, 7>{});
     default:
-      return pack_units<Isa, T, 8>(job, first, last);
+      return run(std::integral_constant<int, 8>{});
   }
 }
 
-template <class Isa, class T>
-void unpack_bits(const UnpackJob& job, i64 first, i64 last) {
-  switch (job.bits) {
-    case 1:
-      return unpack_units<Isa, T, 1>(job, first, last);
-    case 2:
-      return unpack_units<Isa, T, 2>(job, first, last);
-    case 3:
-      return unpack_units<Isa, T, 3>(job, first, last);
-    case 4:
-      return unpack_units<Isa, T, 4>(job, first, last);
-    case 5:
-      return unpack_units<Isa, T, 5>(job, first, last);
-    case 6:
-      return unpack_units<Isa, T, 6>(job, first, last);
-    case 7:
-      return unpack_units<Isa, T, 7>(job, first, last);
-    default:
-      return unpack_units<Isa, T, 8>(job, first, last);
-  }
+// Calls run with a value of the element type.
+template <class Run>
+void with_element(Element element, Run&& run) {
+  if (element == Element::kFloat) return run(float{});
+  if (element == Element::kHalf) return run(Half{});
+  return run(Bfloat{});
 }
 
 template <class Isa>
 void pack_any(const PackJob& job, i64 first, i64 last) {
-  if (job.element == Element::kFloat) return pack_bits<Isa, float>(job, first, last);
-  if (job.element == Element::kHalf) return pack_bits<Isa, Half>(job, first, last);
-  return pack_bits<Isa, Bfloat>(job, first, last);
+  with_element(job.element, [&](auto element) {
+    with_bits(job.bits,
+              [&](auto bits) { pack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
+  });
 }
 
 template <class Isa>
 void unpack_any(const UnpackJob& job, i64 first, i64 last) {
-  if (job.element == Element::kFloat) return unpack_bits<Isa, float>(job, first, last);
-  if (job.element == Element::kHalf) return unpack_bits<Isa, Half>(job, first, last);
-  return unpack_bits<Isa, Bfloat>(job, first, last);
+  with_element(job.element, [&](auto element) {
+    with_bits(job.bits,
+              [&](auto bits) { unpack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
+  });
 }
 
 template <class Isa>
