@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script; pyt
 from ranks import close_pools, count_collectives, run_ranks
 from small_models import Block, TinyGPT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -101,6 +101,12 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy over all tokens."""
     return cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+
+@cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh of each kind for all cells of a process: every new one would bring process groups with threads."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class Job:
@@ -234,7 +240,7 @@ class FSDP1Hybrid(FSDP1):
     peers = ((0, 2), (1, 3))
 
     def mesh(self):
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return mesh_of((2, 2), ("replicate", "shard"))
 
 
 class FSDP1HybridGradOp(FSDP1Hybrid):
@@ -246,7 +252,7 @@ class FSDP2(Job):
     offload = False
 
     def mesh(self):
-        return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        return mesh_of((2,), ("dp",))
 
     def wrap(self, model):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -283,7 +289,7 @@ class HSDP(FSDP2):
     peers = ((0, 2), (1, 3))
 
     def mesh(self):
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return mesh_of((2, 2), ("replicate", "shard"))
 
 
 class TensorParallel(Job):
@@ -299,7 +305,7 @@ class TensorParallel(Job):
     def wrap(self, model):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of((1, 2), ("dp", "tp"))
         self.process_group = mesh["dp"]
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -317,7 +323,7 @@ class FSDP2TensorParallel(FSDP2):
     def wrap(self, model):
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        self.both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.both = mesh_of((2, 2), ("dp", "tp"))
         self.process_group = self.both["dp"]
         for block in model.blocks:
             parallelize_module(block, self.both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -342,7 +348,7 @@ class Pipeline(Job):
     def wrap(self, model):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-        self.process_group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))["dp"]
+        self.process_group = mesh_of((1, 2), ("dp", "pp"))["dp"]
         stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, self.microbatches, loss_fn=loss_of)
         return model
