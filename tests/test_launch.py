@@ -53,7 +53,7 @@ def test_overrides_change_keys_and_take_plain_text():
         ("learning_rate=nan", "give 0 or more"),
         ("task=sound", "text, image, graph"),
         ("optimizer=adam", "adamw, sgd"),
-        ("batch_size=4000", "lower batch_size"),
+        ("batch_size=7000", "lower batch_size"),
         ("batch_size", "key=value"),
     ],
 )
