@@ -48,9 +48,9 @@ def map_tensors(batch: Any, function: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        sliced = copy.copy(batch)  # keeps the class, such as the BatchEncoding of tokenizers
+        sliced: Any = copy.copy(batch)  # keeps the class, such as the BatchEncoding of tokenizers
         for key, value in batch.items():
-            sliced[key] = map_tensors(value, function)  # type: ignore[index]
+            sliced[key] = map_tensors(value, function)
         return sliced
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function) for value in batch))

@@ -146,9 +146,9 @@ class Controller:
                 observation, self._observation = self._observation, None
                 self._adapt(lambda: observation.loss(self._model), observation.fraction)
         # one whose backward has not come by (two forwards before one backward) gives way to this forward
-        due = self._due(in_steps=1)
-        samples = self._probe_samples(self.config.calibration_samples)
-        self._candidate = Observation((args, kwargs), samples) if due else None
+        self._candidate = None
+        if self._due(in_steps=1):
+            self._candidate = Observation((args, kwargs), self._probe_samples(self.config.calibration_samples))
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())

@@ -84,7 +84,7 @@ class Engine:
         refuse_inside_checkpoint()
         observer = None
         # a compiled region is compiled anew under a function mode, and shows it no operator
-        if self._observe_next and self.config.policy != "exact" and not has_compiled_parts(self._model):
+        if self._observe_next and self.config.policy != "exact" and not self._namer.scope.compiled:
             observer = OperatorObserver(self._blocks.note_discrete)
         with self._observed(observer), self._saved_tensors_hooks():
             try:
@@ -93,7 +93,7 @@ class Engine:
                 self._forget_step()
 
     def _saved_tensors_hooks(self) -> saved_tensors_hooks:
-        if not has_compiled_parts(self._model):
+        if not self._namer.scope.compiled:
             return saved_tensors_hooks(self._pack, _unpack)
         # where a graph breaks the compiler looks at every Python frame that runs, and would compile the hooks as well
         return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))

@@ -136,14 +136,14 @@ def bypassed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _forward_of(wrapper: type, forward: Callable[..., Any]) -> Iterator[None]:
+def _forward_of(wrapper: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """All modules of a wrapper class run `forward`; a class, because the model attached to may lie inside it."""
-    original = wrapper.forward  # type: ignore[attr-defined]
-    wrapper.forward = forward  # type: ignore[attr-defined]
+    original = wrapper.forward
+    wrapper.forward = forward
     try:
         yield
     finally:
-        wrapper.forward = original  # type: ignore[attr-defined]
+        wrapper.forward = original
 
 
 def _data_parallel_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# Started as a file (torchrun needs one), Python looks beside it and not in the root: hence E402 below.
 sys.path.insert(0, str(ROOT))
 
 from launch import data, train  # noqa: E402

@@ -14,8 +14,10 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
+# Started as a file (torchrun needs one), Python looks beside it and not in the root: hence E402 below.
 sys.path.insert(0, str(ROOT))
 
 from launch.config import RunConfig, UsageError, load_config  # noqa: E402
@@ -26,7 +28,7 @@ OFF = "L0"
 class Parser(argparse.ArgumentParser):
     """argparse prints usage and exits on every rank; a mistake is one line of rank 0 instead."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         """Raise instead of printing and exiting."""
         raise UsageError(f"{message} (--help lists the options)")
 

@@ -72,9 +72,9 @@ class ModeGPT(TinyGPT):
         if stage is not None:
             self.blocks = nn.ModuleList([self.blocks[stage]])
         if not self.entry:
-            self.embedding = None  # type: ignore[assignment]
+            self.embedding = None
         if not self.exit:
-            self.norm = self.head = None  # type: ignore[assignment]
+            self.norm = self.head = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x) if self.entry else x
@@ -138,7 +138,7 @@ class Job:
 
     def compiled(self, model: nn.Module) -> nn.Module:
         if self.cell.execution == "compile":
-            for block in model.blocks:  # type: ignore[union-attr]
+            for block in model.blocks:
                 block.compile(backend="aot_eager")
         return model
 
