@@ -60,7 +60,7 @@ def kernel_actions(x: Tensor, bits: int) -> dict[str, Callable[[], object]]:
         "copy_": lambda: target.copy_(x),
         "pack": lambda: ops.pack_out(x, bits, GROUP_SIZE, 1, buffer),
         "copy_ again": lambda: target.copy_(x),
-        "unpack": lambda: ops.unpack_out(buffer, bits, GROUP_SIZE, x.numel(), x.dtype, target),
+        "unpack": lambda: ops.unpack_out(buffer, bits, GROUP_SIZE, x.numel(), x.dtype, 1, target),
     }
 
 

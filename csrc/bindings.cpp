@@ -128,7 +128,7 @@ Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
   return buffer;
 }
 
-void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
                  const Tensor& out, bool stream) {
   check_format(bits, group_size);
   const Element element = element_of(dtype);
@@ -145,6 +145,7 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                       numel,
                       static_cast<int>(bits),
                       static_cast<int>(group_size),
+                      static_cast<u64>(seed),
                       out.mutable_data_ptr(),
                       stream};
   const Kernels* kernels = active_kernels();
@@ -153,15 +154,16 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
 }
 
 // Memory that is in use already: around the cache when it is too large for it.
-void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, Tensor out) {
+void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
+                Tensor out) {
   const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
-  unpack_into(buffer, bits, group_size, numel, dtype, out, stream);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream);
 }
 
 // A large new tensor: the kernel has just zeroed its pages, so they are in the cache.
-Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype) {
+Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed) {
   Tensor out = new_flat(buffer, numel, dtype);
-  unpack_into(buffer, bits, group_size, numel, dtype, out, false);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false);
   return out;
 }
 

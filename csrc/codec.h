@@ -28,12 +28,15 @@ struct Bfloat {
   u16 bits;
 };
 
-constexpr i32 kPhiloxBlock = 128;                    // elements that share 16 Philox counters
+constexpr i32 kPhiloxBlock = 256;                    // elements that share 16 Philox counters
 constexpr float kMinScale = 3.851859888774472e-34f;  // 2^-111: 65536 / scale stays finite
 constexpr u32 kInfinityBits = 0x7F800000u;
 constexpr u32 kNanBits = 0x7FC00000u;
 constexpr u16 kSpecialFlag = 0x8000u;  // sign of a stored scale: the group holds values that are not finite
 constexpr u16 kMinusOne = 0xBF80u;     // stored scale of a 1-bit group whose code 1 is +inf
+constexpr u16 kDitherFlag = 1u;        // lowest bit of a stored scale: the noise is subtracted again when decoding
+constexpr float kDitherUnit = 1.52587890625e-5f;  // 2^-16: the part of a step in which noise is counted
+constexpr u32 kScaleStep = 0x20000u;              // between neighbouring scales, which leave that bit free
 
 // ---- bits and conversions
 
@@ -143,11 +146,13 @@ GACT_FN void philox(u32 words[4], u32 key0, u32 key1) {
   }
 }
 
-// The 16 random bits of one element, out of the words of its counter block * 16 + (element & 15).
-GACT_FN u32 random_half(const u32 words[4], u32 element) {
-  const u32 vector = (element >> 4) & 7u;
-  const u32 word = words[vector >> 1];
-  return (vector & 1u) ? word >> 16 : word & 0xFFFFu;
+// The 16 random bits of one element, out of the words of its counter block * 16 + (element & 15): two neighbouring
+// bytes of the word that it shares with three others, each of which begins at another byte.
+GACT_FN u32 random16(const u32 words[4], u32 element) {
+  const u32 vector = (element >> 4) & 15u;
+  const u32 word = words[vector >> 2];
+  const u32 shift = 8u * (vector & 3u);
+  return ((word >> shift) | (word << ((32u - shift) & 31u))) & 0xFFFFu;
 }
 
 GACT_FN void philox_of_lane(u64 block, u32 lane, u64 seed, u32 words[4]) {
@@ -175,6 +180,7 @@ struct Group {
   u16 stored_scale;  // bfloat16 bits; the sign marks a special group
   bool special;      // holds NaN or infinities, or its range overflows
   bool dead;         // decodes to NaN
+  bool may_dither;   // half a step more on either side changes no sign and overflows nothing
 };
 
 template <class T>
@@ -197,20 +203,29 @@ GACT_FN Extent extent_of(const T* x, int count) {
   return extent;
 }
 
-// range / levels rounded outward to bfloat16; stepped down again while the top code would exceed `largest`.
+// range / levels rounded outward to a multiple of kScaleStep in bits; stepped down again while the top code would
+// exceed `largest`.
 GACT_FN float storable_scale(float range, float low, float levels, float largest) {
   if (!(range > 0.0f)) return 0.0f;
-  float scale = float_of((bits_of(range / levels) + 0xFFFFu) & 0xFFFF0000u);
-  if (scale * levels < range) scale = float_of(bits_of(scale) + 0x10000u);
+  float scale = float_of((bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u));
+  if (scale * levels < range) scale = float_of(bits_of(scale) + kScaleStep);
   if (scale < kMinScale) scale = kMinScale;
   for (int step = 0; step < 3; ++step) {
     const float span = scale * levels;
-    if (!(low + span <= largest)) scale = float_of(bits_of(scale) - 0x10000u);
+    if (!(low + span <= largest)) scale = float_of(bits_of(scale) - kScaleStep);
   }
   return scale;
 }
 
-GACT_FN Group dead_group() { return Group{float_of(kNanBits), 0.0f, 0.0f, 0, kSpecialFlag, true, true}; }
+GACT_FN bool dither_allowed(float low, float high, float scale, float levels, float largest) {
+  const float half = 0.5f * scale;
+  const float span = scale * levels;
+  const float top = low + span;
+  const bool keeps_sign = (low < 0.0f && high > 0.0f) || low > half || high < -half;
+  return scale > 0.0f && keeps_sign && top + scale <= largest && low - scale >= -largest;
+}
+
+GACT_FN Group dead_group() { return Group{float_of(kNanBits), 0.0f, 0.0f, 0, kSpecialFlag, true, true, false}; }
 
 GACT_FN Group describe(const Extent& extent, int bits, float largest) {
   const bool infinite = extent.has_minus || extent.has_plus;
@@ -228,6 +243,7 @@ GACT_FN Group describe(const Extent& extent, int bits, float largest) {
   group.stored_scale = static_cast<u16>(bits_of(group.scale) >> 16);
   group.special = infinite;
   group.dead = false;
+  group.may_dither = !infinite && dither_allowed(low, extent.high, group.scale, static_cast<float>(levels), largest);
   if (infinite) group.stored_scale |= (bits == 1 && extent.has_plus) ? kMinusOne : kSpecialFlag;
   return group;
 }
@@ -239,7 +255,9 @@ GACT_FN i32 scaled_value(float value, float low, float inverse, i32 limit) {
   return steps < limit ? steps : limit;
 }
 
-GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise) {
+// The code of one element; `scaled` receives what was rounded, in units of 2^-16 steps.
+GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise, i32* scaled) {
+  *scaled = 0;
   if (group.special) {
     if (group.dead) return 0u;
     if (!is_finite(value)) {
@@ -247,17 +265,38 @@ GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise) {
       return value > 0.0f || bits == 1 ? plus_code : plus_code - 1u;
     }
   }
-  return (static_cast<u32>(scaled_value(value, group.low, group.inverse, group.limit)) + noise) >> 16;
+  *scaled = scaled_value(value, group.low, group.inverse, group.limit);
+  return (static_cast<u32>(*scaled) + noise) >> 16;
 }
 
-GACT_FN float decode(u32 code, u16 stored_scale, float offset, int bits) {
-  const float scale = float_of(static_cast<u32>(stored_scale & 0x7FFFu) << 16);
+// How far the fraction that is rounded lies from 1/2, in units of 2^-8: its eight highest bits are compared.
+GACT_FN u32 edge_of(i32 scaled) {
+  const i32 from_half = ((scaled >> 8) & 0xFF) - 128;
+  return static_cast<u32>(from_half < 0 ? -from_half : from_half);
+}
+
+// Whether subtracting the noise beats plain rounding for `count` elements with this sum of edge_of. Fractions that are
+// all spread evenly make 64 an element, and plain rounding has twice the variance then; fractions of zero make 128, and
+// it is exact for them. With as many of the one as of the other both ways have the same variance.
+GACT_FN bool dither_pays(u32 sum_of_edges, int count) { return sum_of_edges < 96u * static_cast<u32>(count); }
+
+// The lowest value that a group with subtracted noise decodes to: (65536 - 1) / 2 units of 2^-16 steps below its
+// offset.
+GACT_FN float dithered_base(float offset, float unit) { return offset - 32767.5f * unit; }
+
+GACT_FN float decode(u32 code, u16 stored_scale, float offset, int bits, u32 noise) {
+  const float scale = float_of(static_cast<u32>(stored_scale & 0x7FFEu) << 16);
   if (stored_scale & kSpecialFlag) {
     const u32 plus_code = (1u << bits) - 1u;
     const float infinity = float_of(kInfinityBits);
     if (bits == 1 && code == 1u) return stored_scale == kMinusOne ? infinity : -infinity;
     if (bits > 1 && code == plus_code) return infinity;
     if (bits > 1 && code + 1u == plus_code) return -infinity;
+  }
+  if (stored_scale & kDitherFlag) {
+    const float unit = scale * kDitherUnit;
+    const float units = static_cast<float>((code << 16) | (65535u - noise));
+    return dithered_base(offset, unit) + units * unit;
   }
   return offset + static_cast<float>(code) * scale;
 }

@@ -4,12 +4,13 @@
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
 //   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
-//   philox(block, keys, words)                [16][16] output words of the 4 blocks of 128 elements of a unit: row
-//                                             4 * block + word, column lane
-//   quantise<T, BITS, COUNT>(x, low, inverse, noise, planes, stride)  COUNT = 64 or 128 elements of one group, whose
-//                                             noise is in COUNT / 32 output words of 16 lanes, to COUNT / 8 bytes in
-//                                             each plane
-//   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group whose scale is not negative
+//   philox(block, keys, words)                [16][16] output words of 4 blocks of 256 elements: row 4 * block + word,
+//                                             column lane; a row makes the noise of 64 elements
+//   quantise<T, BITS>(x, group_size, low, inverse, noise, planes) -> u32    a whole group, whose noise begins at the
+//   row
+//                                             `noise`, to its planes; the sum of edge_of its elements
+//   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group without flags
+//   decode_dithered<T, BITS>(planes, group_size, unit, base, noise, out, stream)   a whole group with kDitherFlag
 //   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
 //   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
 #pragma once
@@ -29,6 +30,26 @@ constexpr i64 kBlockElements = 4096;
 constexpr i64 kPrefetchElements = 2 * kBlockElements;
 constexpr int kCacheLine = 64;
 
+// The noise of single elements, cheap for those of one lane in order.
+class LaneNoise {
+ public:
+  explicit LaneNoise(u64 seed) : seed_(seed) {}
+
+  u32 of(i64 element) {
+    const u64 counter = static_cast<u64>(element) / kPhiloxBlock * 16u + (static_cast<u64>(element) & 15u);
+    if (counter != counter_) {
+      counter_ = counter;
+      philox_of_lane(counter / 16u, static_cast<u32>(counter & 15u), seed_, words_);
+    }
+    return random16(words_, static_cast<u32>(element));
+  }
+
+ private:
+  u64 seed_;
+  u64 counter_ = ~u64{0};
+  u32 words_[4];
+};
+
 template <class T>
 void pack_group(const PackJob& job, i64 index) {
   const i64 start = index * job.group_size;
@@ -36,28 +57,25 @@ void pack_group(const PackJob& job, i64 index) {
   const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
   const T* x = static_cast<const T*>(job.x) + start;
   const Group group = describe(extent_of(x, count), job.bits, float_of(Largest<T>::bits));
-  job.scales[index] = group.stored_scale;
   from_float(group.low, static_cast<T*>(job.offsets) + index);
 
   const int stride = job.group_size / 8;
   u8* planes = job.planes + index * job.bits * stride;
   for (int byte = 0; byte < job.bits * stride; ++byte) planes[byte] = 0;
+  u32 edges = 0;
+  LaneNoise noise(job.seed);
   for (int lane = 0; lane < 16; ++lane) {
-    u32 words[4];
-    u64 block_of_words = ~u64{0};
     for (int i = lane; i < count; i += 16) {
-      const u64 element = static_cast<u64>(start + i);
-      if (element / kPhiloxBlock != block_of_words) {
-        block_of_words = element / kPhiloxBlock;
-        philox_of_lane(block_of_words, lane, job.seed, words);
-      }
-      const u32 noise = random_half(words, static_cast<u32>(element));
-      const u32 code = code_of(to_float(x[i]), group, job.bits, noise);
+      i32 scaled;
+      const u32 code = code_of(to_float(x[i]), group, job.bits, noise.of(start + i), &scaled);
+      edges += edge_of(scaled);
       for (int plane = 0; plane < job.bits; ++plane) {
         planes[plane * stride + i / 8] |= static_cast<u8>(((code >> plane) & 1u) << (i % 8));
       }
     }
   }
+  const bool dithered = group.may_dither && dither_pays(edges, count);
+  job.scales[index] = group.stored_scale | (dithered ? kDitherFlag : 0);
 }
 
 template <class T>
@@ -68,13 +86,18 @@ void unpack_group(const UnpackJob& job, i64 index) {
   T* out = static_cast<T*>(job.out) + start;
   const int stride = job.group_size / 8;
   const u8* planes = job.planes + index * job.bits * stride;
+  const u16 scale = job.scales[index];
   const float offset = to_float(static_cast<const T*>(job.offsets)[index]);
-  for (int i = 0; i < count; ++i) {
-    u32 code = 0;
-    for (int plane = 0; plane < job.bits; ++plane) {
-      code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
+  LaneNoise noise(job.seed);
+  for (int lane = 0; lane < 16; ++lane) {
+    for (int i = lane; i < count; i += 16) {
+      u32 code = 0;
+      for (int plane = 0; plane < job.bits; ++plane) {
+        code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
+      }
+      const u32 subtracted = scale & kDitherFlag ? noise.of(start + i) : 0u;
+      from_float(decode(code, scale, offset, job.bits, subtracted), out + i);
     }
-    from_float(decode(code, job.scales[index], offset, job.bits), out + i);
   }
 }
 
@@ -92,6 +115,30 @@ inline RoundKeys round_keys(u64 seed) {
   return keys;
 }
 
+// The noise of 1024 elements at a time, made when a group needs it.
+constexpr i64 kNoiseElements = 4 * kPhiloxBlock;
+
+template <class Isa>
+class UnitNoise {
+ public:
+  explicit UnitNoise(u64 seed) : keys_(round_keys(seed)) {}
+
+  // Rows for the group that begins at `element`.
+  const u32 (*of(i64 element))[16] {
+    const i64 unit = element / kNoiseElements;
+    if (unit != unit_) {
+      unit_ = unit;
+      Isa::philox(static_cast<u64>(unit) * 4, keys_, words_);
+    }
+    return words_ + element % kNoiseElements / 64;
+  }
+
+ private:
+  RoundKeys keys_;
+  i64 unit_ = -1;
+  alignas(kCacheLine) u32 words_[16][16];
+};
+
 // No element of a group exceeds the top code before clamping if the width is small enough: its value in steps is at
 // most levels * 65536 * (1 + 2^-23), as `range <= levels * scale` holds exactly and two roundings follow.
 constexpr bool needs_clamp(int bits) { return ((1 << bits) - 1) * 65536.0 >= 0.5 * 8388608.0; }
@@ -99,7 +146,7 @@ constexpr bool needs_clamp(int bits) { return ((1 << bits) - 1) * 65536.0 >= 0.5
 // What quantise needs of the groups of a block. `slow` marks those for which the short formulas do not hold.
 struct BlockGroups {
   float low[kBlockElements / 64], high[kBlockElements / 64], scale[kBlockElements / 64], inverse[kBlockElements / 64];
-  i32 slow[kBlockElements / 64];
+  i32 slow[kBlockElements / 64], may_dither[kBlockElements / 64];
 };
 
 // describe() of codec.h without its rare cases and without branches, so that compilers vectorise it.
@@ -107,8 +154,8 @@ inline void describe_plain(BlockGroups& groups, int count, float levels, float l
   for (int g = 0; g < count; ++g) {
     const float low = groups.low[g] + 0.0f;
     const float range = groups.high[g] - low;
-    const u32 rounded = (bits_of(range / levels) + 0xFFFFu) & 0xFFFF0000u;
-    const u32 covering = rounded + (float_of(rounded) * levels < range ? 0x10000u : 0u);
+    const u32 rounded = (bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u);
+    const u32 covering = rounded + (float_of(rounded) * levels < range ? kScaleStep : 0u);
     const float step = float_of(covering) < kMinScale ? kMinScale : float_of(covering);
     const float top = low + step * levels;
     const float inverse = 65536.0f / step;
@@ -116,6 +163,9 @@ inline void describe_plain(BlockGroups& groups, int count, float levels, float l
     groups.scale[g] = range > 0.0f ? step : 0.0f;
     groups.inverse[g] = range > 0.0f ? inverse : 0.0f;
     groups.slow[g] = top <= largest ? 0 : 1;  // also where anything is NaN or infinite
+    const float half = 0.5f * step, high = groups.high[g];
+    const bool keeps_sign = ((low < 0.0f) & (high > 0.0f)) | (low > half) | (high < -half);
+    groups.may_dither[g] = keeps_sign & (range > 0.0f) & (top + step <= largest) & (low - step >= -largest);
   }
 }
 
@@ -133,7 +183,6 @@ bool describe_block(const PackJob& job, i64 start, int count, BlockGroups& group
   const i64 first_group = start / job.group_size;
   i32 any_slow = 0;
   for (int g = 0; g < group_count; ++g) {
-    job.scales[first_group + g] = static_cast<u16>(bits_of(groups.scale[g]) >> 16);
     from_float(groups.low[g], static_cast<T*>(job.offsets) + first_group + g);
     any_slow |= groups.slow[g];
   }
@@ -148,35 +197,28 @@ inline void prefetch(const void* start, int size_bytes) {
 #endif
 }
 
-template <class Isa, class T, int BITS, int COUNT>
-void quantise_block(const PackJob& job, const RoundKeys& keys, i64 start, int count, const BlockGroups& groups) {
+template <class Isa, class T, int BITS>
+void quantise_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int count, const BlockGroups& groups) {
   const T* x = static_cast<const T*>(job.x) + start;
-  const int stride = job.group_size / 8;
-  u8* planes = job.planes + start / job.group_size * BITS * stride;
-  for (int unit = 0; unit < count; unit += kUnitElements) {
-    alignas(kCacheLine) u32 words[16][16];
-    Isa::philox(static_cast<u64>(start + unit) / kPhiloxBlock, keys, words);
-    for (int part = 0; part < kUnitElements; part += COUNT) {
-      const int at = unit + part;
-      const int g = at / job.group_size;
-      prefetch(x + at + kPrefetchElements, COUNT * sizeof(T));
-      u8* target = planes + g * BITS * stride + (at % job.group_size) / 8;
-      const u32(*noise)[16] = words + part / 32;
-      Isa::template quantise<T, BITS, COUNT>(x + at, groups.low[g], groups.inverse[g], noise, target, stride);
-    }
+  const int size = job.group_size;
+  const i64 first_group = start / size;
+  u8* planes = job.planes + first_group * BITS * (size / 8);
+  for (int g = 0; g < count / size; ++g) {
+    const T* group = x + g * size;
+    prefetch(group + kPrefetchElements, size * static_cast<int>(sizeof(T)));
+    const u32 edges = Isa::template quantise<T, BITS>(group, size, groups.low[g], groups.inverse[g],
+                                                      noise.of(start + g * size), planes + g * BITS * (size / 8));
+    const bool dithered = groups.may_dither[g] && dither_pays(edges, size);
+    job.scales[first_group + g] = static_cast<u16>((bits_of(groups.scale[g]) >> 16) | (dithered ? kDitherFlag : 0));
   }
 }
 
 // Full groups: elements start .. start + count - 1, count a multiple of 512 and at most kBlockElements.
 template <class Isa, class T, int BITS>
-void pack_block(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+void pack_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int count) {
   BlockGroups groups;
   const bool any_slow = describe_block<Isa, T, BITS>(job, start, count, groups);
-  if (job.group_size >= 128) {
-    quantise_block<Isa, T, BITS, 128>(job, keys, start, count, groups);
-  } else {
-    quantise_block<Isa, T, BITS, 64>(job, keys, start, count, groups);
-  }
+  quantise_block<Isa, T, BITS>(job, noise, start, count, groups);
   if (!any_slow) return;
   for (int g = 0; g < count / job.group_size; ++g) {
     if (groups.slow[g]) pack_group<T>(job, start / job.group_size + g);
@@ -186,12 +228,12 @@ void pack_block(const PackJob& job, const RoundKeys& keys, i64 start, int count)
 template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
   const PlainFloats plain;
-  const RoundKeys keys = round_keys(job.seed);
+  UnitNoise<Isa> noise(job.seed);
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   const i64 full_end = end / kUnitElements * kUnitElements;
   for (i64 start = first * kUnitElements; start < full_end; start += kBlockElements) {
     const i64 left = full_end - start;
-    pack_block<Isa, T, BITS>(job, keys, start, static_cast<int>(left < kBlockElements ? left : kBlockElements));
+    pack_block<Isa, T, BITS>(job, noise, start, static_cast<int>(left < kBlockElements ? left : kBlockElements));
   }
   for (i64 tail = full_end; tail < end; tail += job.group_size) {
     pack_group<T>(job, tail / job.group_size);
@@ -206,6 +248,7 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
   const int stride = job.group_size / 8;
   const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
   const T* offsets = static_cast<const T*>(job.offsets);
+  UnitNoise<Isa> noise(job.seed);
   for (i64 g = first * kUnitElements / job.group_size; g < last_full; ++g) {
     const u16 scale = job.scales[g];
     if (scale & kSpecialFlag) {
@@ -214,8 +257,14 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
     }
     const u8* planes = job.planes + g * BITS * stride;
     T* out = static_cast<T*>(job.out) + g * job.group_size;
-    const float step = float_of(static_cast<u32>(scale) << 16);
-    Isa::template decode<T, BITS>(planes, job.group_size, step, to_float(offsets[g]), out, stream);
+    const float step = float_of(static_cast<u32>(scale & ~kDitherFlag) << 16), offset = to_float(offsets[g]);
+    if (scale & kDitherFlag) {
+      const float unit = step * kDitherUnit;
+      Isa::template decode_dithered<T, BITS>(planes, job.group_size, unit, dithered_base(offset, unit),
+                                             noise.of(g * job.group_size), out, stream);
+    } else {
+      Isa::template decode<T, BITS>(planes, job.group_size, step, offset, out, stream);
+    }
   }
   if (last_full * job.group_size < end) unpack_group<T>(job, last_full);
 #if defined(__x86_64__)

@@ -35,6 +35,7 @@ struct UnpackJob {
   i64 numel;
   int bits;
   int group_size;
+  u64 seed;
   void* out;
   bool stream;  // write around the cache: the output is larger than it
 };

@@ -50,12 +50,11 @@ inline __m256i codes_of(const u8* planes, int stride) {
   return codes;
 }
 
-// offset + code * scale of codes 8 * part .. 8 * part + 7; the two operations are as in codec.h.
-inline __m256 values_of(__m256i codes, int part, __m256 scale, __m256 offset) {
+// Codes 8 * part .. 8 * part + 7 of 32.
+inline __m256i eight_codes(__m256i codes, int part) {
   __m128i bytes = part < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
   if (part & 1) bytes = _mm_srli_si128(bytes, 8);
-  const __m256 numbers = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
-  return _mm256_add_ps(offset, _mm256_mul_ps(numbers, scale));
+  return _mm256_cvtepu8_epi32(bytes);
 }
 
 inline __m256i rounded_to_bfloat(__m256 values) {
@@ -116,55 +115,92 @@ struct Avx2Isa {
     }
   }
 
-  template <class T, int BITS, int COUNT>
-  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
-    for (int part = 0; part < COUNT / 32; ++part) {
-      const __m256i codes = codes_of_values<BITS>(x + 32 * part, low, inverse, noise[part]);
+  template <class T, int BITS>
+  static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
+    const int stride = group_size / 8;
+    __m256i edges = _mm256_setzero_si256();
+    for (int part = 0; part < group_size / 32; ++part) {
+      const __m256i codes =
+          codes_of_values<BITS>(x + 32 * part, low, inverse, noise[part / 2], 16 * (part % 2), &edges);
       for (int plane = 0; plane < BITS; ++plane) {
         const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
         std::memcpy(planes + plane * stride + 4 * part, &mask, sizeof(mask));
       }
     }
+    alignas(32) u64 lanes[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), edges);
+    return static_cast<u32>(lanes[0] + lanes[1] + lanes[2] + lanes[3]);
   }
 
-  // The codes of 32 elements as bytes in order; their noise is the low, then the high halves of 16 words.
+  // The 16 bits of noise of elements 8 * vector .. 8 * vector + 7 of 32, in the lower halves of the lanes: the words
+  // begin at bit `shift` for the first 16 elements, a byte later for the others. The upper halves hold rubbish.
+  static __m256i turned(const u32 words[16], int vector, int shift) {
+    const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + 8 * (vector & 1)));
+    const int bits = shift + 8 * (vector / 2);
+    return _mm256_or_si256(_mm256_srli_epi32(word, bits), _mm256_slli_epi32(word, 32 - bits));
+  }
+
+  // The codes of 32 elements as bytes in order; adds their edge_of to `edges`.
   template <int BITS, class T>
-  static __m256i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16]) {
+  static __m256i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16], int shift,
+                                 __m256i* edges) {
     const __m256 low = _mm256_set1_ps(lowest), inverse = _mm256_set1_ps(scaling);
     const __m256i limit = _mm256_set1_epi32(((1 << BITS) - 1) << 16), mask = _mm256_set1_epi32(0xFFFF);
-    __m256i codes[4];
+    __m256i codes[4], highest_bits[4];
     for (int vector = 0; vector < 4; ++vector) {
       const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), low);
       __m256i steps = _mm256_cvtps_epi32(_mm256_mul_ps(distance, inverse));
       if (needs_clamp(BITS)) steps = _mm256_min_epi32(steps, limit);
-      const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + 8 * (vector & 1)));
-      const __m256i noise = vector < 2 ? _mm256_and_si256(word, mask) : _mm256_srli_epi32(word, 16);
+      const __m256i noise = _mm256_and_si256(turned(words, vector, shift), mask);
       codes[vector] = _mm256_srli_epi32(_mm256_add_epi32(steps, noise), 16);
+      highest_bits[vector] = _mm256_and_si256(_mm256_srli_epi32(steps, 8), _mm256_set1_epi32(0xFF));
     }
+    const __m256i fractions = _mm256_packus_epi16(_mm256_packus_epi32(highest_bits[0], highest_bits[1]),
+                                                  _mm256_packus_epi32(highest_bits[2], highest_bits[3]));
+    *edges = _mm256_add_epi64(*edges, _mm256_sad_epu8(fractions, _mm256_set1_epi8(-128)));
     const __m256i packed =
         _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
     return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   }
 
   template <class T, int BITS>
-  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
-    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
-    for (int i = 0; i < group_size; i += 32) {
-      store_values(codes_of<BITS>(planes + i / 8, group_size / 8), scales, offsets, out + i, stream);
+  static void decode_dithered(const u8* planes, int group_size, float unit, float base, const u32 (*noise)[16], T* out,
+                              bool stream) {
+    const __m256 units = _mm256_set1_ps(unit), bases = _mm256_set1_ps(base);
+    for (int part = 0; part < group_size / 32; ++part) {
+      const __m256i codes = codes_of<BITS>(planes + 4 * part, group_size / 8);
+      __m256 values[4];
+      for (int vector = 0; vector < 4; ++vector) {
+        const __m256i code = _mm256_slli_epi32(eight_codes(codes, vector), 16);
+        const __m256i noise_of_eight = turned(noise[part / 2], vector, 16 * (part % 2));
+        const __m256i scaled = _mm256_or_si256(code, _mm256_andnot_si256(noise_of_eight, _mm256_set1_epi32(0xFFFF)));
+        values[vector] = _mm256_add_ps(bases, _mm256_mul_ps(_mm256_cvtepi32_ps(scaled), units));
+      }
+      store_four(values, out + 32 * part, stream);
     }
   }
 
-  static void store_values(__m256i codes, __m256 scale, __m256 offset, float* out, bool stream) {
-    for (int part = 0; part < 4; ++part) {
-      store32(out + 8 * part, _mm256_castps_si256(values_of(codes, part, scale, offset)), stream);
-    }
+  static void store_four(const __m256 values[4], float* out, bool stream) {
+    for (int vector = 0; vector < 4; ++vector) store32(out + 8 * vector, _mm256_castps_si256(values[vector]), stream);
   }
 
   template <class T>
-  static void store_values(__m256i codes, __m256 scale, __m256 offset, T* out, bool stream) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256 low = values_of(codes, 2 * half, scale, offset);
-      store32(out + 16 * half, to_words(low, values_of(codes, 2 * half + 1, scale, offset), out), stream);
+  static void store_four(const __m256 values[4], T* out, bool stream) {
+    store32(out, to_words(values[0], values[1], out), stream);
+    store32(out + 16, to_words(values[2], values[3], out), stream);
+  }
+
+  template <class T, int BITS>
+  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
+    const __m256 scales = _mm256_set1_ps(scale), offsets = _mm256_set1_ps(offset);
+    for (int i = 0; i < group_size; i += 32) {
+      const __m256i codes = codes_of<BITS>(planes + i / 8, group_size / 8);
+      __m256 values[4];
+      for (int vector = 0; vector < 4; ++vector) {
+        const __m256 numbers = _mm256_cvtepi32_ps(eight_codes(codes, vector));
+        values[vector] = _mm256_add_ps(offsets, _mm256_mul_ps(numbers, scales));
+      }
+      store_four(values, out + i, stream);
     }
   }
 

@@ -7,9 +7,15 @@
 namespace gact {
 namespace {
 
-// Shuffle indices: the odd 16-bit words of two vectors, the even bytes of two vectors.
+// Shuffle indices: the even and the odd 16-bit words of two vectors, the odd and the even bytes of two vectors.
+alignas(64) constexpr u16 kEvenWords[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                            32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
 alignas(64) constexpr u16 kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                            33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+alignas(64) constexpr u8 kOddBytes[64] = {1,  3,  5,   7,   9,   11,  13,  15,  17,  19,  21,  23,  25,  27,  29,  31,
+                                          33, 35, 37,  39,  41,  43,  45,  47,  49,  51,  53,  55,  57,  59,  61,  63,
+                                          65, 67, 69,  71,  73,  75,  77,  79,  81,  83,  85,  87,  89,  91,  93,  95,
+                                          97, 99, 101, 103, 105, 107, 109, 111, 113, 115, 117, 119, 121, 123, 125, 127};
 alignas(64) constexpr u8 kEvenBytes[64] = {
     0,  2,  4,  6,  8,  10, 12,  14,  16,  18,  20,  22,  24,  26,  28,  30,  32,  34,  36,  38, 40, 42,
     44, 46, 48, 50, 52, 54, 56,  58,  60,  62,  64,  66,  68,  70,  72,  74,  76,  78,  80,  82, 84, 86,
@@ -212,36 +218,49 @@ struct Avx512Isa {
     for (int row = 0; row < 16; ++row) _mm512_store_si512(words[row], state[row / 4][row % 4]);
   }
 
-  template <class T, int BITS, int COUNT>
-  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
-    if (COUNT == 128) {
-      const __m512i first = codes_of_values<BITS>(x, low, inverse, noise, kReversedEights);
-      const __m512i second = codes_of_values<BITS>(x + 64, low, inverse, noise + 2, kReversedEights);
-      store_planes<BITS>(first, second, planes, stride);
-      return;
+  template <class T, int BITS>
+  static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
+    const int stride = group_size / 8;
+    __m512i edges = _mm512_setzero_si512();
+    if (group_size == 64) {
+      const __m512i codes = codes_of_values<BITS>(x, low, inverse, noise[0], kEvenBytes, &edges);
+      for (int plane = 0; plane < BITS; ++plane) {
+        const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
+        std::memcpy(planes + plane * stride, &mask, sizeof(mask));
+      }
+    } else {
+      for (int i = 0; i < group_size; i += 128) {
+        const u32(*rows)[16] = noise + i / 64;
+        const __m512i first = codes_of_values<BITS>(x + i, low, inverse, rows[0], kReversedEights, &edges);
+        const __m512i second = codes_of_values<BITS>(x + i + 64, low, inverse, rows[1], kReversedEights, &edges);
+        store_planes<BITS>(first, second, planes + i / 8, stride);
+      }
     }
-    const __m512i codes = codes_of_values<BITS>(x, low, inverse, noise, kEvenBytes);
-    for (int plane = 0; plane < BITS; ++plane) {
-      const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
-      std::memcpy(planes + plane * stride, &mask, sizeof(mask));
-    }
+    return static_cast<u32>(_mm512_reduce_add_epi64(edges));
   }
 
   // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors.
   template <int BITS, class T>
-  static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 (*noise)[16], const u8* order) {
+  static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16], const u8* order,
+                                 __m512i* edges) {
     const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
     const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
+    const __m512i word = _mm512_load_si512(words);
+    const __m512i noise[4] = {_mm512_and_si512(word, mask16), _mm512_and_si512(_mm512_srli_epi32(word, 8), mask16),
+                              _mm512_srli_epi32(word, 16), _mm512_and_si512(_mm512_ror_epi32(word, 24), mask16)};
     __m512 values[4];
     load64(x, values);
-    __m512i sums[4];
+    __m512i steps[4], sums[4];
     for (int vector = 0; vector < 4; ++vector) {
-      __m512i steps = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(values[vector], low), inverse));
-      if (needs_clamp(BITS)) steps = _mm512_min_epi32(steps, limit);
-      const __m512i word = _mm512_load_si512(noise[vector / 2]);
-      const __m512i half = vector % 2 ? _mm512_srli_epi32(word, 16) : _mm512_and_si512(word, mask16);
-      sums[vector] = _mm512_add_epi32(steps, half);
+      steps[vector] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(values[vector], low), inverse));
+      if (needs_clamp(BITS)) steps[vector] = _mm512_min_epi32(steps[vector], limit);
+      sums[vector] = _mm512_add_epi32(steps[vector], noise[vector]);
     }
+    const __m512i even_words = _mm512_load_si512(kEvenWords);
+    const __m512i fractions = _mm512_permutex2var_epi8(_mm512_permutex2var_epi16(steps[0], even_words, steps[1]),
+                                                       _mm512_load_si512(kOddBytes),
+                                                       _mm512_permutex2var_epi16(steps[2], even_words, steps[3]));
+    *edges = _mm512_add_epi64(*edges, _mm512_sad_epu8(fractions, _mm512_set1_epi8(-128)));
     const __m512i odd_words = _mm512_load_si512(kOddWords);
     const __m512i lower = _mm512_permutex2var_epi16(sums[0], odd_words, sums[1]);
     const __m512i upper = _mm512_permutex2var_epi16(sums[2], odd_words, sums[3]);
@@ -283,6 +302,57 @@ struct Avx512Isa {
       codes_of_128<BITS>(planes + i / 8, stride, codes);
       store_values<BITS>(codes[0], table, scales, offsets, out + i, stream);
       store_values<BITS>(codes[1], table, scales, offsets, out + i + 64, stream);
+    }
+  }
+
+  template <class T, int BITS>
+  static void decode_dithered(const u8* planes, int group_size, float unit, float base, const u32 (*noise)[16], T* out,
+                              bool stream) {
+    const __m512 units = _mm512_set1_ps(unit), bases = _mm512_set1_ps(base);
+    const int stride = group_size / 8;
+    if (group_size == 64) {
+      store_dithered(codes_of<BITS>(planes, stride), noise[0], units, bases, out, stream);
+      return;
+    }
+    for (int i = 0; i < group_size; i += 128) {
+      __m512i codes[2];
+      codes_of_128<BITS>(planes + i / 8, stride, codes);
+      store_dithered(codes[0], noise[i / 64], units, bases, out + i, stream);
+      store_dithered(codes[1], noise[i / 64 + 1], units, bases, out + i + 64, stream);
+    }
+  }
+
+  // base + (code * 65536 + 65535 - noise) * unit of 16 of 64 codes; `turned` has their noise in its lower halves.
+  static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512 unit, __m512 base) {
+    const __m512i third_byte =
+        _mm512_add_epi8(_mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,
+                                         7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0),
+                        _mm512_set1_epi8(static_cast<char>(16 * quarter)));
+    const __m512i shifted = _mm512_maskz_permutexvar_epi8(0x4444444444444444ull, third_byte, codes);
+    // shifted | (~turned & 0xFFFF)
+    const __m512i scaled = _mm512_ternarylogic_epi32(shifted, turned, _mm512_set1_epi32(0xFFFF), 0xF2);
+    return _mm512_add_ps(base, _mm512_mul_ps(_mm512_cvtepi32_ps(scaled), unit));
+  }
+
+  static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, float* out, bool stream) {
+    const __m512i word = _mm512_load_si512(words);
+    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
+                               _mm512_ror_epi32(word, 24)};
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const __m512 values = dithered_values(codes, quarter, turned[quarter], unit, base);
+      store64(out + 16 * quarter, _mm512_castps_si512(values), stream);
+    }
+  }
+
+  template <class T>
+  static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, T* out, bool stream) {
+    const __m512i word = _mm512_load_si512(words);
+    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
+                               _mm512_ror_epi32(word, 24)};
+    for (int half = 0; half < 2; ++half) {
+      const __m512 low = dithered_values(codes, 2 * half, turned[2 * half], unit, base);
+      const __m512 high = dithered_values(codes, 2 * half + 1, turned[2 * half + 1], unit, base);
+      store64(out + 32 * half, to_words(low, high, out), stream);
     }
   }
 

@@ -28,30 +28,52 @@ struct ScalarIsa {
     }
   }
 
-  template <class T, int BITS, int COUNT>
-  static void quantise(const T* x, float low, float inverse, const u32 (*noise)[16], u8* planes, int stride) {
+  static u32 noise_of(const u32 (*rows)[16], int i) {
+    const u32 word = rows[i >> 6][i & 15];
+    const u32 words[4] = {word, word, word, word};
+    return random16(words, static_cast<u32>(i));
+  }
+
+  template <class T, int BITS>
+  static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
     constexpr i32 limit = ((1 << BITS) - 1) << 16;
-    for (int byte = 0; byte < COUNT / 8; ++byte) {
+    const int stride = group_size / 8;
+    u32 edges = 0;
+    for (int byte = 0; byte < stride; ++byte) {
       u32 bits[BITS] = {};
       for (int i = 8 * byte; i < 8 * byte + 8; ++i) {
-        const u32 word = noise[i >> 5][i & 15];
-        const u32 half = (i & 16) ? word >> 16 : word & 0xFFFFu;
-        const u32 code = (static_cast<u32>(scaled_value(to_float(x[i]), low, inverse, limit)) + half) >> 16;
+        const i32 scaled = scaled_value(to_float(x[i]), low, inverse, limit);
+        edges += edge_of(scaled);
+        const u32 code = (static_cast<u32>(scaled) + noise_of(noise, i)) >> 16;
         for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << (i & 7);
       }
       for (int plane = 0; plane < BITS; ++plane) planes[plane * stride + byte] = static_cast<u8>(bits[plane]);
     }
+    return edges;
+  }
+
+  template <int BITS>
+  static u32 code_at(const u8* planes, int stride, int i) {
+    u32 code = 0;
+    for (int plane = 0; plane < BITS; ++plane) {
+      code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
+    }
+    return code;
   }
 
   template <class T, int BITS>
   static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool) {
-    const int stride = group_size / 8;
     for (int i = 0; i < group_size; ++i) {
-      u32 code = 0;
-      for (int plane = 0; plane < BITS; ++plane) {
-        code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
-      }
-      from_float(offset + static_cast<float>(code) * scale, out + i);
+      from_float(offset + static_cast<float>(code_at<BITS>(planes, group_size / 8, i)) * scale, out + i);
+    }
+  }
+
+  template <class T, int BITS>
+  static void decode_dithered(const u8* planes, int group_size, float unit, float base, const u32 (*noise)[16], T* out,
+                              bool) {
+    for (int i = 0; i < group_size; ++i) {
+      const u32 units = (code_at<BITS>(planes, group_size / 8, i) << 16) | (65535u - noise_of(noise, i));
+      from_float(base + static_cast<float>(units) * unit, out + i);
     }
   }
 

@@ -9,21 +9,31 @@ namespace {
 
 constexpr int kLargestGroup = 512;
 
-// sum of weight * q * (65536 - q) with q the 16 fraction bits that pack rounds; added as a tree, which is accurate and
-// can be vectorised.
-inline float weighted_fractions(const float* values, const float* weight, int count, const Group& group) {
-  const float low = group.low, inverse = group.inverse;
-  const i32 limit = group.limit;
-  float terms[kLargestGroup];
-  for (int i = 0; i < count; ++i) {
-    const i32 fraction = scaled_value(values[i], low, inverse, limit) & 0xFFFF;
-    terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
-  }
+// Added as a tree, which is accurate and can be vectorised.
+inline float sum_of(float terms[kLargestGroup], int count) {
   for (int i = count; i < kLargestGroup; ++i) terms[i] = 0.0f;
   for (int half = kLargestGroup / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) terms[i] += terms[i + half];
   }
   return terms[0];
+}
+
+// sum of weight * f * (1 - f) in units of 2^-32, with f the fraction that pack rounds; or of weight / 12 where it
+// subtracts the noise again.
+inline double weighted_variance(const float* values, const float* weight, int count, const Group& group) {
+  const float low = group.low, inverse = group.inverse;
+  const i32 limit = group.limit;
+  float terms[kLargestGroup];
+  u32 edges = 0;
+  for (int i = 0; i < count; ++i) {
+    const i32 scaled = scaled_value(values[i], low, inverse, limit);
+    const i32 fraction = scaled & 0xFFFF;
+    terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
+    edges += edge_of(scaled);
+  }
+  if (!group.may_dither || !dither_pays(edges, count)) return static_cast<double>(sum_of(terms, count));
+  for (int i = 0; i < count; ++i) terms[i] = weight[i];
+  return static_cast<double>(sum_of(terms, count)) * (4294967296.0 / 12.0);
 }
 
 template <class Isa, class T>
@@ -50,7 +60,7 @@ void variance_of_group(const VarianceJob& job, i64 start, int count, double tota
     // scale^2 * f * (1 - f) with f = q / 65536
     const double unit = static_cast<double>(group.scale) * group.scale / 4294967296.0;
     const double infinity = static_cast<double>(float_of(kInfinityBits));
-    totals[bits - 1] += group.special ? infinity : unit * weighted_fractions(values, weight, count, group);
+    totals[bits - 1] += group.special ? infinity : unit * weighted_variance(values, weight, count, group);
   }
 }
 

@@ -65,6 +65,7 @@ class Packed:
         dtype, shape, strides: of the tensor that was packed.
         layout: how its elements lay in memory.
         group_size: elements that share a scale and an offset (QUANTISED).
+        seed: of the rounding noise, part of which is subtracted again (QUANTISED).
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
     """
@@ -77,6 +78,7 @@ class Packed:
     strides: tuple[int, ...]
     layout: _Layout
     group_size: int = DEFAULT_GROUP_SIZE
+    seed: int = 0
     constant: Tensor | None = None
     conjugate: bool = False
 
@@ -145,9 +147,9 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
     """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
 
     Elements are taken in memory order in groups of ``group_size``; an element of a finite group decodes to at most
-    one step of its group away: (max - min) / (2^bits - 1), rounded up to bfloat16. Groups with infinities keep them
-    exactly and give up two codes; groups with NaN decode to NaN. float64 and complex128 go through float32: values
-    beyond 3.4e38 become infinite and 2^-24 relative precision is lost on top.
+    one step of its group away: (max - min) / (2^bits - 1), rounded up to 7 significant bits. Groups with infinities
+    keep them exactly and give up two codes; groups with NaN decode to NaN. float64 and complex128 go through float32:
+    values beyond 3.4e38 become infinite and 2^-24 relative precision is lost on top.
 
     Args:
         tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
@@ -175,7 +177,16 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     payload = ops.pack(values.to(part), bits, group_size, seed)
     return Packed(
-        payload, Scheme.QUANTISED, bits, data.dtype, data.shape, data.stride(), layout, group_size, conjugate=conjugate
+        payload,
+        Scheme.QUANTISED,
+        bits,
+        data.dtype,
+        data.shape,
+        data.stride(),
+        layout,
+        group_size,
+        seed,
+        conjugate=conjugate,
     )
 
 
@@ -298,5 +309,6 @@ def _decode(packed: Packed) -> Tensor:
 def _dequantise(packed: Packed, numel: int) -> Tensor:
     part = _COMPLEX_PARTS.get(packed.dtype, packed.dtype)
     values = numel * 2 if packed.dtype.is_complex else numel
-    flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, _real_dtype(packed.dtype)).to(part)
+    stored = _real_dtype(packed.dtype)
+    flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, stored, packed.seed).to(part)
     return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat

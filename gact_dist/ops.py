@@ -58,12 +58,14 @@ def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor
     reference.check_buffer(out, reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes)
 
 
-def _fake_unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _fake_unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     reference.check_format(bits, group_size, dtype)
     return buffer.new_empty(numel, dtype=dtype)
 
 
-def _fake_unpack_out(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, out: Tensor) -> None:
+def _fake_unpack_out(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, out: Tensor
+) -> None:
     reference.check_format(bits, group_size, dtype)
     reference.check_out(out, numel, dtype)
 
@@ -97,12 +99,12 @@ _define(
     "pack_out(Tensor x, int bits, int group_size, int seed, Tensor(a!) out) -> ()", reference.pack_out, _fake_pack_out
 )
 _define(
-    "unpack(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype) -> Tensor",
+    "unpack(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype, int seed) -> Tensor",
     reference.unpack,
     _fake_unpack,
 )
 _define(
-    "unpack_out(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype, Tensor(a!) out) -> ()",
+    "unpack_out(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype, int seed, Tensor(a!) out) -> ()",
     reference.unpack_out,
     _fake_unpack_out,
 )

@@ -20,8 +20,10 @@ MIN_SCALE = 2.0**-111
 
 # Elements handled at once: about 40 bytes of temporaries each, so under 64 MiB.
 _CHUNK_ELEMENTS = 1 << 20
-_PHILOX_BLOCK = 128
+_PHILOX_BLOCK = 256
 _WORD = 0xFFFFFFFF
+# The distance of two stored scales as float32 bits: bfloat16 without its lowest bit, which marks dithered groups.
+_SCALE_STEP = 0x20000
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,10 @@ def random16(first_element: int, count: int, seed: int, device: torch.device) ->
     blocks = (first_element + count + _PHILOX_BLOCK - 1) // _PHILOX_BLOCK - first_block
     counters = torch.arange(blocks * 16, device=device, dtype=torch.int64) + first_block * 16
     words = [word.view(blocks, 16) for word in philox(counters, seed)]
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    # Four elements share a word; the 16 bits of each begin at another byte of it.
+    parts = [((word >> shift) | (word << (32 - shift))) & 0xFFFF for word in words for shift in (0, 8, 16, 24)]
     start = first_element - first_block * _PHILOX_BLOCK
-    return torch.stack(halves, dim=1).reshape(-1)[start : start + count].to(torch.int32)
+    return torch.stack(parts, dim=1).reshape(-1)[start : start + count].to(torch.int32)
 
 
 def _bits_of(values: Tensor) -> Tensor:
@@ -119,19 +122,26 @@ def _bits_of(values: Tensor) -> Tensor:
 
 
 def storable_scale(spread: Tensor, low: Tensor, levels: Tensor, largest: float) -> Tensor:
-    """spread / levels rounded outward to bfloat16, float32 [G].
+    """spread / levels rounded outward to a bfloat16 whose lowest bit is zero, float32 [G].
 
     Rounded up, so that low + levels * scale covers the range; but never so far that the top code decodes to more
     than ``largest``, the largest finite value of the stored dtype: there the scale steps down again.
     """
     step = spread / levels
-    scale = ((_bits_of(step) + 0xFFFF) & -0x10000).view(torch.float32)
-    scale = torch.where(scale * levels < spread, (_bits_of(scale) + 0x10000).view(torch.float32), scale)
+    scale = ((_bits_of(step) + _SCALE_STEP - 1) & -_SCALE_STEP).view(torch.float32)
+    scale = torch.where(scale * levels < spread, (_bits_of(scale) + _SCALE_STEP).view(torch.float32), scale)
     scale = torch.where(scale < MIN_SCALE, torch.full_like(scale, MIN_SCALE), scale)
     for _ in range(3):
         fits = low + scale * levels <= largest
-        scale = torch.where(fits, scale, (_bits_of(scale) - 0x10000).view(torch.float32))
+        scale = torch.where(fits, scale, (_bits_of(scale) - _SCALE_STEP).view(torch.float32))
     return torch.where(spread > 0, scale, torch.zeros_like(scale))
+
+
+def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, levels: Tensor, largest: float) -> Tensor:
+    """bool [G]: groups where half a step more on either side changes no sign and overflows nothing."""
+    half = scale * 0.5
+    keeps_sign = ((low < 0) & (high > 0)) | (low > half) | (high < -half)
+    return (scale > 0) & keeps_sign & (low + scale * levels + scale <= largest) & (low - scale >= -largest)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,8 @@ class Groups:
     low: Tensor
     levels: Tensor  # steps between the finite codes
     scale: Tensor
+    may_dither: Tensor  # bool [G, 1]: see dither_allowed
+    valid: Tensor  # bool [G, group_size]: not beyond the end
 
 
 def describe_groups(x: Tensor, bits: int, group_size: int) -> Groups:
@@ -183,6 +195,8 @@ def describe_groups(x: Tensor, bits: int, group_size: int) -> Groups:
         low=low,
         levels=levels,
         scale=scale,
+        may_dither=~(infinite | dead) & dither_allowed(low, high, scale, levels, largest),
+        valid=valid,
     )
 
 
@@ -193,6 +207,17 @@ def scaled_values(groups: Groups) -> Tensor:
     return torch.minimum(steps, groups.levels * 65536.0).nan_to_num(0.0).to(torch.int32)
 
 
+def dithered(groups: Groups, scaled: Tensor) -> Tensor:
+    """bool [G, 1]: groups whose noise is subtracted again when they are decoded.
+
+    Plain stochastic rounding has a variance of f (1 - f) steps^2 at a fraction f, subtractive dither of 1/12 whatever
+    the fraction (Schuchman 1964). The mean of |f - 1/2| says which is better: 1/4 where fractions are spread evenly,
+    1/2 where they are zero, and 3/8 where as many are the one as the other and both ways have the same variance.
+    """
+    edges = (((scaled >> 8) & 0xFF) - 128).abs().where(groups.valid, 0)
+    return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))
+
+
 def pack_groups(x: Tensor, bits: int, group_size: int, seed: int, first_group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Pack the groups that start at number ``first_group``.
 
@@ -201,7 +226,8 @@ def pack_groups(x: Tensor, bits: int, group_size: int, seed: int, first_group: i
     """
     groups = describe_groups(x, bits, group_size)
     noise = random16(first_group * group_size, groups.values.numel(), seed, x.device).view_as(groups.values)
-    codes = (scaled_values(groups) + noise) >> 16
+    scaled = scaled_values(groups)
+    codes = (scaled + noise) >> 16
     # The two highest codes of a group with infinities mean -inf and +inf; with one bit, code 1 is the only one left.
     plus_code = 2**bits - 1
     minus_code = max(plus_code - 1, 1)
@@ -214,6 +240,7 @@ def pack_groups(x: Tensor, bits: int, group_size: int, seed: int, first_group: i
         scale = torch.where(groups.special & (groups.infinite > 0).any(1, True), torch.ones_like(scale), scale)
     scale = scale.masked_fill(groups.dead, 0.0)
     scale = torch.where(groups.special, -scale, scale)
+    scale = torch.where(dithered(groups, scaled), (_bits_of(scale) | 0x10000).view(torch.float32), scale)
     offset = _round_to(groups.low.masked_fill(groups.dead, torch.nan), x.dtype)
     return _planes_of(codes, bits), scale.to(torch.bfloat16).view(-1), offset.view(-1)
 
@@ -275,14 +302,16 @@ def _split(buffer: Tensor, where: Sections, bits: int, group_size: int, dtype: t
     return planes, scale, offset
 
 
-def unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Decode what ``pack`` made: flat tensor [numel] of ``dtype``."""
+def unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Decode what ``pack`` made with this seed: flat tensor [numel] of ``dtype``."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    unpack_out(buffer, bits, group_size, numel, dtype, out)
+    unpack_out(buffer, bits, group_size, numel, dtype, seed, out)
     return out
 
 
-def unpack_out(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, out: Tensor) -> None:
+def unpack_out(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, out: Tensor
+) -> None:
     """Decode what ``pack`` made into ``out``, a contiguous tensor [numel] of ``dtype``."""
     check_format(bits, group_size, dtype)
     where = sections(numel, bits, group_size, dtype)
@@ -290,7 +319,7 @@ def unpack_out(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: to
     check_out(out, numel, dtype)
     planes, scale, offset = _split(buffer, where, bits, group_size, dtype)
     for first, last in _chunks(where.groups, group_size):
-        values = unpack_groups(planes[first:last], scale[first:last], offset[first:last], bits).view(-1)
+        values = unpack_groups(planes[first:last], scale[first:last], offset[first:last], bits, seed, first).view(-1)
         piece = out[first * group_size : last * group_size]
         piece.copy_(values[: piece.numel()])
 
@@ -302,15 +331,18 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
         raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
 
 
-def unpack_groups(planes: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
+def unpack_groups(planes: Tensor, scale: Tensor, offset: Tensor, bits: int, seed: int, first_group: int) -> Tensor:
     """Inverse of ``pack_groups``: values [G, group_size] in the dtype of ``offset``."""
     codes = _bits_of_bytes(planes[:, 0])
     for plane in range(1, bits):
         codes = codes | (_bits_of_bytes(planes[:, plane]) << plane)
-    step = scale.float().unsqueeze(1)
+    stored = _bits_of(scale.float()).unsqueeze(1)
+    dither = (stored & 0x10000) != 0
+    step = (stored & -_SCALE_STEP).view(torch.float32)
     special = torch.signbit(step)
-    # code * |scale| is exact in float32: 8 bits times 8 bits.
-    values = offset.float().unsqueeze(1) + codes.to(torch.float32) * step.abs()
+    low = offset.float().unsqueeze(1)
+    # code * |scale| is exact in float32: 8 bits times 7 bits.
+    values = low + codes.to(torch.float32) * step.abs()
     top = 2**bits - 1
     if bits == 1:
         infinity = torch.where(step == 0, -torch.inf, torch.inf)
@@ -318,7 +350,12 @@ def unpack_groups(planes: Tensor, scale: Tensor, offset: Tensor, bits: int) -> T
     else:
         values = torch.where(special & (codes == top - 1), -torch.inf, values)
         values = torch.where(special & (codes == top), torch.inf, values)
-    return _round_to(values, offset.dtype)
+    # Dithered: code + 1/2 - noise steps, counted in units of 2^-16 from half a step below the offset.
+    noise = random16(first_group * codes.shape[1], codes.numel(), seed, codes.device).view_as(codes)
+    unit = step * 2.0**-16
+    base = low - unit * 32767.5
+    units = ((codes << 16) + 65535 - noise).to(torch.float32)
+    return _round_to(torch.where(dither, base + units * unit, values), offset.dtype)
 
 
 def pack_mask(x: Tensor) -> Tensor:
@@ -353,10 +390,11 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
-    """Weighted variance that stochastic rounding adds at 1..8 bits: float64 [8].
+    """Weighted variance that rounding adds at 1..8 bits: float64 [8].
 
     Entry b - 1 is sum_i weight_i * scale(b)^2 * f_i * (1 - f_i) with f_i the fraction that ``pack`` would round at b
-    bits. Groups with NaN, infinities or an overflowing range count as +inf where a weight is not zero.
+    bits, or with 1/12 in place of f_i * (1 - f_i) in the groups that it would dither. Groups with NaN, infinities or
+    an overflowing range count as +inf where a weight is not zero.
 
     Args:
         x: flat tensor [N], float32, float16 or bfloat16.
@@ -387,8 +425,10 @@ def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
         groups = describe_groups(x, bits, group_size)
         weights = torch.zeros_like(groups.values)
         weights.view(-1)[: x.numel()] = weight
-        fraction = (scaled_values(groups) & 0xFFFF).double() / 65536
-        per_group = (weights * fraction * (1 - fraction)).sum(1, True) * groups.scale.double() ** 2
+        scaled = scaled_values(groups)
+        fraction = (scaled & 0xFFFF).double() / 65536
+        variance = torch.where(dithered(groups, scaled), 1 / 12, fraction * (1 - fraction))
+        per_group = (weights * variance).sum(1, True) * groups.scale.double() ** 2
         worst = torch.where((weights != 0).any(1, True), torch.inf, 0.0).double()
         totals.append(torch.where(groups.special, worst, per_group).sum())
     return torch.stack(totals)

@@ -188,7 +188,7 @@ def test_the_reference_does_not_wait_for_the_device_either() -> None:
     x[5] = torch.inf
     with _NoHostReads():
         buffer = ops_reference.pack(x, 3, 64, 0)
-        ops_reference.unpack(buffer, 3, 64, 1000, torch.float32)
+        ops_reference.unpack(buffer, 3, 64, 1000, torch.float32, 0)
         ops_reference.rounding_variance(x, x, 64)
         ops_reference.unpack_mask(ops_reference.pack_mask(x), 1000, torch.bool)
 

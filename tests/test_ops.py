@@ -37,7 +37,7 @@ def packed_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: i
 
 @cache
 def unpacked_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: int) -> Tensor:
-    return reference.unpack(packed_by_reference(dtype, bits, group_size, numel), bits, group_size, numel, dtype)
+    return reference.unpack(packed_by_reference(dtype, bits, group_size, numel), bits, group_size, numel, dtype, SEED)
 
 
 # ---- native against reference
@@ -51,7 +51,7 @@ def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: 
             x = random_tensor(numel, dtype)
             expected = packed_by_reference(dtype, bits, group_size, numel)
             assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), (group_size, numel)
-            decoded = ops.unpack(expected, bits, group_size, numel, dtype)
+            decoded = ops.unpack(expected, bits, group_size, numel, dtype, SEED)
             assert torch.equal(raw(decoded), raw(unpacked_by_reference(dtype, bits, group_size, numel)))
 
 
@@ -62,8 +62,8 @@ def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: 
         for bits in ALL_BITS:
             expected = reference.pack(x, bits, group_size, SEED)
             assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), (name, bits)
-            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype)
-            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype)
+            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
+            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
             assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
 
 
@@ -72,8 +72,8 @@ def test_native_reads_and_writes_unaligned_memory(isa: str, dtype: torch.dtype) 
     x = random_tensor(5001, dtype)[1:]
     expected = reference.pack(x, 3, 128, SEED)
     out = torch.empty(5001, dtype=dtype)[1:]
-    ops.unpack_out(ops.pack(x, 3, 128, SEED), 3, 128, 5000, dtype, out)
-    assert torch.equal(raw(out), raw(reference.unpack(expected, 3, 128, 5000, dtype)))
+    ops.unpack_out(ops.pack(x, 3, 128, SEED), 3, 128, 5000, dtype, SEED, out)
+    assert torch.equal(raw(out), raw(reference.unpack(expected, 3, 128, 5000, dtype, SEED)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,8 +83,8 @@ def test_large_outputs_are_decoded_around_the_cache_to_the_same_bits(isa: str, d
     x = random_tensor(numel, dtype)
     buffer = ops.pack(x, bits, 256, SEED)
     out = torch.empty_like(x)
-    ops.unpack_out(buffer, bits, 256, numel, dtype, out)
-    assert torch.equal(out, ops.unpack(buffer, bits, 256, numel, dtype))
+    ops.unpack_out(buffer, bits, 256, numel, dtype, SEED, out)
+    assert torch.equal(out, ops.unpack(buffer, bits, 256, numel, dtype, SEED))
 
 
 def test_flushing_subnormals_does_not_change_the_stored_bytes(isa: str) -> None:
@@ -149,8 +149,8 @@ def operator_calls() -> dict[str, tuple]:
     return {
         "pack": (x, 3, 64, 1),
         "pack_out": (x, 3, 64, 1, torch.empty_like(buffer)),
-        "unpack": (buffer, 3, 64, 700, torch.float32),
-        "unpack_out": (buffer, 3, 64, 700, torch.float32, torch.empty(700)),
+        "unpack": (buffer, 3, 64, 700, torch.float32, SEED),
+        "unpack_out": (buffer, 3, 64, 700, torch.float32, SEED, torch.empty(700)),
         "pack_mask": (x,),
         "unpack_mask": (mask, 700, torch.bool),
         "rounding_variance": (x, torch.ones(700), 64),
@@ -168,7 +168,7 @@ def test_fake_tensors_have_the_size_of_huge_results() -> None:
         x = torch.empty(numel, dtype=torch.bfloat16)
         buffer = ops.pack(x, 4, 256, 1)
         assert buffer.numel() == reference.sections(numel, 4, 256, torch.bfloat16).total_bytes
-        assert ops.unpack(buffer, 4, 256, numel, torch.bfloat16).shape == (numel,)
+        assert ops.unpack(buffer, 4, 256, numel, torch.bfloat16, SEED).shape == (numel,)
         assert ops.pack_mask(x).numel() == (numel + 7) // 8
 
 
@@ -185,9 +185,9 @@ def test_wrong_arguments_raise(native: bool) -> None:
         lambda: module.pack(x.view(16, 16), 4, 256, 0),
         lambda: module.pack(x[::2], 4, 256, 0),
         lambda: module.pack_out(x, 4, 256, 0, buffer[1:]),
-        lambda: module.unpack(buffer, 3, 256, 256, torch.float32),
-        lambda: module.unpack(buffer, 4, 256, 256, torch.int32),
-        lambda: module.unpack_out(buffer, 4, 256, 256, torch.float32, torch.empty(255)),
+        lambda: module.unpack(buffer, 3, 256, 256, torch.float32, SEED),
+        lambda: module.unpack(buffer, 4, 256, 256, torch.int32, SEED),
+        lambda: module.unpack_out(buffer, 4, 256, 256, torch.float32, SEED, torch.empty(255)),
         lambda: module.unpack_mask(buffer, 7, torch.bool),
         lambda: module.pack_mask(x.long()),
         lambda: module.rounding_variance(x, torch.ones(255), 256),

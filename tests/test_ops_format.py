@@ -42,47 +42,78 @@ def test_philox_gives_the_published_vectors(
 
 
 def noise_by_hand(element: int, seed: int) -> int:
-    block, vector, lane = element >> 7, (element >> 4) & 7, element & 15
+    block, vector, lane = element >> 8, (element >> 4) & 15, element & 15
     counter = block * 16 + lane
     words = philox_by_hand((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    return words[vector >> 1] >> 16 if vector & 1 else words[vector >> 1] & 0xFFFF
+    in_bytes = words[vector >> 2].to_bytes(4, "little") * 2
+    return int.from_bytes(in_bytes[vector & 3 : (vector & 3) + 2], "little")
 
 
 @pytest.mark.parametrize("first_element", [0, 64, 192, 2**31, 2**36 + 64, 2**40 + 128])
 def test_noise_is_numbered_by_element_beyond_32_bits(first_element: int) -> None:
     noise = reference.random16(first_element, 300, SEED, torch.device("cpu"))
-    for i in (0, 1, 15, 16, 63, 64, 127, 128, 299):
+    for i in (0, 1, 15, 16, 33, 48, 63, 64, 127, 128, 255, 256, 299):
         assert int(noise[i]) == noise_by_hand(first_element + i, SEED)
 
 
-def pack_by_hand(x: np.ndarray, bits: int, first_element: int, seed: int) -> tuple[list[int], np.float32, np.float32]:
-    """Codes, scale and offset of one finite group, float32 operation by operation, written a second time."""
+def test_noise_that_shares_bytes_is_uniform_and_nearly_uncorrelated() -> None:
+    count = 1 << 20
+    noise = reference.random16(0, count, SEED, torch.device("cpu")).double() / 65536
+    # Variance of the mean of a uniform number: 1 / 12; six standard errors.
+    assert abs(float(noise.mean()) - 0.5) <= 6 * (1 / 12 / count) ** 0.5
+    lanes = noise.view(-1, 4, 4, 16)  # blocks, words, bytes at which a number begins, lanes
+    centred = lanes - 0.5
+    for first in range(4):
+        for second in range(first):
+            correlation = 12 * float((centred[:, :, first] * centred[:, :, second]).mean())
+            # The high byte of one number is the low byte of the next: a correlation of 2^-8 by construction.
+            assert abs(correlation) <= 2**-8 + 6 * (4 / count) ** 0.5
+
+
+def pack_by_hand(
+    x: np.ndarray, bits: int, first_element: int, seed: int
+) -> tuple[list[int], np.float32, np.float32, bool]:
+    """Codes, scale, offset and dithering of one finite group, float32 operation by operation, written a second time."""
     one = np.float32
     low, levels = one(x.min()) + one(0), one(2**bits - 1)
     spread = one(x.max()) - low
     pattern = int((spread / levels).view(np.uint32))
-    pattern = -(-pattern // 65536) * 65536
+    pattern = -(-pattern // 131072) * 131072
     if np.uint32(pattern).view(np.float32) * levels < spread:
-        pattern += 65536
+        pattern += 131072
     scale = np.uint32(pattern).view(np.float32)
-    codes = []
+    codes, edges = [], 0
     for i, value in enumerate(x):
         steps = min(int(np.rint((value - low) * (one(65536) / scale))), int(levels) * 65536)
         codes.append((steps + noise_by_hand(first_element + i, seed)) >> 16)
-    return codes, scale, low
+        edges += abs(steps % 65536 // 256 - 128)
+    crosses_zero = bool(low < 0 < x.max())
+    return codes, scale, low, crosses_zero and edges < 96 * len(x)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 5, 8])
 @pytest.mark.parametrize("first_group", [0, 3, 2**33 + 1])
-def test_reference_follows_the_written_definition(bits: int, first_group: int) -> None:
+@pytest.mark.parametrize("zeros", [0, 40])
+def test_reference_follows_the_written_definition(bits: int, first_group: int, zeros: int) -> None:
     x = random_tensor(64, torch.float32, seed=bits)
+    x[:zeros] = x.min()  # fractions of zero: plain rounding is exact for them
     planes, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_group)
-    codes, wanted_scale, wanted_offset = pack_by_hand(x.numpy(), bits, first_group * 64, SEED)
+    codes, wanted_scale, wanted_offset, dithered = pack_by_hand(x.numpy(), bits, first_group * 64, SEED)
+    assert dithered == (zeros == 0)
     for i, code in enumerate(codes):
         stored = sum(((int(planes[0, plane, i // 8]) >> (i % 8)) & 1) << plane for plane in range(bits))
         assert stored == code
-    assert scale.item() == wanted_scale
+    assert int(scale.view(torch.int16)) == int(wanted_scale.view(np.uint32) >> 16) + dithered
     assert offset.item() == wanted_offset
+
+    decoded = reference.unpack_groups(planes, scale, offset, bits, SEED, first_group)[0].numpy()
+    for i, code in enumerate(codes):
+        value = wanted_offset + np.float32(code) * wanted_scale
+        if dithered:
+            unit = wanted_scale * np.float32(2**-16)
+            units = code * 65536 + 65535 - noise_by_hand(first_group * 64 + i, SEED)
+            value = (wanted_offset - unit * np.float32(32767.5)) + np.float32(units) * unit
+        assert decoded[i] == value
 
 
 def test_the_buffer_is_planes_then_scales_then_aligned_offsets() -> None:
@@ -118,11 +149,11 @@ def test_same_seed_same_bytes_other_seed_other_bytes() -> None:
 def test_no_element_is_further_away_than_one_step(dtype: torch.dtype, bits: int) -> None:
     for scale in (1e-3, 1.0, 1e4):
         x = random_tensor(4099, dtype, scale=scale)
-        decoded = ops.unpack(ops.pack(x, bits, 256, SEED), bits, 256, 4099, dtype).double()
+        decoded = ops.unpack(ops.pack(x, bits, 256, SEED), bits, 256, 4099, dtype, SEED).double()
         _, scales, _ = reference._split(
             ops.pack(x, bits, 256, SEED), reference.sections(4099, bits, 256, dtype), bits, 256, dtype
         )
-        step = scales.double().repeat_interleave(256)[:4099]
+        step = step_of(scales).double().repeat_interleave(256)[:4099]
         # Rounding of the decoded value to dtype: half an ulp, that is eps / 2 of its magnitude or of a subnormal.
         half_ulp = decoded.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
         # The three float32 roundings before the codes are made move a value by 3 * 2^-24 of the range.
@@ -130,30 +161,45 @@ def test_no_element_is_further_away_than_one_step(dtype: torch.dtype, bits: int)
         assert bool(((decoded - x.double()).abs() <= step + half_ulp + arithmetic).all())
 
 
+def step_of(scales: Tensor) -> Tensor:
+    """Stored scales without the bit that marks dithered groups."""
+    return (scales.view(torch.int16) & ~1).view(torch.bfloat16)
+
+
 def samples(x: Tensor, bits: int, seeds: range, copies: int) -> Tensor:
     """Decoded values of ``x`` [256] for every seed and copy: float64 [len(seeds) * copies, 256]."""
     many = x.repeat(copies)
-    decoded = [ops.unpack(ops.pack(many, bits, 256, seed), bits, 256, many.numel(), x.dtype) for seed in seeds]
+    decoded = [ops.unpack(ops.pack(many, bits, 256, seed), bits, 256, many.numel(), x.dtype, seed) for seed in seeds]
     return torch.cat(decoded).double().view(-1, 256)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_rounding_is_unbiased(dtype: torch.dtype, bits: int) -> None:
+@pytest.mark.parametrize("kind", ["dithered", "plain", "one sign"])
+def test_rounding_is_unbiased(dtype: torch.dtype, bits: int, kind: str) -> None:
     x = random_tensor(256, dtype, seed=bits)
+    if kind == "plain":
+        x[:200] = x.amin()
+    elif kind == "one sign":
+        x += 100
     decoded = samples(x, bits, range(32), copies=128)
-    step = float(reference.pack_groups(x, bits, 256, 0, 0)[1])
+    scale = reference.pack_groups(x, bits, 256, 0, 0)[1]
+    step = float(step_of(scale))
+    if kind != "one sign":
+        assert (float(scale) == step) == (kind == "plain")
     # One decoded value has a standard deviation of at most step / 2; six of the mean's are exceeded once in 5e8.
     noise = 6 * step / 2 / decoded.shape[0] ** 0.5
-    # Steps are counted in 2^-16 and three float32 roundings come before.
-    arithmetic = step / 2**17 + 3 * 2.0**-24 * step * 2**bits
+    # Steps are counted in 2^-16 and three float32 roundings come before; the base of a dithered group is a fourth.
+    arithmetic = step / 2**17 + 3 * 2.0**-24 * step * 2**bits + 2.0**-24 * float(x.abs().amax() + step)
     half_ulp = decoded.abs().amax(0) * torch.finfo(dtype).eps / 2
     assert bool(((decoded.mean(0) - x.double()).abs() <= noise + arithmetic + half_ulp).all())
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_rounding_variance_is_the_measured_variance(bits: int) -> None:
+@pytest.mark.parametrize("zeros", [0, 150, 240])
+def test_rounding_variance_is_the_measured_variance(bits: int, zeros: int) -> None:
     x = random_tensor(256, torch.float32, seed=100 + bits)
+    x[:zeros] = x.amin()
     weight = torch.rand(256, generator=torch.Generator().manual_seed(3))
     decoded = samples(x, bits, range(32), copies=128)
     squares = (((decoded - x.double()) ** 2) * weight.double()).sum(1)
@@ -165,18 +211,43 @@ def test_rounding_variance_is_the_measured_variance(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
+def test_dithering_halves_the_variance_of_spread_fractions(bits: int) -> None:
+    x = random_tensor(256, torch.float32, seed=bits)
+    step = float(step_of(reference.pack_groups(x, bits, 256, 0, 0)[1]))
+    errors = samples(x, bits, range(32), copies=128) - x.double()
+    # Uniform over one step: a variance of 1/12 and a fourth moment of 1/80, so that of 2^20 squares the mean has a
+    # relative standard error of sqrt(12^2 / 80 - 1) / 2^10.
+    assert abs(float(errors.square().mean()) / (step**2 / 12) - 1) <= 6 * 0.9**0.5 / 2**10
+    assert float(errors.abs().max()) <= step / 2 + 2.0**-20
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_no_decoded_value_has_another_sign_than_its_whole_group(dtype: torch.dtype, bits: int) -> None:
+    """The root of a saved probability, or a quotient by it, must not meet a negative number."""
+    for lowest in (0.0, 1e-6, 1e-3, 0.3, 2.0):
+        x = random_tensor(4096, dtype).abs() + lowest
+        decoded = ops.unpack(ops.pack(x, bits, 64, SEED), bits, 64, 4096, dtype, SEED)
+        assert bool((decoded >= 0).all())
+        assert bool((decoded > 0).all()) or lowest < 1e-3
+        # The top code lies beyond the range by as much as its scale was rounded up: at most 2^-6 of it.
+        decoded = ops.unpack(ops.pack(-x, bits, 64, SEED), bits, 64, 4096, dtype, SEED)
+        assert float(decoded.max()) <= float(x.max()) / 64
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
 def test_multiples_of_the_step_are_exact(bits: int) -> None:
     codes = torch.arange(256) % 2**bits
     codes[:2] = torch.tensor([0, 2**bits - 1])
     x = codes * 0.375 - 6.0  # 0.375 is a bfloat16, so it is the scale
-    assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 256, torch.float32), x)
+    assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 256, torch.float32, 1), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_constant_groups_are_exact(dtype: torch.dtype) -> None:
     x = random_tensor(8, dtype).repeat_interleave(256)
     for bits in ALL_BITS:
-        assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 2048, dtype), x)
+        assert torch.equal(ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 2048, dtype, 1), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,7 +256,7 @@ def test_finite_values_decode_to_finite_values(dtype: torch.dtype) -> None:
         if name == "whole range" and dtype != torch.float16:
             continue  # the range itself overflows float32: see the test below
         for bits in ALL_BITS:
-            decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, x.numel(), dtype)
+            decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, x.numel(), dtype, 1)
             if "nan" not in name and (bits > 1 or bool(torch.isfinite(x).all())):
                 assert bool(torch.isfinite(decoded[torch.isfinite(x)]).all()), (name, bits)
 
@@ -195,7 +266,7 @@ def test_finite_values_decode_to_finite_values(dtype: torch.dtype) -> None:
 def test_infinities_are_kept_beside_finite_values(dtype: torch.dtype, bits: int) -> None:
     x = random_tensor(512, dtype)
     x[3::7], x[5::11] = torch.inf, -torch.inf
-    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 512, dtype)
+    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 512, dtype, 1)
     infinite = torch.isinf(x)
     assert torch.equal(decoded[infinite], x[infinite])
     spread = x[~infinite].amax() - x[~infinite].amin()
@@ -207,14 +278,14 @@ def test_infinities_are_kept_beside_finite_values(dtype: torch.dtype, bits: int)
 @pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
 def test_one_bit_keeps_a_mask_of_one_value_and_one_infinity(infinity: float) -> None:
     x = torch.where(random_tensor(512, torch.float32) > 0, 1.5, infinity)
-    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32), x)
+    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32, 1), x)
     x[:256] = infinity
-    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32), x)
+    assert torch.equal(ops.unpack(ops.pack(x, 1, 256, 1), 1, 256, 512, torch.float32, 1), x)
 
 
 def test_one_bit_with_an_infinity_and_two_values_is_nan_not_wrong() -> None:
     x = torch.tensor([0.0, 1.0, torch.inf, 2.0])
-    assert bool(ops.unpack(ops.pack(x, 1, 64, 1), 1, 64, 4, torch.float32).isnan().all())
+    assert bool(ops.unpack(ops.pack(x, 1, 64, 1), 1, 64, 4, torch.float32, 1).isnan().all())
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
@@ -222,7 +293,7 @@ def test_nan_and_overflowing_ranges_decode_to_nan_in_their_group_only(bits: int)
     x = random_tensor(1024, torch.float32)
     x[300] = torch.nan
     x[600], x[700] = -3e38, 3e38
-    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 1024, torch.float32).view(4, 256)
+    decoded = ops.unpack(ops.pack(x, bits, 256, 1), bits, 256, 1024, torch.float32, 1).view(4, 256)
     assert bool(decoded[1:3].isnan().all())
     assert not bool(decoded[[0, 3]].isnan().any())
 
