@@ -221,8 +221,9 @@ GACT_FN bool dither_allowed(float low, float high, float scale, float levels, fl
   const float half = 0.5f * scale;
   const float span = scale * levels;
   const float top = low + span;
-  const bool keeps_sign = (low < 0.0f && high > 0.0f) || low > half || high < -half;
-  return scale > 0.0f && keeps_sign && top + scale <= largest && low - scale >= -largest;
+  // Without branches, so that compilers vectorise it.
+  const bool keeps_sign = ((low < 0.0f) & (high > 0.0f)) | (low > half) | (high < -half);
+  return keeps_sign & (scale > 0.0f) & (top + scale <= largest) & (low - scale >= -largest);
 }
 
 GACT_FN Group dead_group() { return Group{float_of(kNanBits), 0.0f, 0.0f, 0, kSpecialFlag, true, true, false}; }

@@ -163,9 +163,7 @@ inline void describe_plain(BlockGroups& groups, int count, float levels, float l
     groups.scale[g] = range > 0.0f ? step : 0.0f;
     groups.inverse[g] = range > 0.0f ? inverse : 0.0f;
     groups.slow[g] = top <= largest ? 0 : 1;  // also where anything is NaN or infinite
-    const float half = 0.5f * step, high = groups.high[g];
-    const bool keeps_sign = ((low < 0.0f) & (high > 0.0f)) | (low > half) | (high < -half);
-    groups.may_dither[g] = keeps_sign & (range > 0.0f) & (top + step <= largest) & (low - step >= -largest);
+    groups.may_dither[g] = dither_allowed(low, groups.high[g], groups.scale[g], levels, largest);
   }
 }
 

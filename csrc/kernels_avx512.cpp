@@ -38,6 +38,8 @@ alignas(64) constexpr u8 kMatrixBytes[64] = {112, 96,  80, 64, 48, 32, 16, 0, 11
                                              116, 100, 84, 68, 52, 36, 20, 4, 117, 101, 85, 69, 53, 37, 21, 5,
                                              118, 102, 86, 70, 54, 38, 22, 6, 119, 103, 87, 71, 55, 39, 23, 7};
 
+#define GACT_ALWAYS_INLINE __attribute__((always_inline)) inline
+
 inline __m512 load16(const float* x) { return _mm512_loadu_ps(x); }
 
 inline __m512 load16(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
@@ -241,8 +243,8 @@ struct Avx512Isa {
 
   // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors.
   template <int BITS, class T>
-  static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16], const u8* order,
-                                 __m512i* edges) {
+  GACT_ALWAYS_INLINE static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16],
+                                                    const u8* order, __m512i* edges) {
     const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
     const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
     const __m512i word = _mm512_load_si512(words);
@@ -270,7 +272,7 @@ struct Avx512Isa {
   // 128 codes, each eight of them in reverse order, to 16 bytes in each plane. The affine instruction transposes
   // 8 by 8 bits when its matrix is the data and its vector the eight unit vectors.
   template <int BITS>
-  static void store_planes(__m512i first, __m512i second, u8* planes, int stride) {
+  GACT_ALWAYS_INLINE static void store_planes(__m512i first, __m512i second, u8* planes, int stride) {
     const __m512i units = _mm512_set1_epi64(static_cast<i64>(0x8040201008040201ull));
     first = _mm512_gf2p8affine_epi64_epi8(units, first, 0);
     second = _mm512_gf2p8affine_epi64_epi8(units, second, 0);
@@ -323,7 +325,8 @@ struct Avx512Isa {
   }
 
   // base + (code * 65536 + 65535 - noise) * unit of 16 of 64 codes; `turned` has their noise in its lower halves.
-  static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512 unit, __m512 base) {
+  GACT_ALWAYS_INLINE static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512 unit,
+                                                   __m512 base) {
     const __m512i third_byte =
         _mm512_add_epi8(_mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,
                                          7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0),
@@ -334,7 +337,8 @@ struct Avx512Isa {
     return _mm512_add_ps(base, _mm512_mul_ps(_mm512_cvtepi32_ps(scaled), unit));
   }
 
-  static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, float* out, bool stream) {
+  GACT_ALWAYS_INLINE static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base,
+                                                float* out, bool stream) {
     const __m512i word = _mm512_load_si512(words);
     const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
                                _mm512_ror_epi32(word, 24)};
@@ -345,7 +349,8 @@ struct Avx512Isa {
   }
 
   template <class T>
-  static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, T* out, bool stream) {
+  GACT_ALWAYS_INLINE static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, T* out,
+                                                bool stream) {
     const __m512i word = _mm512_load_si512(words);
     const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
                                _mm512_ror_epi32(word, 24)};
