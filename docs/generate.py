@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
 
-from gact_dist.config import GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
+from gact_dist.config import COMPILE_HOOKS, GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "gact.schema.json"
@@ -28,6 +28,7 @@ LIMITS = {
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},
     "min_numel": {"minimum": 0},
+    "compile_hooks": {"enum": list(COMPILE_HOOKS)},
     "max_host_bytes": {"minimum": 0},
     "prefetch": {"minimum": 0},
 }

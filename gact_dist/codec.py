@@ -312,3 +312,32 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
     stored = _real_dtype(packed.dtype)
     flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, stored, packed.seed).to(part)
     return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat
+
+
+# -- a Packed as two plain tensors, for graphs that hold nothing else ---------------------------------------------
+
+
+def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
+    """(buffer, header) that from_tensors() reads: uint8 [bytes] on the device, int64 [4] on the CPU.
+
+    Raises ValueError for BINARY and for conjugated tensors, which hold more than that.
+    """
+    if packed.constant is not None or packed.conjugate:
+        raise ValueError(f"got {packed.scheme} (conjugate: {packed.conjugate}), expected one buffer and its format")
+    buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
+    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
+    return buffer.view(-1).view(torch.uint8), header
+
+
+def from_tensors(
+    buffer: Tensor, header: Tensor, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+) -> Tensor:
+    """What unpack() gives for the Packed that to_tensors() made these two of; dtype, shape and strides are its own."""
+    number, bits, group_size, seed = header.tolist()
+    scheme = Scheme(number)
+    if scheme is Scheme.EXACT:
+        buffer = buffer.view(dtype)
+    elif scheme is Scheme.NARROW:
+        buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
+    layout = _layout_of(torch.empty_strided(shape, strides, device="meta"))
+    return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, seed))

@@ -13,11 +13,13 @@ from types import FrameType
 import torch
 import torch.autograd.function as autograd_function
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from .operators import Role
 
 _RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
 _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
+_INLINED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inlined.py")
 _MODULE = nn.modules.module.__file__
 # Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
 _SHORTEST_ROW = 8
@@ -30,7 +32,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 def behind_compiler(frame: FrameType) -> FrameType:
     """The frame that called a hook, behind those by which the compiler keeps off it."""
-    while frame.f_code.co_filename.startswith(_DYNAMO) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith((_DYNAMO, _INLINED)) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -45,11 +47,17 @@ def compiled_region(frame: FrameType) -> nn.Module | None:
         return None
     if not caller.f_code.co_filename.startswith(_RUNTIME):
         return None
-    while caller is not None:
-        if caller.f_code.co_filename == _MODULE and caller.f_code.co_name == "_wrapped_call_impl":
-            module = caller.f_locals["self"]
-            return module._modules.get("_orig_mod", module)
-        caller = caller.f_back
+    return running_region(caller)
+
+
+def running_region(frame: FrameType | None) -> nn.Module | None:
+    """The module whose compiled forward a frame belongs to."""
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE and frame.f_code.co_name == "_wrapped_call_impl":
+            module = frame.f_locals["self"]
+            if not isinstance(module, GraphModule):  # one that the compiler made
+                return module._modules.get("_orig_mod", module)
+        frame = frame.f_back
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 POLICIES = ("gact", "uniform", "exact", "off")
 GROUP_SIZES = (64, 128, 256, 512)
+COMPILE_HOOKS = ("eager", "inlined")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class Config:
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
+    compile_hooks: str = "eager"
+    """What torch.compile has compiled is packed when its forward is over (eager), or by operators inside its graphs
+    (inlined: a lower peak, for models that are not sharded; docs/compile.md)."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
 
@@ -46,6 +50,11 @@ class Config:
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
+        if self.compile_hooks not in COMPILE_HOOKS:
+            raise ValueError(
+                f"compile_hooks is {self.compile_hooks!r}, expected one of {', '.join(COMPILE_HOOKS)}"
+                f"{_nearest(self.compile_hooks, COMPILE_HOOKS)}"
+            )
         _check_integer("seed", self.seed, -(2**63))
 
     @classmethod

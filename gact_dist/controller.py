@@ -21,7 +21,7 @@ from .engine import Engine
 from .observation import Observation
 from .report import MemoryReport, build_report
 from .sensitivity import Sensitivity, measure
-from .wrappers import tensor_parallel_groups, unwrap
+from .wrappers import sharding, tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
 _default_level = "L2"
@@ -77,6 +77,7 @@ class Controller:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.config = _settings(level, config)
+        _check_inlined(self.config, model)
         self._model = model
         tensor_parallel = tensor_parallel_groups(model)
         self._data_parallel = _data_parallel(process_group, tensor_parallel)
@@ -353,6 +354,15 @@ def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
             'the data-parallel part of that mesh: attach(model, process_group=mesh["dp"]), with the name you gave it'
         )
     return [sync.data_parallel_group(process_group)]
+
+
+def _check_inlined(config: Config, model: nn.Module) -> None:
+    by = sharding(model) if config.compile_hooks == "inlined" else None
+    if by is not None:
+        raise ValueError(
+            f"compile_hooks is 'inlined' and {by} splits the model's parameters, expected 'eager' there: which of a "
+            "graph's inputs are parameters is known only where they stay in place"
+        )
 
 
 def _settings(level: str | None, config: Config | None) -> Config:

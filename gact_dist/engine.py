@@ -6,7 +6,7 @@ Nothing else in the package touches saved_tensors_hooks. For the lifetime of wha
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from . import codec
+from . import codec, inlined
 from .block_inputs import BlockInputs
-from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts
+from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts, running_region
 from .config import Config
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
@@ -92,11 +92,18 @@ class Engine:
             finally:
                 self._forget_step()
 
-    def _saved_tensors_hooks(self) -> saved_tensors_hooks:
+    def _saved_tensors_hooks(self) -> AbstractContextManager[Any]:
         if not self._namer.scope.compiled:
             return saved_tensors_hooks(self._pack, _unpack)
+        if self.config.compile_hooks == "inlined":
+            return self._inlined_hooks()
         # where a graph breaks the compiler looks at every Python frame that runs, and would compile the hooks as well
         return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+
+    @contextmanager
+    def _inlined_hooks(self) -> Iterator[None]:
+        with inlined.serving(self._pack, self._pack_in_graph), saved_tensors_hooks(*inlined.hooks()):
+            yield
 
     def _forget_step(self) -> None:
         self._memory.clear()
@@ -190,6 +197,24 @@ class Engine:
         if target is tensor:
             return stored
         return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
+
+    def _pack_in_graph(self, tensor: Tensor, label: str, alias: bool) -> codec.Packed:
+        """What is kept of a tensor that a region's graph packs itself. See [Note: inlined hooks] in inlined.py."""
+        if in_backward():
+            return codec.pack(tensor, bits=None)
+        self._region = running_region(sys._getframe(1))
+        self._blocks.call = None
+        name = self._namer.name_in_graph(self._region, label)
+        if self._records is not None:
+            handle = self._record(tensor.clone(), name, False, self._records)  # the graph may write over its own
+            return codec.pack(handle.restore(), bits=None)
+        payload = self._encode(tensor, name, False)
+        packed = payload if isinstance(payload, codec.Packed) else codec.pack(tensor, bits=None)
+        # each by itself: buffers of a graph are used again, so that one storage holds many tensors
+        memory = Memory(tensor.untyped_storage())
+        memory.seen_bytes = tensor.untyped_storage().nbytes() if alias else 0
+        self._account(tensor, name, memory, packed)
+        return packed
 
     def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
         """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""

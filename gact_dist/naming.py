@@ -131,6 +131,10 @@ class Namer:
             site = call_site() if path is not None else None
         return self._numbered(path, operator, site)
 
+    def name_in_graph(self, region: nn.Module | None, label: str) -> str:
+        """The name of a tensor that the graph of a compiled region packs itself. label: its own within that graph."""
+        return self._numbered(self.scope.paths.get(id(region)), label, None)
+
     def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
         key = (path, operator, site)
         occurrence = self._counts.get(key, 0)

@@ -112,6 +112,15 @@ def tensor_parallel_groups(model: nn.Module) -> list[Any]:
     return list(groups.values())
 
 
+def sharding(model: nn.Module) -> str | None:
+    """What splits the parameters of a model between ranks, None where every rank holds them whole."""
+    if any(_FSDP1.made(module) or _FSDP2.made(module) for module in model.modules()):
+        return "FSDP"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return "ZeRO-3"
+    return "tensor parallelism" if any(_DTENSOR.made(parameter) for parameter in model.parameters()) else None
+
+
 def _dimensions(mesh: Any) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(f"dimension {number}" for number in range(mesh.ndim))
 

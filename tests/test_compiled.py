@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import TinyGPT, loss_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gact_dist
 from gact_dist import Config
@@ -88,3 +89,29 @@ def test_compiled_sensitivities_are_those_of_the_eager_model():
         found.append(gact.adaptation)
     eager, compiled = found
     assert sum(compiled.sensitivity.values()) == pytest.approx(sum(eager.sensitivity.values()), rel=0.25)
+
+
+class Checkpointed(TinyGPT):
+    """TinyGPT whose blocks are compiled, each under a checkpoint."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("policy", "codec"), [("uniform", "exact"), ("gact", "quantised")])
+def test_inputs_of_checkpointed_regions_need_an_adaptation_to_be_rounded(policy, codec):
+    """Whether a block takes discrete decisions shows in eager mode only, and only an adaptation runs that."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Checkpointed(37)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    gact = gact_dist.attach(model, config=Config(policy=policy, bits=4, min_numel=16))
+    for _ in range(2):
+        with gact.step(loss_of(model), batch()):
+            loss = loss_of(model)(batch())
+        loss.backward()
+    assert [row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")] == [codec, codec]

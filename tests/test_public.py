@@ -43,9 +43,10 @@ MAY_IMPORT = {
     "storages": {"handles"},
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators"},
+    "inlined": {"codec"},
     "engine": {
-        "block_inputs", "codec", "compiled", "config", "handles", "identity", "naming", "operators", "recomputation",
-        "storages", "wrappers",
+        "block_inputs", "codec", "compiled", "config", "handles", "identity", "inlined", "naming", "operators",
+        "recomputation", "storages", "wrappers",
     },
     "report": {"handles"},
     "sensitivity": {
