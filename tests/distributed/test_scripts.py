@@ -1,4 +1,4 @@
-"""A training script as its users write it, run as it is and with a few lines put in by a textual patch."""
+"""Training scripts as their users write them, run as they are and with two or three lines put in by a textual patch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def patched(name: str, changes: dict[str, str], folder: Path) -> Path:
 
 def run(*command: str | Path) -> None:
     """Run a launcher to its end; it and its ranks are a session of their own, which does not outlive the test."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     launcher = subprocess.Popen(
         [str(part) for part in command], env=environment, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True
     )
@@ -40,6 +41,12 @@ def run(*command: str | Path) -> None:
         os.killpg(launcher.pid, signal.SIGKILL)
         raise
     assert launcher.returncode == 0, output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # -- a GPT in one file: DDP, accumulation under no_sync, bf16 autocast, clipping, checkpoints -------------------------
@@ -102,3 +109,46 @@ def test_a_gpt_script(tmp_path):
     resumed = train_gpt(tmp_path / "resumed", gpt_lines("L2"), "--resume")
     assert resumed["losses"] == rounded["losses"][3:]
     assert same_weights(saved(tmp_path / "resumed"), final)
+
+
+# -- DeepSpeed: args, a JSON file, training_data, the engine's own loader --------------------------------------------
+
+DIGITS = {
+    "import deepspeed\n": "import deepspeed\nimport gact_dist\n",
+    "= deepspeed.initialize(": "= gact_dist.deepspeed.initialize(",
+}
+
+
+def train_digits(folder: Path, block: dict | None) -> tuple[dict, dict]:
+    """(log, weights) under the deepspeed launcher."""
+    folder.mkdir()
+    config = {
+        "train_batch_size": 128,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        **({} if block is None else {"gact": block}),
+    }
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    script = patched("train_digits.py", {} if block is None else DIGITS, folder)
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    run(*launcher, script, "--deepspeed", "--deepspeed_config", folder / "ds_config.json", "--out", folder)
+    return json.loads((folder / "log.json").read_text()), torch.load(folder / "model.pt")
+
+
+def test_a_deepspeed_script(tmp_path):
+    plain, weights = train_digits(tmp_path / "plain", None)
+    exact, exact_weights = train_digits(tmp_path / "exact", {"level": "exact"})
+    assert exact == plain
+    assert all(torch.equal(weights[name], exact_weights[name]) for name in weights)
+    rounded, rounded_weights = train_digits(tmp_path / "L2", {"level": "L2", "adapt_interval": 4, "min_numel": 256})
+    assert rounded["losses"][0] == plain["losses"][0]  # the forward is untouched
+    assert any(not torch.equal(weights[name], rounded_weights[name]) for name in weights)
+    assert rounded["losses"][-1] < rounded["losses"][0]  # how far the gradient may be off: test_modes.py, ZeRO-2
