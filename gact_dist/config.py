@@ -8,6 +8,7 @@ from typing import Any
 
 POLICIES = ("gact", "uniform", "exact", "off")
 GROUP_SIZES = (64, 128, 256, 512)
+_DEFAULT_BITS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,9 @@ class Config:
     policy: str = "gact"
     """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
     uniform: the same bits for every tensor; exact: all the machinery, every tensor stored exactly; off: nothing."""
-    bits: float = 4.0
-    """Average bits for an element of a compressible tensor, 1 to 8; a fraction such as 2.5 only with policy gact."""
+    bits: float | None = None
+    """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policy gact; 4
+    where it is not given. Only with policies gact and uniform."""
     adapt_interval: int = 1000
     """Steps between two adaptations (policy gact); the first step that is given a loss function adapts as well."""
     calibration_samples: int = 8
@@ -40,7 +42,7 @@ class Config:
             raise ValueError(
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
-        _check_bits(self.policy, self.bits)
+        self._check_budget()
         for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
         if self.group_size not in GROUP_SIZES:
@@ -48,9 +50,21 @@ class Config:
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
         _check_integer("seed", self.seed, -(2**63))
 
+    def _check_budget(self) -> None:
+        """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
+        if self.policy in ("exact", "off"):
+            _refuse_with(f"policy {self.policy!r}", "bits", self.bits, "leave bits out, or choose policy 'gact'")
+            return
+        if self.bits is None:
+            object.__setattr__(self, "bits", _DEFAULT_BITS)
+        _check_bits(self.policy, self.bits)
+
     @classmethod
     def from_level(cls, level: str, **changes: Any) -> "Config":
-        """The settings that a level stands for (see LEVELS), with single fields changed."""
+        """The settings that a level stands for (see LEVELS), with single fields changed.
+
+        Raises ValueError for an unknown level, and for a change that the level contradicts (another policy).
+        """
         if level in OFFLOAD_LEVELS:
             raise ValueError(
                 f"level {level!r} moves compressed tensors to pinned host memory, which this version cannot do yet; "
@@ -58,7 +72,14 @@ class Config:
             )
         if level not in LEVELS:
             raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
-        return cls.from_dict({**LEVELS[level], **changes})
+        stands_for = LEVELS[level]
+        policy = changes.get("policy", stands_for["policy"])
+        if policy != stands_for["policy"]:
+            raise ValueError(
+                f"level {level!r} stands for policy {stands_for['policy']!r} and policy is {policy!r}, expected one of "
+                "them: leave the level or the policy out"
+            )
+        return cls.from_dict({**stands_for, **changes})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
@@ -98,7 +119,8 @@ class Block:
     enabled: bool = True
     """false leaves the job untouched"""
     level: str = "L2"
-    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS."""
+    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS. A policy that
+    contradicts a level that was given is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +146,8 @@ def from_block(block: Mapping[str, Any]) -> Config | None:
     _check_offload(block.get("offload", {}))
     chosen = Block(**{key: block[key] for key in outer if key in block})
     _check_flag('"gact.enabled"', chosen.enabled)
-    config = Config.from_level(chosen.level, **{key: block[key] for key in inner if key in block})
+    settings = {key: block[key] for key in inner if key in block}
+    config = Config.from_level(chosen.level, **settings) if "level" in block else Config.from_dict(settings)
     return config if chosen.enabled else None
 
 
@@ -168,6 +191,11 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer")
     if not least <= value < 2**63:
         raise ValueError(f"{name} is {value}, expected at least {least} and below 2**63")
+
+
+def _refuse_with(reason: str, name: str, value: object, mend: str) -> None:
+    if value is not None:
+        raise ValueError(f"{reason} was given and {name} is {value!r}, expected one of them: {mend}")
 
 
 def _check_bits(policy: str, bits: object) -> None:

@@ -19,6 +19,7 @@ from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .policies import policy_of
 from .report import MemoryReport, build_report
 from .sensitivity import Sensitivity, measure
 from .wrappers import tensor_parallel_groups, unwrap
@@ -77,6 +78,7 @@ class Controller:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.config = _settings(level, config)
+        self._policy = policy_of(self.config)
         self._model = model
         tensor_parallel = tensor_parallel_groups(model)
         self._data_parallel = _data_parallel(process_group, tensor_parallel)
@@ -178,19 +180,19 @@ class Controller:
         return sys.maxsize if has_compiled_parts(self._model) else wanted
 
     def _due(self, in_steps: int = 0) -> bool:
-        if self.config.policy != "gact":
+        if not self._policy.adapts:
             return False
         return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self.config.adapt_interval
 
     def _adapt(self, forward: Callable[[], Tensor | None], fraction: float) -> None:
-        if self._engine is None or self.config.policy != "gact":
+        if self._engine is None or not self._policy.adapts:
             return
         self._measuring = True
         try:
             measured = self._measure(self._engine, forward, fraction)
         finally:
             self._measuring = False
-        self.adaptation = plan_from(measured, fraction, self.config.bits, self._groups)
+        self.adaptation = plan_from(measured, fraction, self.config, self._groups)
         for name, ranks in self.adaptation.invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         # The plan in use until now is compared as well: a rank that went its own way since (another state loaded, say)

@@ -22,6 +22,7 @@ from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, S
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
+from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
 from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
@@ -39,6 +40,7 @@ class Engine:
         self.config = config
         self._model = model
         self.plan: Mapping[str, int | None] = {}
+        self.unmeasured_bits = policy_of(config).unmeasured_bits
         self.rows: list[SavedTensorRow] = []
         self.exact_bytes = 0
         self.numel: dict[str, int] = {}
@@ -60,8 +62,8 @@ class Engine:
         self._hashes: dict[str, int] = {}
 
     def bits_of(self, name: str) -> int | None:
-        """The width of a compressible tensor: the plan's, or the uniform one until it is in a plan; None is exact."""
-        return self.plan.get(name, int(self.config.bits))
+        """The width of a compressible tensor: the plan's, or the policy's own until it is in a plan; None is exact."""
+        return self.plan.get(name, self.unmeasured_bits)
 
     def close(self) -> None:
         """Remove the hooks from the model's modules."""

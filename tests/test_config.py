@@ -6,6 +6,7 @@ import pytest
 
 import gact_dist
 from gact_dist import LEVELS, Config
+from gact_dist.config import from_block
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,15 @@ def test_every_level_can_be_built():
         assert isinstance(Config.from_level(level), Config)
 
 
+def test_a_level_and_another_policy_are_an_error_that_names_both():
+    with pytest.raises(ValueError, match=r"level 'L1' stands for policy 'uniform' and policy is 'gact'"):
+        Config.from_level("L1", policy="gact")
+    with pytest.raises(ValueError, match=r"level 'L2' stands for policy 'gact' and policy is 'uniform'"):
+        from_block({"level": "L2", "policy": "uniform"})
+    assert from_block({"policy": "uniform", "bits": 2}) == Config.from_level("L1.2")
+    assert from_block({}) == Config.from_level("L2") == Config()
+
+
 def test_offload_level_is_an_error_until_offload_exists():
     with pytest.raises(ValueError, match=r"'L3' moves compressed tensors to pinned host memory.*use 'L2'"):
         Config.from_level("L3")
@@ -39,6 +49,9 @@ def test_offload_level_is_an_error_until_offload_exists():
         ({"bits": float("nan")}, "bits is nan"),
         ({"policy": "uniform", "bits": 2.5}, "policy 'gact' reaches any average"),
         ({"policy": "gatc"}, "did you mean 'gact'"),
+        ({"policy": "unifrom"}, "did you mean 'uniform'"),
+        ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),
+        ({"policy": "off", "bits": 4}, "policy 'off' was given and bits is 4"),
         ({"group_size": 100}, "group_size is 100, expected one of 64, 128, 256, 512"),
         ({"adapt_interval": 0}, "adapt_interval is 0, expected at least 1"),
         ({"calibration_samples": 0}, "calibration_samples is 0"),

@@ -44,18 +44,19 @@ MAY_IMPORT = {
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators"},
     "engine": {
-        "block_inputs", "codec", "compiled", "config", "handles", "identity", "naming", "operators", "recomputation",
-        "storages", "wrappers",
+        "block_inputs", "codec", "compiled", "config", "handles", "identity", "naming", "operators", "policies",
+        "recomputation", "storages", "wrappers",
     },
     "report": {"handles"},
     "sensitivity": {
         "codec", "compiled", "engine", "handles", "isolation", "operators", "ops", "recomputation", "standins",
     },
     "observation": {"batches"},
-    "adaptation": {"allocation", "sensitivity", "sync"},
+    "policies": {"allocation", "config"},
+    "adaptation": {"config", "policies", "sensitivity", "sync"},
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "report", "sensitivity", "sync",
-        "wrappers",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "sensitivity",
+        "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
