@@ -24,6 +24,7 @@ LIMITS = {
     "policy": {"enum": list(POLICIES)},
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},
+    "retained_bytes": {"minimum": 1},
     "adapt_interval": {"minimum": 1},
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},

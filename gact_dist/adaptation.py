@@ -1,15 +1,33 @@
 """One adaptation: what every rank measured, reduced, becomes one plan."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from . import policies, sync
+from .allocation import EXACT, WIDTHS
 from .config import Config
-from .policies import Costs
-from .sensitivity import Sensitivity
+from .engine import Engine
+from .footprint import Footprint
+from .isolation import untouched
+from .policies import Budget, Costs, StepBytes, policy_of
+from .sensitivity import Sensitivity, measure
+
+_log = logging.getLogger(__name__)
+# Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
+# deviation of 0.08 and more, and allocation favours those that came out too low.
+_PROBES = 4
+# Forwards after which what the engine learns of views and block inputs has settled.
+_WEIGHINGS = 3
+_OTHER = ""  # the row of bytes that belong to no compressible tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +41,154 @@ class Adaptation:
     predicted_variance: float
     """variance that the plan adds to the gradient of one rank, summed over all parameters"""
     average_bits: float
-    """bits for an element under the plan, weighted by size"""
+    """bits for an element under the plan, weighted by size; with a budget in bytes all that is kept of it is counted"""
     invalid: dict[str, int]
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
 
 
-def plan_from(measured: Sequence[Sensitivity], fraction: float, config: Config, groups: Sequence[Any]) -> Adaptation:
-    """Reduce the measurements of all ranks and allocate bits from the reduced numbers alone.
+@dataclass(frozen=True)
+class Sample:
+    """The part of a batch to measure on."""
 
-    fraction: of the batch that was measured. groups: to average over, one after the other. Collectives: those of
-    sync.reduce_statistics in each.
-    """
-    costs, invalid = _reduced(measured, fraction, groups)
-    if not costs.names:
-        return Adaptation({}, {}, 0.0, 0.0, invalid)
-    allocation = policies.allocate(config, costs)
-    plan: dict[str, int | None] = {n: int(b) or None for n, b in zip(costs.names, allocation.bits, strict=True)}
-    sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in zip(costs.names, costs.variance, strict=True)}
-    return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid)
+    loss: Callable[[], Tensor | None]
+    """runs the model on it and returns the scalar loss, or calls backward on it"""
+    fraction: float
+    """of the batch's samples that it has"""
+    whole: Callable[[], Any]
+    """runs the model on the whole batch, as the step to come will"""
 
 
-def _reduced(measured: Sequence[Sensitivity], fraction: float, groups: Sequence[Any]) -> tuple[Costs, dict[str, int]]:
-    """The mean over ranks, of the tensors that have one; and how many ranks were left out of it, by name.
+class Adapter:
+    """Adapts the bits of one model. Everything that it decides follows from numbers reduced over the ranks."""
 
-    A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
-    """
-    values = torch.zeros(len(measured), 10, dtype=torch.float64)
-    for row, item in zip(values, measured, strict=True):
-        row[0], row[1] = item.numel / fraction, item.itemsize_bits
-        row[2:] = item.variance * fraction
-    statistics = sync.reduce_over([item.name for item in measured], values, groups)
-    valid = statistics.valid_ranks > 0
-    names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
-    mean = statistics.mean[valid].numpy()
-    return Costs(names, mean[:, 2:], mean[:, 0], mean[:, 1]), dict(statistics.invalid)
+    def __init__(
+        self, model: nn.Module, engine: Engine, config: Config, data_parallel: Sequence[Any], groups: Sequence[Any]
+    ) -> None:
+        """groups: data_parallel and those of tensor parallelism, to reduce over one after the other."""
+        self._model, self.engine, self._config = model, engine, config
+        self._policy = policy_of(config)
+        self._rank = sync.rank(*data_parallel) if data_parallel else 0
+        self._ranks = math.prod(sync.world_size(group) for group in data_parallel)
+        self._groups = groups
+        self._heaviest_bytes = 0
+        self._warned = False
+
+    def adapt(self, sample: Sample, step: int) -> Adaptation:
+        """Measure, reduce and allocate. A collective call.
+
+        Raises ValueError when the loss is no scalar with a graph, and on every rank when the budget cannot be reached.
+        """
+        weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
+        if weighed is not None and not self.engine.plan:
+            self.engine.unmeasured_bits = weighed.largest_uniform_bits(self._config)
+        costs, invalid = self._reduced(self._measure(sample, step), sample.fraction)
+        for name, ranks in invalid.items():
+            _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
+        self._warned = False
+        if not costs.names:
+            return Adaptation({}, {}, 0.0, 0.0, invalid)
+        if weighed is not None:
+            costs = policies.with_bytes(costs, weighed, self._config.group_size)
+        allocation = policies.allocate(self._config, costs)
+        if weighed is not None:
+            # a tensor that is new after this is stored like the average one
+            widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
+            self.engine.unmeasured_bits = math.floor(np.average(widths, weights=costs.sizes))
+        plan: dict[str, int | None] = {n: int(b) or None for n, b in zip(costs.names, allocation.bits, strict=True)}
+        curves = zip(costs.names, costs.variance, strict=True)
+        sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
+        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid)
+
+    def start(self, forward: Callable[[], Any]) -> None:
+        """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
+
+        forward: runs the model as that step will; the largest uniform width at which it fits is used.
+        """
+        if self._policy.budget is Budget.RETAINED_BYTES:
+            self.engine.unmeasured_bits = self._weigh(forward).largest_uniform_bits(self._config)
+
+    def watch(self) -> None:
+        """After a forward: remember the heaviest, and warn once an interval of one that exceeds a budget in bytes."""
+        budget = self._config.retained_bytes
+        if budget is None:
+            return
+        self._heaviest_bytes = max(self._heaviest_bytes, self.engine.exact_bytes)
+        retained = sum(row.bytes for row in self.engine.rows)
+        if retained > budget and not self._warned:
+            self._warned = True
+            _log.warning(
+                "this step keeps %d bytes, more than retained_bytes=%d: its batch is larger than the one that the bits "
+                "were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so at once",
+                retained,
+                budget,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learnt besides the plan."""
+        return {"heaviest_bytes": self._heaviest_bytes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what state_dict() gave."""
+        self._heaviest_bytes = state.get("heaviest_bytes", 0)
+
+    # -- what this rank sees --------------------------------------------------------------------------------------
+
+    def _measure(self, sample: Sample, step: int) -> list[Sensitivity]:
+        seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
+        probes = max(1, _PROBES // self._ranks)
+        try:
+            return measure(self.engine, self._model, sample.loss, seed=seed, fraction=sample.fraction, probes=probes)
+        except RuntimeError as error:
+            # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
+            # collectives that follow, with nothing to add, so that the others do not wait for it.
+            # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
+            _log.warning(
+                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s",
+                str(error).split("\n", 1)[0],
+            )
+            return []
+
+    def _footprint(self, forward: Callable[[], Any]) -> Footprint:
+        """What a step of this rank keeps. See [Note: weighing] in footprint.py."""
+        footprint = Footprint()
+        try:
+            for _ in range(_WEIGHINGS):
+                known = self.engine.state_dict()
+                with untouched(self._model), self.engine.weighing() as footprint:
+                    forward()
+                if self.engine.state_dict() == known:
+                    break
+        except RuntimeError as error:
+            _log.warning(
+                "the bytes of a step could not be found on this rank, its plan comes from the other ranks: %s",
+                str(error).split("\n", 1)[0],
+            )
+        return footprint
+
+    # -- what all ranks know ----------------------------------------------------------------------------------------
+
+    def _reduced(self, measured: Sequence[Sensitivity], fraction: float) -> tuple[Costs, dict[str, int]]:
+        """The mean over ranks, of the tensors that have one; and how many ranks were left out of it, by name.
+
+        A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
+        """
+        values = torch.zeros(len(measured), 10, dtype=torch.float64)
+        for row, item in zip(values, measured, strict=True):
+            row[0], row[1] = item.numel / fraction, item.itemsize_bits
+            row[2:] = item.variance * fraction
+        statistics = sync.reduce_over([item.name for item in measured], values, self._groups)
+        valid = statistics.valid_ranks > 0
+        names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
+        mean = statistics.mean[valid].numpy()
+        return Costs(names, mean[:, 2:], mean[:, 0], mean[:, 1]), dict(statistics.invalid)
+
+    def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
+        """The most bytes of each tensor on any rank, for the step to come."""
+        footprint = self._footprint(forward)
+        # a batch as heavy as the heaviest so far may come again
+        growth = max(1.0, self._heaviest_bytes / footprint.exact_bytes) if footprint.exact_bytes else 1.0
+        rows = [*footprint.tensors.values(), torch.full((9,), float(footprint.other_bytes), dtype=torch.float64)]
+        names, table = sync.maximum_over([*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups)
+        tensors = dict(zip(names, table.numpy(), strict=True))
+        other_bytes = float(tensors.pop(_OTHER)[0])
+        return StepBytes(tensors, other_bytes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES
+from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 
 DEFAULT_GROUP_SIZE = 256
 
@@ -84,6 +84,11 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes of all buffers that this object owns."""
         return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
+
+    def nbytes_at(self, bits: int) -> int:
+        """Bytes that the tensor would take at another width, 1 to 8 bits; it must be QUANTISED."""
+        values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
+        return sections(values, bits, self.group_size, _real_dtype(self.dtype)).total_bytes
 
 
 def _product(sizes: tuple[int, ...]) -> int:

@@ -23,7 +23,10 @@ class Config:
     uniform: the same bits for every tensor; exact: all the machinery, every tensor stored exactly; off: nothing."""
     bits: float | None = None
     """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policy gact; 4
-    where it is not given. Only with policies gact and uniform."""
+    where neither it nor another budget is given. Only with policies gact and uniform."""
+    retained_bytes: int | None = None
+    """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
+    follow (policy gact, in place of bits). Holds from the first adaptation on."""
     adapt_interval: int = 1000
     """Steps between two adaptations (policy gact); the first step that is given a loss function adapts as well."""
     calibration_samples: int = 8
@@ -52,6 +55,15 @@ class Config:
 
     def _check_budget(self) -> None:
         """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
+        if self.retained_bytes is not None:
+            _check_integer("retained_bytes", self.retained_bytes, 1)
+            _refuse_with("retained_bytes", "bits", self.bits, "the one follows from the other")
+            if self.policy != "gact":
+                raise ValueError(
+                    f"retained_bytes was given and policy is {self.policy!r}, expected policy 'gact', which chooses "
+                    "the bits of each tensor to fit"
+                )
+            return
         if self.policy in ("exact", "off"):
             _refuse_with(f"policy {self.policy!r}", "bits", self.bits, "leave bits out, or choose policy 'gact'")
             return
@@ -78,6 +90,11 @@ class Config:
             raise ValueError(
                 f"level {level!r} stands for policy {stands_for['policy']!r} and policy is {policy!r}, expected one of "
                 "them: leave the level or the policy out"
+            )
+        if changes.get("retained_bytes") is not None and "bits" in stands_for:
+            raise ValueError(
+                f"level {level!r} stands for {stands_for['bits']} bits and retained_bytes was given, expected one of "
+                "them: leave the level out"
             )
         return cls.from_dict({**stands_for, **changes})
 

@@ -6,7 +6,7 @@ Nothing else in the package touches saved_tensors_hooks. For the lifetime of wha
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from . import codec
 from .block_inputs import BlockInputs
 from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts
 from .config import Config
+from .footprint import Footprint
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin
@@ -55,6 +56,7 @@ class Engine:
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
         self._rounded: Mapping[str, int] = {}
+        self._footprint: Footprint | None = None
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
@@ -123,7 +125,7 @@ class Engine:
         if observer is not None:
             observer.on_discrete = self._blocks.note_discrete
         try:
-            with self._observed(observer), self._saved_tensors_hooks():
+            with self._cloned_buffers(), self._observed(observer), self._saved_tensors_hooks():
                 yield records
             for record in records:
                 record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
@@ -131,6 +133,27 @@ class Engine:
             self._records = None
             self.begin(0)
             self.rows, self.exact_bytes = report
+
+    @contextmanager
+    def weighing(self) -> Iterator[Footprint]:
+        """Compress as a step would, all at one bit, and note what that keeps. See [Note: weighing] in footprint.py."""
+        report, plan = (self.rows, self.exact_bytes), (self.plan, self.unmeasured_bits)
+        self.begin(0)
+        self.plan, self.unmeasured_bits = {}, 1
+        self._footprint = Footprint()
+        try:
+            with self._cloned_buffers(), self.hooks():
+                yield self._footprint
+            self._footprint.exact_bytes = self.exact_bytes
+        finally:
+            self._footprint = None
+            self.begin(0)
+            self.plan, self.unmeasured_bits = plan
+            self.rows, self.exact_bytes = report
+
+    def _cloned_buffers(self) -> AbstractContextManager[None]:
+        """See [Note: isolation] in isolation.py."""
+        return self._parameters.including(unwrap(self._model).buffers())
 
     @contextmanager
     def _observed(self, observer: OperatorObserver | None) -> Iterator[None]:
@@ -149,6 +172,7 @@ class Engine:
         return {
             "roles": {name: role.value for name, role in self._roles.items()},
             "store_base": sorted(self._store_base),
+            "unmeasured_bits": self.unmeasured_bits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,6 +180,7 @@ class Engine:
         self._roles.clear()
         self._roles.update({name: Role(value) for name, value in state.get("roles", {}).items()})
         self._store_base = set(state.get("store_base", ()))
+        self.unmeasured_bits = state.get("unmeasured_bits", self.unmeasured_bits)
 
     # -- pack ---------------------------------------------------------------------------------------------------
 
@@ -339,6 +364,8 @@ class Engine:
             kind, retained = payload.scheme.name.lower(), payload.nbytes
             bits = bits if payload.bits is None else payload.bits
         self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained))
+        if self._footprint is not None:
+            self._footprint.add(name, tensor, payload, retained)
 
     def _account_keywords(self, call: FrameType, name: str) -> None:
         """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""

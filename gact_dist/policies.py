@@ -2,27 +2,31 @@
 
 | policy | estimator | budget | unit |
 |---|---|---|---|
-| gact | measured sensitivities (GACT, Liu et al., ICML 2022, section 4) | average bits | tensor |
+| gact | measured sensitivities (GACT, Liu et al., ICML 2022, section 4) | average bits, or bytes of a rank | tensor |
 | uniform | none | the same bits for every tensor | job |
 | exact, off | none | none | job |
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocation import Allocation, minimum_variance
+from .allocation import WIDTHS, Allocation, minimum_variance, minimum_variance_in_bytes
 from .config import Config
+
+_UNKNOWN_BITS = 4  # until a step was weighed
 
 
 class Budget(Enum):
     """What an adaptation has to keep to."""
 
     AVERAGE_BITS = "average bits"  # least variance within an average over all elements
+    RETAINED_BYTES = "retained bytes"  # least variance within the bytes that a rank keeps for backward
     NONE = "none"  # nothing is adapted
 
 
@@ -45,23 +49,83 @@ class Costs:
     """What the ranks measured together of L tensors, the same numbers on every rank.
 
     variance: float64 [L, 8], added to the gradient of one rank's batch at 1 to 8 bits. sizes: [L] elements in a step of
-    one rank. exact_bits: [L] bits an element when stored exactly.
+    one rank. exact_bits: [L] bits an element when stored exactly. retained_bytes: [L, 9] the most that any rank keeps
+    of it at 1 to 8 bits and exactly, and other_bytes of all that has no choice; only where the budget is in bytes.
     """
 
     names: tuple[str, ...]
     variance: NDArray[np.float64]
     sizes: NDArray[np.float64]
     exact_bits: NDArray[np.float64]
+    retained_bytes: NDArray[np.float64] | None = None
+    other_bytes: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepBytes:
+    """The most bytes that any rank keeps in the step to come: of each tensor [9], at 1 to 8 bits and exactly."""
+
+    tensors: dict[str, NDArray[np.float64]]
+    other_bytes: float
+    """masks, statistics and all else that has no choice"""
+
+    def largest_uniform_bits(self, config: Config) -> int:
+        """The most bits at which every tensor fits the budget in bytes, 1 where none does."""
+        totals = self.other_bytes + sum(self.tensors.values(), np.zeros(WIDTHS + 1))[:WIDTHS]
+        fitting = np.flatnonzero(totals <= (config.retained_bytes or 0))
+        return int(fitting[-1]) + 1 if len(fitting) else 1
 
 
 def policy_of(config: Config) -> Policy:
     """The choices behind a configuration."""
+    if config.retained_bytes is not None:
+        return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS)
     bits = None if config.bits is None else int(config.bits)
     return Policy(Budget.AVERAGE_BITS if config.policy == "gact" else Budget.NONE, bits)
 
 
 def allocate(config: Config, costs: Costs) -> Allocation:
     """Bits for every tensor within the configuration's budget. Raises ValueError when that cannot be reached."""
+    if config.retained_bytes is not None and costs.retained_bytes is not None:
+        return _within_bytes(config.retained_bytes, costs, costs.retained_bytes)
     if config.bits is None:
         raise ValueError(f"policy is {config.policy!r}, expected one that allocates bits")
     return minimum_variance(costs.variance, costs.sizes, average_bits=config.bits, exact_bits=costs.exact_bits)
+
+
+def with_bytes(costs: Costs, step: StepBytes, group_size: int) -> Costs:
+    """The costs of the tensors of a step, with their bytes.
+
+    Of a tensor that was weighed and not measured the variance is taken for that of the average element; of one that was
+    measured and not weighed (it was on the slice alone) the bytes are its elements'.
+    """
+    unmeasured = [name for name in step.tensors if name not in set(costs.names)]
+    # a further bit takes an eighth of a byte for each element
+    elements = np.array([8.0 * (step.tensors[name][1] - step.tensors[name][0]) for name in unmeasured])
+    average = np.where(np.isfinite(costs.variance), costs.variance, 0.0).sum(axis=0) / costs.sizes.sum()
+    sizes = np.concatenate([costs.sizes, elements])
+    metadata_bits = 48.0 / group_size
+    by_size = np.concatenate([np.arange(1.0, WIDTHS + 1) + metadata_bits, [32.0]]) / 8.0
+    names = (*costs.names, *unmeasured)
+    return Costs(
+        names,
+        np.concatenate([costs.variance, np.outer(elements, average)]),
+        sizes,
+        np.concatenate([costs.exact_bits, np.full(len(unmeasured), 32.0)]),
+        np.stack([step.tensors.get(name, by_size * size) for name, size in zip(names, sizes, strict=True)]),
+        step.other_bytes,
+    )
+
+
+def _within_bytes(budget_bytes: int, costs: Costs, retained_bytes: NDArray[np.float64]) -> Allocation:
+    narrowest = np.where(np.isfinite(costs.variance), retained_bytes[:, :WIDTHS], np.inf).min(axis=1, initial=np.inf)
+    smallest = costs.other_bytes + np.minimum(narrowest, retained_bytes[:, WIDTHS]).sum()
+    if smallest > budget_bytes:
+        raise ValueError(
+            f"retained_bytes is {budget_bytes}, but a step keeps at least {math.ceil(smallest)} bytes on a rank "
+            f"({math.ceil(costs.other_bytes)} of them in masks, statistics and what else is stored exactly); give at "
+            "least that, or a smaller batch"
+        )
+    return minimum_variance_in_bytes(
+        costs.variance, costs.sizes, retained_bytes, budget_bytes=budget_bytes - costs.other_bytes
+    )

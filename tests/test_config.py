@@ -32,6 +32,9 @@ def test_a_level_and_another_policy_are_an_error_that_names_both():
         Config.from_level("L1", policy="gact")
     with pytest.raises(ValueError, match=r"level 'L2' stands for policy 'gact' and policy is 'uniform'"):
         from_block({"level": "L2", "policy": "uniform"})
+    with pytest.raises(ValueError, match=r"level 'L2' stands for 4 bits and retained_bytes was given"):
+        Config.from_level("L2", retained_bytes=10**6)
+    assert from_block({"retained_bytes": 10**6}) == Config(retained_bytes=10**6)
     assert from_block({"policy": "uniform", "bits": 2}) == Config.from_level("L1.2")
     assert from_block({}) == Config.from_level("L2") == Config()
 
@@ -52,6 +55,9 @@ def test_offload_level_is_an_error_until_offload_exists():
         ({"policy": "unifrom"}, "did you mean 'uniform'"),
         ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),
         ({"policy": "off", "bits": 4}, "policy 'off' was given and bits is 4"),
+        ({"retained_bytes": 0}, "retained_bytes is 0, expected at least 1"),
+        ({"retained_bytes": 10**6, "bits": 3}, "retained_bytes was given and bits is 3, expected one of them"),
+        ({"retained_bytes": 10**6, "policy": "uniform"}, "retained_bytes was given and policy is 'uniform'"),
         ({"group_size": 100}, "group_size is 100, expected one of 64, 128, 256, 512"),
         ({"adapt_interval": 0}, "adapt_interval is 0, expected at least 1"),
         ({"calibration_samples": 0}, "calibration_samples is 0"),
