@@ -25,6 +25,7 @@ LIMITS = {
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},
     "retained_bytes": {"minimum": 1},
+    "error": {"exclusiveMinimum": 0},
     "adapt_interval": {"minimum": 1},
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},

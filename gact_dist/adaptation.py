@@ -6,17 +6,19 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import policies, sync
-from .allocation import EXACT, WIDTHS
+from . import codec, policies, sync
+from .allocation import EXACT, WIDTHS, Allocation
 from .config import Config
 from .engine import Engine
 from .footprint import Footprint
+from .gradient_error import GradientError, GradientProbe, SecondMoment, SquaredGradient, second_moment_of_batch
 from .isolation import untouched
 from .policies import Budget, Costs, StepBytes, policy_of
 from .sensitivity import Sensitivity, measure
@@ -27,6 +29,12 @@ _log = logging.getLogger(__name__)
 _PROBES = 4
 # Forwards after which what the engine learns of views and block inputs has settled.
 _WEIGHINGS = 3
+# Part of a tolerated error that is planned for: under one plan the increase differs by tens of percent over batches.
+_PLANNED = 0.7
+_RAISES = 8
+# A variance of a quarter is one bit more: where attention overflows at some width, the next one may well do.
+_LARGEST_RAISE = 0.25
+_GRADIENT = "gradient"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 
 
@@ -44,6 +52,8 @@ class Adaptation:
     """bits for an element under the plan, weighted by size; with a budget in bytes all that is kept of it is counted"""
     invalid: dict[str, int]
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
+    gradient_error: GradientError | None = None
+    """what policy acgc promises and what came of it; None with other policies"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class Sample:
     """of the batch's samples that it has"""
     whole: Callable[[], Any]
     """runs the model on the whole batch, as the step to come will"""
+    whole_is_loss: bool
+    """whether that returns the loss; else second moments come from the job's own backward"""
 
 
 class Adapter:
@@ -70,8 +82,13 @@ class Adapter:
         self._rank = sync.rank(*data_parallel) if data_parallel else 0
         self._ranks = math.prod(sync.world_size(group) for group in data_parallel)
         self._groups = groups
+        self._draws = max(1, _PROBES // self._ranks)
         self._heaviest_bytes = 0
         self._warned = False
+        self._second_moment = SecondMoment()
+        self._sampled_at = 0
+        self._increase = 0.0
+        self._gradient: SquaredGradient | None = None
 
     def adapt(self, sample: Sample, step: int) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
@@ -87,17 +104,23 @@ class Adapter:
         self._warned = False
         if not costs.names:
             return Adaptation({}, {}, 0.0, 0.0, invalid)
-        if weighed is not None:
-            costs = policies.with_bytes(costs, weighed, self._config.group_size)
-        allocation = policies.allocate(self._config, costs)
+        error: GradientError | None = None
+        if self._policy.budget is Budget.GRADIENT_ERROR:
+            within = self._within_error(costs, sample, step)
+            if within is None:
+                return Adaptation({}, {}, 0.0, 0.0, invalid)
+            allocation, error = within
+        else:
+            costs = costs if weighed is None else policies.with_bytes(costs, weighed)
+            allocation = policies.allocate(self._config, costs)
         if weighed is not None:
             # a tensor that is new after this is stored like the average one
             widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
             self.engine.unmeasured_bits = math.floor(np.average(widths, weights=costs.sizes))
-        plan: dict[str, int | None] = {n: int(b) or None for n, b in zip(costs.names, allocation.bits, strict=True)}
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
-        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid)
+        plan = _plan(costs, allocation)
+        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error)
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
@@ -123,13 +146,44 @@ class Adapter:
                 budget,
             )
 
+    def sampling_due(self, step: int) -> bool:
+        """Whether this step's gradient should be a sample of V^2: ten times an interval, with policy acgc."""
+        wanted = self._policy.budget is Budget.GRADIENT_ERROR
+        return wanted and step - self._sampled_at >= max(1, self._config.adapt_interval // SecondMoment.SAMPLES)
+
+    def sample(self, step: int, forward: Callable[[], Tensor]) -> None:
+        """Take a sample of V^2 from the batch of a step. forward: returns its loss. On this rank alone."""
+        self._sampled_at = step
+        try:
+            self._sample_batch(forward)
+        except RuntimeError as error:
+            _log.warning("the gradient's second moment could not be measured here: %s", str(error).split("\n", 1)[0])
+
+    def watch_gradient(self, step: int, outputs: Sequence[Tensor], observed: bool) -> None:
+        """Make the job's next backward through these outputs a sample of V^2, if one is due or it is observed."""
+        if self.sampling_due(step) or (observed and self._policy.budget is Budget.GRADIENT_ERROR):
+            self._sampled_at, self._gradient = step, SquaredGradient(outputs)
+
+    def before_forward(self) -> None:
+        """Take what watch_gradient saw."""
+        if self._gradient is not None:
+            self._add_rounded(*self._gradient.moments())
+            self._gradient = None
+
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""
-        return {"heaviest_bytes": self._heaviest_bytes}
+        return {
+            "heaviest_bytes": self._heaviest_bytes,
+            "second_moment": self._second_moment.state_dict(),
+            "sampled_at": self._sampled_at,
+            "increase": self._increase,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave."""
         self._heaviest_bytes = state.get("heaviest_bytes", 0)
+        self._second_moment.load_state_dict(state.get("second_moment", []))
+        self._sampled_at, self._increase = state.get("sampled_at", 0), state.get("increase", 0.0)
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
@@ -148,13 +202,16 @@ class Adapter:
             )
             return []
 
+    def _seed(self, step: int) -> int:
+        return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
+
     def _footprint(self, forward: Callable[[], Any]) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in footprint.py."""
         footprint = Footprint()
         try:
             for _ in range(_WEIGHINGS):
                 known = self.engine.state_dict()
-                with untouched(self._model), self.engine.weighing() as footprint:
+                with untouched(self._model), self.engine.rehearsal(all_bits=1) as footprint:
                     forward()
                 if self.engine.state_dict() == known:
                     break
@@ -164,6 +221,80 @@ class Adapter:
                 str(error).split("\n", 1)[0],
             )
         return footprint
+
+    # -- a tolerated error (AC-GC) ----------------------------------------------------------------------------------
+
+    def _within_error(self, costs: Costs, sample: Sample, step: int) -> tuple[Allocation, GradientError] | None:
+        """The fewest bits whose measured error is tolerated; None where there is no gradient. See gradient_error.py.
+
+        Where rounding does more than the sensitivities say, they are allocated a smaller variance until it is.
+        """
+        tolerated = self._config.error or 0.0
+        seed, fraction = self._seed(step), sample.fraction
+        self._sampled_at = step
+        probe = GradientProbe(self.engine, self._model, sample.loss, seed=seed, fraction=fraction)
+        in_force = {name: self.engine.bits_of(name) for name in costs.names}
+        before, second_moment = self._agreed(lambda: self._error_of(in_force, probe, sample), 2)
+        if not second_moment > 0.0:
+            _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")
+            return None
+        before /= second_moment
+        if self.engine.plan and not before <= tolerated:
+            _log.warning(
+                "compression increased the gradient's second moment by %.3g (error=%g was promised); bits are raised",
+                before,
+                tolerated,
+            )
+        share = _PLANNED
+        for _ in range(_RAISES):
+            allocation = policies.allocate(self._config, costs, tolerated * second_moment * share)
+            plan = _plan(costs, allocation)
+            (measured,) = self._agreed(partial(self._variance_of, plan, probe, fraction), 1)
+            found = GradientError(
+                tolerated, allocation.variance / second_moment, measured / second_moment, before, second_moment
+            )
+            _log.info("increase of the gradient's second moment: %s", found)
+            self._increase = found.measured
+            if not found.measured > tolerated:
+                return allocation, found
+            share *= max(_PLANNED * tolerated / found.measured, _LARGEST_RAISE)
+        _log.warning(
+            "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
+            "error=%g was promised: %.3g bits on average do not reach it",
+            found.measured,
+            tolerated,
+            allocation.average_bits,
+        )
+        return allocation, found
+
+    def _variance_of(self, bits: Mapping[str, int | None], probe: GradientProbe, fraction: float) -> list[float]:
+        return [probe.variance(bits, self._draws) * fraction]
+
+    def _error_of(self, bits: Mapping[str, int | None], probe: GradientProbe, sample: Sample) -> list[float]:
+        """[variance that rounding adds, V^2] of this rank's batch. See [Note: units] in gradient_error.py."""
+        (variance,) = self._variance_of(bits, probe, sample.fraction)
+        if sample.whole_is_loss and sample.fraction < 1.0:
+            self._sample_batch(sample.whole)
+        elif sample.whole_is_loss or self._second_moment.value is None:
+            # of a slice of independent samples this is at most V^2
+            self._second_moment.add(probe.second_moment() * sample.fraction)
+        return [variance, self._second_moment.value or math.nan]
+
+    def _sample_batch(self, forward: Callable[[], Any]) -> None:
+        self._add_rounded(second_moment_of_batch(self.engine, self._model, forward))
+
+    def _add_rounded(self, at_parameters: float, at_outputs: float = 1.0) -> None:
+        """A sample of the rounded gradient, whose second moment is V^2 and what rounding adds."""
+        self._second_moment.add(at_parameters / (1.0 + self._increase), at_outputs)
+
+    def _agreed(self, values: Callable[[], list[float]], count: int) -> list[float]:
+        """The mean over the ranks that can tell; NaN where none can."""
+        try:
+            mine = values()
+        except RuntimeError as error:
+            _log.warning("the gradient's error could not be measured on this rank: %s", str(error).split("\n", 1)[0])
+            mine = [math.nan] * count
+        return sync.reduce_over([_GRADIENT], torch.tensor([mine], dtype=torch.float64), self._groups).mean[0].tolist()
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
@@ -180,7 +311,10 @@ class Adapter:
         valid = statistics.valid_ranks > 0
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
-        return Costs(names, mean[:, 2:], mean[:, 0], mean[:, 1]), dict(statistics.invalid)
+        sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, 2:]
+        dtypes = [torch.bfloat16 if bits <= 16 else torch.float32 for bits in exact_bits]
+        metadata_bits = np.array([codec.metadata_bits(self._config.group_size, dtype) for dtype in dtypes])
+        return Costs(names, variance, sizes, exact_bits, metadata_bits), dict(statistics.invalid)
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come."""
@@ -192,3 +326,7 @@ class Adapter:
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)
+
+
+def _plan(costs: Costs, allocation: Allocation) -> dict[str, int | None]:
+    return {name: int(bits) or None for name, bits in zip(costs.names, allocation.bits, strict=True)}

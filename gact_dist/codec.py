@@ -146,6 +146,13 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
+def metadata_bits(group_size: int, dtype: torch.dtype) -> float:
+    """Bits of scale and offset for an element, where groups are full. dtype: float32, float16 or bfloat16."""
+    groups = 4096
+    total_bytes = sections(groups * group_size, 1, group_size, dtype).total_bytes
+    return 8.0 * total_bytes / (groups * group_size) - 1.0
+
+
 def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
     """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
 

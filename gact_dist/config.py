@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-POLICIES = ("gact", "uniform", "exact", "off")
+POLICIES = ("gact", "uniform", "acgc", "exact", "off")
 GROUP_SIZES = (64, 128, 256, 512)
 _DEFAULT_BITS = 4.0
 
@@ -20,15 +20,20 @@ class Config:
 
     policy: str = "gact"
     """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
-    uniform: the same bits for every tensor; exact: all the machinery, every tensor stored exactly; off: nothing."""
+    uniform: the same bits for every tensor; acgc: the fewest bits that keep to an error (AC-GC, Evans and Aamodt,
+    NeurIPS 2021); exact: all the machinery, every tensor stored exactly; off: nothing."""
     bits: float | None = None
     """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policy gact; 4
     where neither it nor another budget is given. Only with policies gact and uniform."""
     retained_bytes: int | None = None
     """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
     follow (policy gact, in place of bits). Holds from the first adaptation on."""
+    error: float | None = None
+    """Tolerated relative increase of the gradient's second moment through compression, e^2 in AC-GC; needed with policy
+    acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
     adapt_interval: int = 1000
-    """Steps between two adaptations (policy gact); the first step that is given a loss function adapts as well."""
+    """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
+    well."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 256
@@ -55,6 +60,14 @@ class Config:
 
     def _check_budget(self) -> None:
         """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
+        if self.policy == "acgc":
+            _check_error(self.error)
+            for name in ("bits", "retained_bytes"):
+                mend = "the bits follow from error; policy 'gact' takes bits or retained_bytes"
+                _refuse_with("policy 'acgc'", name, getattr(self, name), mend)
+            return
+        mend = "error belongs to policy 'acgc'"
+        _refuse_with(f"policy {self.policy!r}", "error", self.error, mend)
         if self.retained_bytes is not None:
             _check_integer("retained_bytes", self.retained_bytes, 1)
             _refuse_with("retained_bytes", "bits", self.bits, "the one follows from the other")
@@ -213,6 +226,18 @@ def _check_integer(name: str, value: object, least: int) -> None:
 def _refuse_with(reason: str, name: str, value: object, mend: str) -> None:
     if value is not None:
         raise ValueError(f"{reason} was given and {name} is {value!r}, expected one of them: {mend}")
+
+
+def _check_error(error: object) -> None:
+    if error is None:
+        raise ValueError(
+            "policy 'acgc' was given and error was not, expected e^2, the tolerated relative increase of the "
+            "gradient's second moment: error=0.25, for instance"
+        )
+    if isinstance(error, bool) or not isinstance(error, (int, float)):
+        raise TypeError(f"error is {error!r} ({type(error).__name__}), expected a number above 0")
+    if not (math.isfinite(error) and error > 0):
+        raise ValueError(f"error is {error}, expected a finite number above 0, such as 0.25")
 
 
 def _check_bits(policy: str, bits: object) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import sync
 from .adaptation import Adaptation, Adapter, Sample
-from .batches import first_samples
+from .batches import first_samples, tensors_of
 from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
@@ -115,6 +115,9 @@ class Controller:
             return
         if loss_fn is not None and self._due():
             self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
+        elif loss_fn is not None and self._adapter is not None and self._adapter.sampling_due(self._step):
+            with self._measurement():
+                self._adapter.sample(self._step, partial(loss_fn, batch))
         self._engine.begin(self._step)
         with self._engine.hooks():
             yield
@@ -140,6 +143,8 @@ class Controller:
         if self._engine is None or not torch.is_grad_enabled() or self._measuring:
             return
         self._step += 1
+        if self._adapter is not None:
+            self._adapter.before_forward()
         if self._observation is not None and self._due():
             complete = self._observation.complete
             for group in self._groups:
@@ -147,7 +152,8 @@ class Controller:
             if complete:
                 observation, self._observation = self._observation, None
                 loss = partial(observation.loss, self._model)
-                self._adapt(Sample(loss, observation.fraction, partial(self._model, *args, **kwargs)))
+                whole = partial(self._model, *args, **kwargs)
+                self._adapt(Sample(loss, observation.fraction, whole, whole_is_loss=False))
         if self._step == 1 and self._adapter is not None:
             with self._measurement():
                 self._adapter.start(partial(self._model, *args, **kwargs))
@@ -166,6 +172,8 @@ class Controller:
         self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
+        if self._adapter is not None:
+            self._adapter.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
@@ -178,7 +186,7 @@ class Controller:
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         part, fraction = first_samples(batch, self._probe_samples(samples))
-        self._adapt(Sample(lambda: loss_fn(part), fraction, lambda: loss_fn(batch)))
+        self._adapt(Sample(lambda: loss_fn(part), fraction, lambda: loss_fn(batch), whole_is_loss=True))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
@@ -241,7 +249,7 @@ class Controller:
         self._watch()
         self._step += 1
         if self._due():
-            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop))
+            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, whole_is_loss=True))
         self._open_iteration()
         if closure_is_the_iteration:
             fwdbwdprop()
@@ -277,7 +285,8 @@ class Controller:
         """What the last step on this rank kept for backward, tensor by tensor."""
         if self._engine is None:
             return MemoryReport(0, 0, ())
-        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
+        error = None if self.adaptation is None else self.adaptation.gradient_error
+        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity, error)
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.

@@ -55,7 +55,7 @@ class Engine:
         self._observe_next = True
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
-        self._rounded: Mapping[str, int] = {}
+        self._rounded: Mapping[str, tuple[int, int]] = {}
         self._footprint: Footprint | None = None
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
@@ -110,12 +110,15 @@ class Engine:
 
     @contextmanager
     def recording(
-        self, observer: OperatorObserver | None, fraction: float = 1.0, rounded: Mapping[str, int] | None = None
+        self,
+        observer: OperatorObserver | None,
+        fraction: float = 1.0,
+        rounded: Mapping[str, tuple[int, int]] | None = None,
     ) -> Iterator[list[Recorded]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
         fraction: of a step's samples that the recorded forward sees; min_numel is meant for all of them.
-        rounded: name -> seed of tensors that backward gets rounded to PROBE_BITS.
+        rounded: name -> (bits, seed) of tensors that backward gets rounded.
         """
         report = self.rows, self.exact_bytes
         self._recorded_fraction = fraction
@@ -135,11 +138,12 @@ class Engine:
             self.rows, self.exact_bytes = report
 
     @contextmanager
-    def weighing(self) -> Iterator[Footprint]:
-        """Compress as a step would, all at one bit, and note what that keeps. See [Note: weighing] in footprint.py."""
+    def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
+        """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
         report, plan = (self.rows, self.exact_bytes), (self.plan, self.unmeasured_bits)
         self.begin(0)
-        self.plan, self.unmeasured_bits = {}, 1
+        if all_bits is not None:
+            self.plan, self.unmeasured_bits = {}, all_bits
         self._footprint = Footprint()
         try:
             with self._cloned_buffers(), self.hooks():
@@ -340,9 +344,9 @@ class Engine:
         compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
-            handle.replacement = codec.unpack(
-                codec.pack(tensor, bits=PROBE_BITS, seed=self._rounded[name], group_size=self.config.group_size)
-            )
+            bits, seed = self._rounded[name]
+            packed = codec.pack(tensor, bits=bits, seed=seed, group_size=self.config.group_size)
+            handle.replacement = codec.unpack(packed)
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 

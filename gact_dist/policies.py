@@ -3,6 +3,7 @@
 | policy | estimator | budget | unit |
 |---|---|---|---|
 | gact | measured sensitivities (GACT, Liu et al., ICML 2022, section 4) | average bits, or bytes of a rank | tensor |
+| acgc | the same | increase of the gradient's second moment (AC-GC, Evans and Aamodt, NeurIPS 2021) | tensor |
 | uniform | none | the same bits for every tensor | job |
 | exact, off | none | none | job |
 """
@@ -16,10 +17,11 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocation import WIDTHS, Allocation, minimum_variance, minimum_variance_in_bytes
+from .allocation import WIDTHS, Allocation, minimum_bits, minimum_variance, minimum_variance_in_bytes
 from .config import Config
 
 _UNKNOWN_BITS = 4  # until a step was weighed
+_CAUTIOUS_BITS = 8  # where an error was promised and nothing was measured
 
 
 class Budget(Enum):
@@ -27,6 +29,7 @@ class Budget(Enum):
 
     AVERAGE_BITS = "average bits"  # least variance within an average over all elements
     RETAINED_BYTES = "retained bytes"  # least variance within the bytes that a rank keeps for backward
+    GRADIENT_ERROR = "gradient error"  # fewest bits within a variance of the gradient
     NONE = "none"  # nothing is adapted
 
 
@@ -49,14 +52,16 @@ class Costs:
     """What the ranks measured together of L tensors, the same numbers on every rank.
 
     variance: float64 [L, 8], added to the gradient of one rank's batch at 1 to 8 bits. sizes: [L] elements in a step of
-    one rank. exact_bits: [L] bits an element when stored exactly. retained_bytes: [L, 9] the most that any rank keeps
-    of it at 1 to 8 bits and exactly, and other_bytes of all that has no choice; only where the budget is in bytes.
+    one rank. exact_bits: [L] bits an element when stored exactly. metadata_bits: [L] scale and offset, for an element.
+    retained_bytes: [L, 9] the most that any rank keeps of it at 1 to 8 bits and exactly, other_bytes of all that has
+    no choice; only where the budget is in bytes.
     """
 
     names: tuple[str, ...]
     variance: NDArray[np.float64]
     sizes: NDArray[np.float64]
     exact_bits: NDArray[np.float64]
+    metadata_bits: NDArray[np.float64]
     retained_bytes: NDArray[np.float64] | None = None
     other_bytes: float = 0.0
 
@@ -80,12 +85,25 @@ def policy_of(config: Config) -> Policy:
     """The choices behind a configuration."""
     if config.retained_bytes is not None:
         return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS)
+    if config.policy == "acgc":
+        return Policy(Budget.GRADIENT_ERROR, _CAUTIOUS_BITS)
     bits = None if config.bits is None else int(config.bits)
     return Policy(Budget.AVERAGE_BITS if config.policy == "gact" else Budget.NONE, bits)
 
 
-def allocate(config: Config, costs: Costs) -> Allocation:
-    """Bits for every tensor within the configuration's budget. Raises ValueError when that cannot be reached."""
+def allocate(config: Config, costs: Costs, variance_budget: float | None = None) -> Allocation:
+    """Bits for every tensor within the configuration's budget. Raises ValueError when that cannot be reached.
+
+    variance_budget: what compression may add to the gradient of one rank's batch, where the budget is an error.
+    """
+    if variance_budget is not None:
+        return minimum_bits(
+            costs.variance,
+            costs.sizes,
+            variance_budget=variance_budget,
+            exact_bits=costs.exact_bits,
+            metadata_bits=costs.metadata_bits,
+        )
     if config.retained_bytes is not None and costs.retained_bytes is not None:
         return _within_bytes(config.retained_bytes, costs, costs.retained_bytes)
     if config.bits is None:
@@ -93,7 +111,7 @@ def allocate(config: Config, costs: Costs) -> Allocation:
     return minimum_variance(costs.variance, costs.sizes, average_bits=config.bits, exact_bits=costs.exact_bits)
 
 
-def with_bytes(costs: Costs, step: StepBytes, group_size: int) -> Costs:
+def with_bytes(costs: Costs, step: StepBytes) -> Costs:
     """The costs of the tensors of a step, with their bytes.
 
     Of a tensor that was weighed and not measured the variance is taken for that of the average element; of one that was
@@ -103,16 +121,16 @@ def with_bytes(costs: Costs, step: StepBytes, group_size: int) -> Costs:
     # a further bit takes an eighth of a byte for each element
     elements = np.array([8.0 * (step.tensors[name][1] - step.tensors[name][0]) for name in unmeasured])
     average = np.where(np.isfinite(costs.variance), costs.variance, 0.0).sum(axis=0) / costs.sizes.sum()
-    sizes = np.concatenate([costs.sizes, elements])
-    metadata_bits = 48.0 / group_size
-    by_size = np.concatenate([np.arange(1.0, WIDTHS + 1) + metadata_bits, [32.0]]) / 8.0
-    names = (*costs.names, *unmeasured)
+    widths = np.arange(1.0, WIDTHS + 1) + costs.metadata_bits[:, None]
+    by_size = np.column_stack([widths, costs.exact_bits]) * costs.sizes[:, None] / 8.0
+    measured = [step.tensors.get(name, row) for name, row in zip(costs.names, by_size, strict=True)]
     return Costs(
-        names,
+        (*costs.names, *unmeasured),
         np.concatenate([costs.variance, np.outer(elements, average)]),
-        sizes,
+        np.concatenate([costs.sizes, elements]),
         np.concatenate([costs.exact_bits, np.full(len(unmeasured), 32.0)]),
-        np.stack([step.tensors.get(name, by_size * size) for name, size in zip(names, sizes, strict=True)]),
+        np.concatenate([costs.metadata_bits, np.zeros(len(unmeasured))]),
+        np.stack([*measured, *(step.tensors[name] for name in unmeasured)]),
         step.other_bytes,
     )
 

@@ -35,6 +35,7 @@ from torch.autograd.graph import GradientEdge
 from . import codec, ops
 from .compiled import has_compiled_parts
 from .engine import PROBE_BITS, Engine
+from .graphs import nodes_below, parameters_among
 from .handles import Recorded
 from .isolation import untouched
 from .operators import OperatorObserver
@@ -80,7 +81,7 @@ def measure(
         with engine.recording(mode, fraction) as records:
             result = forward()
         loss = mode.root if mode.root is not None else result
-        probe = _Probe(_scalar(loss), records, engine, seed)
+        probe = _Probe(scalar(loss), records, engine, seed)
         return probe.run(probes)
 
 
@@ -97,12 +98,12 @@ def _measure_by_rerun(
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         return torch.random.fork_rng(devices=devices)
 
-    def run(rounded: dict[str, int]) -> tuple[Tensor, list[Recorded]]:
+    def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
         with fork(), engine.recording(None, fraction, rounded) as records:
-            return _scalar(forward()), records
+            return scalar(forward()), records
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
-        return list(torch.autograd.grad(loss, _parameters(_graph(loss)), allow_unused=True))
+        return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
 
     found = []
     with untouched(model), measurable(nullcontext()):
@@ -115,12 +116,13 @@ def _measure_by_rerun(
         measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
         exact = gradients(loss)
         for number, (record, rounding) in enumerate(measured):
-            change = _square_distance(gradients(run({record.name: seed + number})[0]), exact)
+            change = square_distance(gradients(run({record.name: (PROBE_BITS, seed + number)})[0]), exact)
             found.append(_from_change(record, change, rounding))
     return found
 
 
-def _square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+    """Squared norm of the difference of two gradients of the same parameters, in the same order."""
     pairs = zip(first, second, strict=True)
     return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
 
@@ -144,7 +146,8 @@ def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> S
     return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar(loss: Any) -> Tensor:
+    """A loss as it is. Raises ValueError unless it is a scalar with a graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
@@ -164,8 +167,8 @@ class _Probe:
         self.operating_bits = engine.bits_of
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.nodes = _graph(loss)
-        self.leaves = _parameters(self.nodes)
+        self.nodes = nodes_below([loss])
+        self.leaves = parameters_among(self.nodes)
 
     def run(self, probes: int) -> list[Sensitivity]:
         compressible = [record for record in self.records if record.compressible]
@@ -276,7 +279,7 @@ class _Probe:
             finally:
                 record.replacement = None
             rounding = _rounding(record.tensor, None, self.group_size)
-            found.append(_from_change(record, _square_distance(moved, exact), rounding))
+            found.append(_from_change(record, square_distance(moved, exact), rounding))
         return found
 
 
@@ -312,24 +315,6 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 opaque.append(node.name())
 
     return hook
-
-
-def _graph(loss: Tensor) -> list[Any]:
-    """Every node of a loss's graph."""
-    seen: dict[Any, None] = {}
-    pending = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            pending += [below for below, _ in node.next_functions]
-    return list(seen)
-
-
-def _parameters(nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
 
 
 def _first_line(error: Exception) -> str:

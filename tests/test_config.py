@@ -55,6 +55,11 @@ def test_offload_level_is_an_error_until_offload_exists():
         ({"policy": "unifrom"}, "did you mean 'uniform'"),
         ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),
         ({"policy": "off", "bits": 4}, "policy 'off' was given and bits is 4"),
+        ({"policy": "acgc"}, "policy 'acgc' was given and error was not, expected e\\^2"),
+        ({"policy": "acgc", "error": 0.0}, "error is 0.0, expected a finite number above 0"),
+        ({"policy": "acgc", "error": 0.25, "bits": 4}, "policy 'acgc' was given and bits is 4"),
+        ({"policy": "acgc", "error": 0.25, "retained_bytes": 9}, "policy 'acgc' was given and retained_bytes is 9"),
+        ({"policy": "uniform", "error": 0.25}, "policy 'uniform' was given and error is 0.25"),
         ({"retained_bytes": 0}, "retained_bytes is 0, expected at least 1"),
         ({"retained_bytes": 10**6, "bits": 3}, "retained_bytes was given and bits is 3, expected one of them"),
         ({"retained_bytes": 10**6, "policy": "uniform"}, "retained_bytes was given and policy is 'uniform'"),
@@ -77,7 +82,9 @@ def test_wrong_types_are_type_errors(settings):
 
 def test_a_config_is_frozen_keyword_only_and_survives_a_round_trip():
     config = Config(bits=2.5, adapt_interval=10, seed=3)
-    assert Config.from_dict(config.to_dict()) == config
+    others = (Config(policy="acgc", error=0.25), Config(retained_bytes=10**9), Config(policy="exact"))
+    for other in (config, *others):
+        assert Config.from_dict(other.to_dict()) == other
     with pytest.raises(TypeError):
         Config("gact")
     with pytest.raises(AttributeError):

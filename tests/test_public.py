@@ -48,15 +48,21 @@ MAY_IMPORT = {
         "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "naming",
         "operators", "policies", "recomputation", "storages", "wrappers",
     },
-    "report": {"handles"},
+    "graphs": set(),
+    "gradient_error": {
+        "compiled", "engine", "graphs", "isolation", "recomputation", "sensitivity", "standins",
+    },
+    "report": {"gradient_error", "handles"},
     "sensitivity": {
-        "codec", "compiled", "engine", "handles", "isolation", "operators", "ops", "recomputation", "standins",
+        "codec", "compiled", "engine", "graphs", "handles", "isolation", "operators", "ops", "recomputation",
+        "standins",
     },
     "observation": {"batches"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "adaptation": {
-        "allocation", "config", "engine", "footprint", "isolation", "policies", "sensitivity", "sync",
+        "allocation", "codec", "config", "engine", "footprint", "gradient_error", "isolation", "policies",
+        "sensitivity", "sync",
     },
     "controller": {
         "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "sync",
