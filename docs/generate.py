@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
 
-from gact_dist.config import GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
+from gact_dist.config import ESTIMATORS, GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "gact.schema.json"
@@ -22,6 +22,7 @@ START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
 JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
 LIMITS = {
     "policy": {"enum": list(POLICIES)},
+    "estimator": {"enum": list(ESTIMATORS)},
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},
     "retained_bytes": {"minimum": 1},

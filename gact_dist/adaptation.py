@@ -188,10 +188,11 @@ class Adapter:
     # -- what this rank sees --------------------------------------------------------------------------------------
 
     def _measure(self, sample: Sample, step: int) -> list[Sensitivity]:
-        seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
-        probes = max(1, _PROBES // self._ranks)
+        options: dict[str, Any] = {"probes": self._draws, "estimator": self._policy.estimator}
         try:
-            return measure(self.engine, self._model, sample.loss, seed=seed, fraction=sample.fraction, probes=probes)
+            return measure(
+                self.engine, self._model, sample.loss, seed=self._seed(step), fraction=sample.fraction, **options
+            )
         except RuntimeError as error:
             # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
             # collectives that follow, with nothing to add, so that the others do not wait for it.

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 POLICIES = ("gact", "uniform", "acgc", "exact", "off")
+ESTIMATORS = ("one-pass", "perturbation")
 GROUP_SIZES = (64, 128, 256, 512)
 _DEFAULT_BITS = 4.0
 
@@ -31,6 +32,9 @@ class Config:
     error: float | None = None
     """Tolerated relative increase of the gradient's second moment through compression, e^2 in AC-GC; needed with policy
     acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
+    estimator: str = "one-pass"
+    """How sensitivities are measured (policies gact and acgc): one-pass: all tensors from one double backward;
+    perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
     """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
     well."""
@@ -51,6 +55,16 @@ class Config:
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
         self._check_budget()
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(
+                f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
+                f"{_nearest(self.estimator, ESTIMATORS)}"
+            )
+        if self.estimator != "one-pass" and self.policy not in ("gact", "acgc"):
+            raise ValueError(
+                f"policy {self.policy!r} was given and estimator is {self.estimator!r}, expected one of them: only "
+                "policies 'gact' and 'acgc' measure sensitivities"
+            )
         for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
         if self.group_size not in GROUP_SIZES:

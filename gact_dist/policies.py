@@ -1,9 +1,9 @@
 """What a configuration asks of an adaptation: which estimator, which budget, for which unit. No collective, no state.
 
-| policy | estimator | budget | unit |
+| policy | sensitivities | budget | unit |
 |---|---|---|---|
-| gact | measured sensitivities (GACT, Liu et al., ICML 2022, section 4) | average bits, or bytes of a rank | tensor |
-| acgc | the same | increase of the gradient's second moment (AC-GC, Evans and Aamodt, NeurIPS 2021) | tensor |
+| gact (Liu et al., ICML 2022, section 4) | Config.estimator | average bits, or bytes of a rank | tensor |
+| acgc (Evans and Aamodt, NeurIPS 2021) | Config.estimator | increase of the gradient's second moment | tensor |
 | uniform | none | the same bits for every tensor | job |
 | exact, off | none | none | job |
 """
@@ -40,6 +40,8 @@ class Policy:
     budget: Budget
     unmeasured_bits: int | None
     """width of a compressible tensor that is in no plan yet; None: stored exactly"""
+    estimator: str = "none"
+    """of sensitivities"""
 
     @property
     def adapts(self) -> bool:
@@ -83,12 +85,14 @@ class StepBytes:
 
 def policy_of(config: Config) -> Policy:
     """The choices behind a configuration."""
-    if config.retained_bytes is not None:
-        return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS)
     if config.policy == "acgc":
-        return Policy(Budget.GRADIENT_ERROR, _CAUTIOUS_BITS)
+        return Policy(Budget.GRADIENT_ERROR, _CAUTIOUS_BITS, config.estimator)
+    if config.retained_bytes is not None:
+        return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS, config.estimator)
     bits = None if config.bits is None else int(config.bits)
-    return Policy(Budget.AVERAGE_BITS if config.policy == "gact" else Budget.NONE, bits)
+    if config.policy == "gact":
+        return Policy(Budget.AVERAGE_BITS, bits, config.estimator)
+    return Policy(Budget.NONE, bits)
 
 
 def allocate(config: Config, costs: Costs, variance_budget: float | None = None) -> Allocation:

@@ -16,13 +16,16 @@ it sees that layer norm and attention answer to rounding more than linearly. A f
 the squared gradient: the plan from the exact point has variance 420 and predicts 0.70; from this point 3.5, predicting
 80. At 4 bits both plans have 0.037, predicting 0.030 and 0.036.
 
-A tensor that this does not reach (an input without a graph, an operator whose backward is not differentiable) is
-measured by perturbation: one more backward of the same graph, in which that tensor alone is rounded.
+[Note: perturbation] GACT's own estimator (section 4 of the paper) takes half the squared difference of two gradients
+between which only the rounding of tensor l has another seed; its expectation is c_l(b). Here all tensors are rounded to
+PROBE_BITS, and it costs one backward of the recorded graph for each tensor and one for all, without another forward.
+It measures every tensor with Config(estimator="perturbation"), else those that the one pass does not reach: an input
+without a graph, an operator whose backward is not differentiable.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +69,14 @@ def measure(
     seed: int,
     fraction: float = 1.0,
     probes: int = 1,
+    estimator: str = "one-pass",
 ) -> list[Sensitivity]:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
 
     forward: runs the model and returns the scalar loss, or calls backward on it; run once, with the job left untouched
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's samples that forward sees. probes: random directions to average over, on this rank.
+    estimator: see Config.
     Raises ValueError when forward gives no scalar that depends on a parameter.
     """
     if has_compiled_parts(model):
@@ -82,7 +87,7 @@ def measure(
             result = forward()
         loss = mode.root if mode.root is not None else result
         probe = _Probe(scalar(loss), records, engine, seed)
-        return probe.run(probes)
+        return probe.run(probes) if estimator == "one-pass" else probe.perturb()
 
 
 def _measure_by_rerun(
@@ -114,10 +119,12 @@ def _measure_by_rerun(
         loss, records = run({})
         # before its backward, which may write into what was saved
         measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
-        exact = gradients(loss)
-        for number, (record, rounding) in enumerate(measured):
-            change = square_distance(gradients(run({record.name: (PROBE_BITS, seed + number)})[0]), exact)
-            found.append(_from_change(record, change, rounding))
+        del loss
+        seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
+        base = gradients(run(seeds)[0])
+        for number, (record, rounding) in enumerate(measured, start=len(measured)):
+            moved = gradients(run({**seeds, record.name: (PROBE_BITS, seed + number)})[0])
+            found.append(_from_change(record, square_distance(moved, base), rounding))
     return found
 
 
@@ -128,9 +135,12 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
 
 
 def _from_change(record: Recorded, change: float, rounding: Tensor) -> Sensitivity:
-    """What rounding one tensor to PROBE_BITS did to the gradient, carried to other widths by their rounding."""
+    """From what another seed for one tensor's rounding to PROBE_BITS did to the gradient; see [Note: perturbation].
+
+    To other widths it is carried by their rounding.
+    """
     at_probe = float(rounding[PROBE_BITS - 1])
-    variance = rounding * (change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
+    variance = rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
     return _sensitivity(record, variance, by_perturbation=True)
 
 
@@ -182,7 +192,7 @@ class _Probe:
                 found.append(self._by_rule(record, weight))
         if missed:
             _log.debug("measured by perturbation: %s", ", ".join(record.name for record in missed))
-            found += self._perturb(missed)
+            found += self.perturb({record.name for record in missed})
         order = {record.name: position for position, record in enumerate(compressible)}
         return sorted(found, key=lambda sensitivity: order[sensitivity.name])
 
@@ -192,7 +202,7 @@ class _Probe:
         squares: dict[tuple, Tensor] = {}
         if not edges:
             return squares
-        with self._at_operating_point(compressible):
+        with self._rounded(compressible, self.operating_bits):  # see [Note: operating point]
             gradients = self._differentiable_gradients()
         if gradients is None:
             return squares
@@ -212,20 +222,6 @@ class _Probe:
             for handle in handles:
                 handle.remove()
         return {edge: square for edge, square in squares.items() if bool(square.any())}
-
-    @contextmanager
-    def _at_operating_point(self, compressible: Sequence[Recorded]) -> Iterator[None]:
-        """Backward sees every tensor rounded as the plan in force rounds it. See [Note: operating point]."""
-        for number, record in enumerate(compressible):
-            bits = self.operating_bits(record.name)
-            if bits is not None:
-                packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
-                record.replacement = codec.unpack(packed)
-        try:
-            yield
-        finally:
-            for record in compressible:
-                record.replacement = None
 
     def _differentiable_gradients(self) -> Sequence[Tensor | None] | None:
         """The gradient with its graph; None if some backward leaves it (a kernel that autograd cannot see)."""
@@ -267,20 +263,39 @@ class _Probe:
         rounding = _rounding(record.tensor, _seen_through(record, square), self.group_size)
         return _sensitivity(record, rounding, by_perturbation=False)
 
-    def _perturb(self, records: Sequence[Recorded]) -> list[Sensitivity]:
-        """Round one tensor at a time and compare gradients: c(4) by measurement, other widths by their rounding."""
-        exact = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+    def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
+        """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""
+        compressible = [record for record in self.records if record.compressible]
         found = []
-        for number, record in enumerate(records):
-            packed = codec.pack(record.tensor, bits=PROBE_BITS, seed=self.seed + number, group_size=self.group_size)
-            record.replacement = codec.unpack(packed)
-            try:
+        with self._rounded(compressible, lambda _: PROBE_BITS):
+            base = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+            for number, record in enumerate(compressible, start=len(compressible)):
+                if names is not None and record.name not in names:
+                    continue
+                rounded = record.replacement
+                record.replacement = self._round(record, PROBE_BITS, number)
                 moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-            finally:
-                record.replacement = None
-            rounding = _rounding(record.tensor, None, self.group_size)
-            found.append(_from_change(record, square_distance(moved, exact), rounding))
+                record.replacement = rounded
+                rounding = _rounding(record.tensor, None, self.group_size)
+                found.append(_from_change(record, square_distance(moved, base), rounding))
         return found
+
+    @contextmanager
+    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], int | None]) -> Iterator[None]:
+        """Backward sees every tensor rounded to a width of its own; None leaves it exact."""
+        for number, record in enumerate(records):
+            bits = bits_of(record.name)
+            if bits is not None:
+                record.replacement = self._round(record, bits, number)
+        try:
+            yield
+        finally:
+            for record in records:
+                record.replacement = None
+
+    def _round(self, record: Recorded, bits: int, number: int) -> Tensor:
+        packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
+        return codec.unpack(packed)
 
 
 def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
