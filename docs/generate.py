@@ -28,6 +28,7 @@ LIMITS = {
     "retained_bytes": {"minimum": 1},
     "error": {"exclusiveMinimum": 0},
     "adapt_interval": {"minimum": 1},
+    "adapt_tolerance": {"minimum": 0},
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},
     "min_numel": {"minimum": 0},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,9 @@ _log = logging.getLogger(__name__)
 _PROBES = 4
 # Forwards after which what the engine learns of views and block inputs has settled.
 _WEIGHINGS = 3
-# Part of a tolerated error that is planned for: under one plan the increase differs by tens of percent over batches.
-_PLANNED = 0.7
+# Parts of a tolerated error that are planned for, and accepted when they are measured on the samples of an adaptation:
+# under one plan the increase differs by tens of percent over batches.
+_PLANNED, _ACCEPTED = 0.7, 0.85
 _RAISES = 8
 # A variance of a quarter is one bit more: where attention overflows at some width, the next one may well do.
 _LARGEST_RAISE = 0.25
@@ -54,6 +55,20 @@ class Adaptation:
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
     gradient_error: GradientError | None = None
     """what policy acgc promises and what came of it; None with other policies"""
+    kept: bool = False
+    """whether the plan in force was kept, since a fresh one would have gained too little (Config.adapt_tolerance)"""
+
+    def to_dict(self, step: int) -> dict[str, Any]:
+        """Plain values for a line of JSON."""
+        tensors = {name: {"bits": bits, "sensitivity": self.sensitivity[name]} for name, bits in self.plan.items()}
+        return {
+            "step": step,
+            "kept": self.kept,
+            "average_bits": self.average_bits,
+            "predicted_variance": self.predicted_variance,
+            "gradient_error": None if self.gradient_error is None else asdict(self.gradient_error),
+            "tensors": tensors,
+        }
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,11 @@ class Adapter:
         else:
             costs = costs if weighed is None else policies.with_bytes(costs, weighed)
             allocation = policies.allocate(self._config, costs)
+        settled = policies.settled(self._config, costs, self.engine.plan, allocation)
+        if settled is not None and error is not None:
+            settled, error = self._settled_within(settled, error)
+        if settled is not None:
+            allocation = settled
         if weighed is not None:
             # a tensor that is new after this is stored like the average one
             widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
@@ -120,7 +140,9 @@ class Adapter:
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
         plan = _plan(costs, allocation)
-        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error)
+        return Adaptation(
+            plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept=settled is not None
+        )
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
@@ -256,17 +278,26 @@ class Adapter:
             )
             _log.info("increase of the gradient's second moment: %s", found)
             self._increase = found.measured
-            if not found.measured > tolerated:
+            if not found.measured > _ACCEPTED * tolerated:
                 return allocation, found
             share *= max(_PLANNED * tolerated / found.measured, _LARGEST_RAISE)
-        _log.warning(
-            "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
-            "error=%g was promised: %.3g bits on average do not reach it",
-            found.measured,
-            tolerated,
-            allocation.average_bits,
-        )
+        if not found.holds:
+            _log.warning(
+                "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
+                "error=%g was promised: %.3g bits on average do not reach it",
+                found.measured,
+                tolerated,
+                allocation.average_bits,
+            )
         return allocation, found
+
+    def _settled_within(self, settled: Allocation, error: GradientError) -> tuple[Allocation | None, GradientError]:
+        """The plan in force and its error, if that is tolerated."""
+        predicted = settled.variance / error.second_moment
+        if not max(error.measured_before, predicted) <= _ACCEPTED * error.tolerated:
+            return None, error
+        self._increase = error.measured_before
+        return settled, replace(error, predicted=predicted, measured=error.measured_before)
 
     def _variance_of(self, bits: Mapping[str, int | None], probe: GradientProbe, fraction: float) -> list[float]:
         return [probe.variance(bits, self._draws) * fraction]

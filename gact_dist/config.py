@@ -38,6 +38,10 @@ class Config:
     adapt_interval: int = 1000
     """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
     well."""
+    adapt_tolerance: float = 0.1
+    """What an adaptation may gain at most for the plan in force to be kept: less gradient variance, or fewer bits with
+    policy acgc, as a fraction. With policy gact the steps to the next adaptation are then doubled, up to 8 times
+    adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 256
@@ -55,6 +59,7 @@ class Config:
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
         self._check_budget()
+        _check_tolerance(self.adapt_tolerance)
         if self.estimator not in ESTIMATORS:
             raise ValueError(
                 f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
@@ -252,6 +257,13 @@ def _check_error(error: object) -> None:
         raise TypeError(f"error is {error!r} ({type(error).__name__}), expected a number above 0")
     if not (math.isfinite(error) and error > 0):
         raise ValueError(f"error is {error}, expected a finite number above 0, such as 0.25")
+
+
+def _check_tolerance(tolerance: object) -> None:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
+        raise TypeError(f"adapt_tolerance is {tolerance!r} ({type(tolerance).__name__}), expected a number from 0 up")
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"adapt_tolerance is {tolerance}, expected a finite number from 0 up, such as 0.1")
 
 
 def _check_bits(policy: str, bits: object) -> None:

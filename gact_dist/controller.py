@@ -27,7 +27,8 @@ from .wrappers import tensor_parallel_groups, unwrap
 _log = logging.getLogger(__name__)
 _default_level = "L2"
 _STATE = "gact_dist"  # the one key of state_dict()
-_STATE_KEYS = {"config", "step", "adapted_at", "plan", "sensitivity", "engine", "adapter"}
+_LONGEST_INTERVAL = 8  # in adapt_intervals
+_STATE_KEYS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter"}
 
 _installed: set["Controller"] = set()
 """Controllers whose hooks are on: one that the user drops must not take some other hook off when it is collected."""
@@ -87,6 +88,7 @@ class Controller:
         self._state = Lifecycle.ATTACHED
         self._step = 0
         self._adapted_at: int | None = None
+        self._interval = self.config.adapt_interval
         self._plan: dict[str, int | None] = {}
         self._sensitivity: dict[str, float] = {}
         self._installed = ExitStack()
@@ -97,6 +99,9 @@ class Controller:
         self._candidate: Observation | None = None
         self.adaptation: Adaptation | None = None
         """outcome of the last adaptation, None before the first"""
+        self.history: list[dict[str, Any]] = []
+        """every adaptation since attach() in plain values: step, whether the plan was kept, average bits, predicted
+        variance, the bits and the sensitivity of each tensor; a line of JSON each"""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Controller:
     def _due(self, in_steps: int = 0) -> bool:
         if self._adapter is None:
             return False
-        return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self.config.adapt_interval
+        return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
 
     @contextmanager
     def _measurement(self) -> Iterator[None]:
@@ -224,6 +229,11 @@ class Controller:
         self._plan = self._adapter.engine.plan = plan
         self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
         self._adapted_at = self._step
+        # a promise about the gradient is watched at adaptations, and the gradient shrinks while bits stand still
+        settled = self.adaptation.kept and self.adaptation.gradient_error is None
+        longest = _LONGEST_INTERVAL * self.config.adapt_interval
+        self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
+        self.history.append(self.adaptation.to_dict(self._step))
 
     # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
 
@@ -301,6 +311,7 @@ class Controller:
             "config": self.config.to_dict(),
             "step": self._step,
             "adapted_at": self._adapted_at,
+            "interval": self._interval,
             "plan": self._plan,
             "sensitivity": self._sensitivity,
             "engine": self._engine.state_dict() if self._engine is not None else {},
@@ -311,7 +322,7 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
         loaded = _read(state)
-        self._step, self._adapted_at = loaded["step"], loaded["adapted_at"]
+        self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
         self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan

@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .allocation import WIDTHS, Allocation, minimum_bits, minimum_variance, minimum_variance_in_bytes
+from .allocation import EXACT, WIDTHS, Allocation, minimum_bits, minimum_variance, minimum_variance_in_bytes
 from .config import Config
 
 _UNKNOWN_BITS = 4  # until a step was weighed
@@ -113,6 +114,40 @@ def allocate(config: Config, costs: Costs, variance_budget: float | None = None)
     if config.bits is None:
         raise ValueError(f"policy is {config.policy!r}, expected one that allocates bits")
     return minimum_variance(costs.variance, costs.sizes, average_bits=config.bits, exact_bits=costs.exact_bits)
+
+
+def evaluate(costs: Costs, plan: Mapping[str, int | None]) -> Allocation | None:
+    """What a plan amounts to under these costs, without a bound; None where it lacks a tensor of theirs."""
+    if any(name not in plan for name in costs.names):
+        return None
+    bits = np.array([plan[name] or EXACT for name in costs.names], dtype=np.int64)
+    rows, exact = np.arange(len(bits)), bits == EXACT
+    variance = np.where(exact, 0.0, costs.variance[rows, bits - 1]).sum()
+    widths = np.where(exact, costs.exact_bits, bits + costs.metadata_bits)
+    if costs.retained_bytes is not None:
+        widths = 8.0 * costs.retained_bytes[rows, np.where(exact, WIDTHS, bits - 1)] / np.maximum(costs.sizes, 1.0)
+    return Allocation(bits, float(variance), float(np.average(widths, weights=costs.sizes)), 0.0)
+
+
+def settled(config: Config, costs: Costs, plan: Mapping[str, int | None], fresh: Allocation) -> Allocation | None:
+    """The plan in force, if it keeps to the budget and a fresh allocation gains no more than adapt_tolerance; or None.
+
+    With policy acgc that it keeps to the budget is for the caller to know, from what was measured.
+    """
+    in_force = evaluate(costs, plan)
+    new = evaluate(costs, dict(zip(costs.names, fresh.bits.tolist(), strict=True)))
+    if in_force is None or new is None:
+        return None
+    slack = 1.0 + config.adapt_tolerance
+    if config.policy == "acgc":
+        return in_force if in_force.average_bits < new.average_bits * slack else None
+    if config.retained_bytes is not None:
+        total_bytes = costs.other_bytes + in_force.average_bits * costs.sizes.sum() / 8.0
+        fits = total_bytes <= config.retained_bytes * (1.0 + 1e-12)
+    else:
+        payload = np.where(in_force.bits == EXACT, costs.exact_bits, in_force.bits)
+        fits = np.average(payload, weights=costs.sizes) <= (config.bits or 0.0) * (1.0 + 1e-12)
+    return in_force if fits and in_force.variance < new.variance * slack else None
 
 
 def with_bytes(costs: Costs, step: StepBytes) -> Costs:

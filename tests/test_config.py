@@ -62,6 +62,7 @@ def test_offload_level_is_an_error_until_offload_exists():
         ({"policy": "uniform", "error": 0.25}, "policy 'uniform' was given and error is 0.25"),
         ({"estimator": "perturbations"}, "did you mean 'perturbation'"),
         ({"policy": "uniform", "estimator": "perturbation"}, "policy 'uniform' was given and estimator is"),
+        ({"adapt_tolerance": -0.1}, "adapt_tolerance is -0.1, expected a finite number from 0 up"),
         ({"retained_bytes": 0}, "retained_bytes is 0, expected at least 1"),
         ({"retained_bytes": 10**6, "bits": 3}, "retained_bytes was given and bits is 3, expected one of them"),
         ({"retained_bytes": 10**6, "policy": "uniform"}, "retained_bytes was given and policy is 'uniform'"),

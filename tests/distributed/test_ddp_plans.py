@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gact_dist
 from gact_dist import Config
 
-ADAPTIVE = Config.from_level("L2", adapt_interval=2, calibration_samples=4, min_numel=16)
+ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16)
 WHOLE_BATCH = 8
 
 
