@@ -3,7 +3,6 @@
 Nothing else in the package touches saved_tensors_hooks. For the lifetime of what pack returns see handles.py.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +24,7 @@ from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
 from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
+from .rounding_keys import RoundingKeys
 from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
 
@@ -45,7 +45,6 @@ class Engine:
         self.rows: list[SavedTensorRow] = []
         self.exact_bytes = 0
         self.numel: dict[str, int] = {}
-        self._rank = rank
         self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
         self._parameters = ParameterIdentity(unwrap(model))
         self._memory: dict[int, Memory] = {}
@@ -60,8 +59,7 @@ class Engine:
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
-        self._step_key = 0
-        self._hashes: dict[str, int] = {}
+        self._keys = RoundingKeys(config.seed, rank)
 
     def bits_of(self, name: str) -> int | None:
         """The width of a compressible tensor: the plan's, or the policy's own until it is in a plan; None is exact."""
@@ -80,7 +78,7 @@ class Engine:
         self._forget_step()
         self.rows = []
         self.exact_bytes = 0
-        self._step_key = _mix(_mix(self.config.seed, self._rank), step)
+        self._keys.begin(step)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -301,7 +299,7 @@ class Engine:
         if bits is None:
             return _exact(tensor)
         self.numel[name] = tensor.numel()
-        return codec.pack(tensor, bits=bits, seed=self._seed(name), group_size=config.group_size)
+        return codec.pack(tensor, bits=bits, seed=self._keys.seed(name), group_size=config.group_size)
 
     def _role(self, tensor: Tensor, name: str) -> Role:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
@@ -378,12 +376,6 @@ class Engine:
             if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
                 self._account(tensor, f"{name} (keyword {keyword})", memory, tensor)
 
-    def _seed(self, name: str) -> int:
-        key = self._hashes.get(name)
-        if key is None:
-            key = self._hashes[name] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        return _mix(self._step_key, key) - 2**63
-
 
 def _unpack(handle: Any) -> Tensor:
     return handle.restore()
@@ -407,11 +399,3 @@ def _is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
     if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
         return False
     return node._saved_result is None
-
-
-def _mix(key: int, value: int) -> int:
-    """A 64-bit key from two (the finaliser of SplitMix64, Steele et al., 2014)."""
-    mixed = (key ^ value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return mixed ^ mixed >> 31

@@ -27,6 +27,7 @@ PUBLIC = {
 MAY_IMPORT = {
     "config": set(),
     "knapsack": set(),
+    "rounding_keys": set(),
     "allocation": {"knapsack"},
     "batches": set(),
     "isolation": {"wrappers"},
@@ -46,7 +47,7 @@ MAY_IMPORT = {
     "compiled": {"operators"},
     "engine": {
         "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "naming",
-        "operators", "policies", "recomputation", "storages", "wrappers",
+        "operators", "policies", "recomputation", "rounding_keys", "storages", "wrappers",
     },
     "graphs": set(),
     "gradient_error": {
