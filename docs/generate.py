@@ -13,18 +13,31 @@ from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
 
-from gact_dist.config import COMPILE_HOOKS, GROUP_SIZES, LEVELS, POLICIES, Block, Config, Offload
+from gact_dist.config import (
+    COMPILE_HOOKS,
+    ESTIMATORS,
+    GROUP_SIZES,
+    LEVELS,
+    POLICIES,
+    Block,
+    Config,
+    Offload,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "gact.schema.json"
 PAGE = ROOT / "docs" / "deepspeed.md"
 START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
-JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
+JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
 LIMITS = {
     "policy": {"enum": list(POLICIES)},
+    "estimator": {"enum": list(ESTIMATORS)},
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},
+    "retained_bytes": {"minimum": 1},
+    "error": {"exclusiveMinimum": 0},
     "adapt_interval": {"minimum": 1},
+    "adapt_tolerance": {"minimum": 0},
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},
     "min_numel": {"minimum": 0},
@@ -56,7 +69,7 @@ def table() -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, text in rows():
         shown = "" if default is MISSING else f"`{json.dumps(default)}`"
-        lines.append(f"| `{name}` | {JSON_TYPES[kind]} | {shown} | {text} |")
+        lines.append(f"| `{name}` | {json_types(kind)[0]} | {shown} | {text} |")
     return "\n".join(lines)
 
 
@@ -75,7 +88,18 @@ def schema() -> dict:
 
 
 def _property(kind: str, default: object, text: str, name: str) -> dict:
-    return {"type": JSON_TYPES[kind], "default": default, "description": text, **LIMITS.get(name, {})}
+    types = json_types(kind)
+    return {
+        "type": types if len(types) > 1 else types[0],
+        "default": default,
+        "description": text,
+        **LIMITS.get(name, {}),
+    }
+
+
+def json_types(kind: str) -> list[str]:
+    """JSON's names for an annotation such as "float | None"."""
+    return [JSON_TYPES[part] for part in kind.split(" | ")]
 
 
 def page(text: str) -> str:

@@ -3,9 +3,7 @@
 Each tensor takes one of nine options (1 to 8 bits, or exact). GACT (Liu et al., ICML 2022, the adaptive algorithm)
 and ActNN (Chen et al., ICML 2021, mixed precision) minimise the gradient's variance within an average of bits;
 AC-GC (Evans and Aamodt, NeurIPS 2021) minimises bits within a variance. Both are one problem with cost and weight
-exchanged, solved here in the manner of Pisinger (A minimal algorithm for the multiple-choice knapsack problem, 1995):
-the linear relaxation is greedy on the slopes of the lower convex hulls; the tensors for which rounding it matters
-(the core) are then enumerated as a Pareto front while the others follow the greedy curve.
+exchanged, solved in knapsack.py.
 
 Nothing here is random or depends on the machine's state: equal inputs give equal bits on every rank.
 """
@@ -15,22 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from .knapsack import ROUNDING, Floats, Integers, Problem, minimise
 
 EXACT = 0
 WIDTHS = 8
-
-# Stop as soon as the linear relaxation proves the solution this close to optimal.
-_GAP_TOLERANCE = 1e-3
-# Sums of rounded products may exceed a budget that is met exactly; 1e-12 is far above their error, far below one bit.
-_ROUNDING = 1.0 + 1e-12
-_CORE_TENSORS = 24
-_FRONT_STATES = 2048
-_ROUNDS = 2
-_FILL_STEPS = 8
-
-_Floats = NDArray[np.float64]
-_Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -42,7 +30,7 @@ class Allocation:
     ``minimum_variance``, average bits for ``minimum_bits``): no allocation can go below it.
     """
 
-    bits: _Integers
+    bits: Integers
     variance: float
     average_bits: float
     lower_bound: float
@@ -55,7 +43,7 @@ def allocate(
     average_bits: float,
     exact_bits: ArrayLike,
     metadata_bits: ArrayLike = 0.0,
-) -> _Integers:
+) -> Integers:
     """Bits [L] of the allocation that ``minimum_variance`` finds; same arguments and errors."""
     return minimum_variance(
         costs, sizes, average_bits=average_bits, exact_bits=exact_bits, metadata_bits=metadata_bits
@@ -78,14 +66,34 @@ def minimum_variance(
     Raises ValueError for malformed input, and when average_bits is below the smallest that can be reached.
     """
     table = _Table.build(costs, sizes, exact_bits, metadata_bits)
-    smallest = table.average(np.where(np.isfinite(table.costs), table.weights, np.inf).min(axis=1).sum())
-    if not average_bits * _ROUNDING >= smallest:
+    smallest = table.average(table.smallest())
+    if not average_bits * ROUNDING >= smallest:
         raise ValueError(
             f"average_bits is {average_bits}, but these {len(table.sizes)} tensors need at least {smallest:.6g} bits "
             "an element; raise average_bits, or allow the narrow widths whose cost is inf"
         )
-    problem = _Problem.build(table.costs, table.weights, average_bits * table.sizes.sum() * _ROUNDING)
-    choice, bound = _minimise(problem)
+    problem = Problem.build(table.costs, table.weights, average_bits * table.sizes.sum() * ROUNDING)
+    choice, bound = minimise(problem)
+    return table.allocation(choice, bound)
+
+
+def minimum_variance_in_bytes(
+    costs: ArrayLike, sizes: ArrayLike, retained_bytes: ArrayLike, *, budget_bytes: float
+) -> Allocation:
+    """Minimise sum_l costs[l, b_l - 1] subject to sum_l retained_bytes[l, b_l - 1] <= budget_bytes.
+
+    costs, sizes: as for ``minimum_variance``. retained_bytes: [L, 9], what tensor l takes at 1..8 bits and exactly,
+    metadata included; any numbers of at least 0. lower_bound is of the variance.
+    Raises ValueError for malformed input, and when even the narrowest allowed widths take more than budget_bytes.
+    """
+    table = _Table.of_bytes(costs, sizes, retained_bytes)
+    smallest = table.smallest() / 8.0
+    if not budget_bytes * ROUNDING >= smallest:
+        raise ValueError(
+            f"budget_bytes is {budget_bytes:.0f}, but these {len(table.sizes)} tensors take at least {smallest:.0f} "
+            "bytes; raise budget_bytes, or allow the narrow widths whose cost is inf"
+        )
+    choice, bound = minimise(Problem.build(table.costs, table.weights, budget_bytes * 8.0 * ROUNDING))
     return table.allocation(choice, bound)
 
 
@@ -106,8 +114,8 @@ def minimum_bits(
     table = _Table.build(costs, sizes, exact_bits, metadata_bits)
     allowed = np.isfinite(table.costs)
     total_bits = np.where(allowed, table.weights, np.inf)
-    problem = _Problem.build(total_bits, np.where(allowed, table.costs, 0.0), variance_budget * _ROUNDING)
-    choice, bound = _minimise(problem)
+    problem = Problem.build(total_bits, np.where(allowed, table.costs, 0.0), variance_budget * ROUNDING)
+    choice, bound = minimise(problem)
     return table.allocation(choice, table.average(bound))
 
 
@@ -115,273 +123,59 @@ def minimum_bits(
 class _Table:
     """The nine options of each tensor, [L, 9]: 1..8 bits, then exact. weights are bits in total."""
 
-    costs: _Floats
-    weights: _Floats
-    sizes: _Floats
+    costs: Floats
+    weights: Floats
+    sizes: Floats
 
     @staticmethod
     def build(costs: ArrayLike, sizes: ArrayLike, exact_bits: ArrayLike, metadata_bits: ArrayLike) -> _Table:
-        curve = np.asarray(costs, dtype=np.float64)
-        elements = np.asarray(sizes, dtype=np.float64)
-        if elements.ndim != 1 or curve.shape != (len(elements), WIDTHS):
-            raise ValueError(
-                f"costs has shape {curve.shape} and sizes {elements.shape}; expected [L, {WIDTHS}] (one column a "
-                "width of 1..8 bits) and [L]"
-            )
+        curve, elements = _curves(costs, sizes)
         exact = np.broadcast_to(np.asarray(exact_bits, dtype=np.float64), elements.shape)
         metadata = np.broadcast_to(np.asarray(metadata_bits, dtype=np.float64), elements.shape)
-        for name, values in (("costs", curve), ("sizes", elements), ("metadata_bits", metadata)):
-            if not np.all(values >= 0):
-                raise ValueError(f"{name} holds {values[~(values >= 0)][0]}; expected numbers of at least 0")
+        _check_not_negative("metadata_bits", metadata)
         if not (np.all(np.isfinite(elements)) and np.all(np.isfinite(exact)) and np.all(np.isfinite(metadata))):
             raise ValueError("sizes, exact_bits and metadata_bits must be finite; only costs may hold inf")
         width_bits = np.arange(1, WIDTHS + 1) + metadata[:, None]
         weights = np.column_stack([width_bits, exact]) * elements[:, None]
         return _Table(np.column_stack([curve, np.zeros_like(elements)]), weights, elements)
 
+    @staticmethod
+    def of_bytes(costs: ArrayLike, sizes: ArrayLike, retained_bytes: ArrayLike) -> _Table:
+        curve, elements = _curves(costs, sizes)
+        weights = np.asarray(retained_bytes, dtype=np.float64) * 8.0
+        if weights.shape != (len(elements), WIDTHS + 1):
+            raise ValueError(f"retained_bytes has shape {weights.shape}; expected [{len(elements)}, {WIDTHS + 1}]")
+        _check_not_negative("retained_bytes", weights)
+        return _Table(np.column_stack([curve, np.zeros_like(elements)]), weights, elements)
+
+    def smallest(self) -> float:
+        """Bits in total of the narrowest widths that are allowed."""
+        return float(np.where(np.isfinite(self.costs), self.weights, np.inf).min(axis=1).sum())
+
     def average(self, total_bits: float) -> float:
         total = float(self.sizes.sum())
         return float(total_bits) / total if total else 0.0
 
-    def allocation(self, choice: _Integers, bound: float) -> Allocation:
+    def allocation(self, choice: Integers, bound: float) -> Allocation:
         rows = np.arange(len(choice))
         bits = np.where(choice == WIDTHS, EXACT, choice + 1)
         variance = float(self.costs[rows, choice].sum())
         return Allocation(bits, variance, self.average(self.weights[rows, choice].sum()), bound)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Minimise sum cost[l, j_l] with sum weight[l, j_l] <= capacity; cost inf forbids an option. Arrays are [L, 9].
-
-    The steps are the edges of all lower convex hulls, steepest first: taking the first k of them, for any k, is an
-    optimal solution for the weight that it uses.
-    """
-
-    cost: _Floats
-    weight: _Floats
-    capacity: float
-    base: _Integers  # [L] lightest allowed option
-    step_row: _Integers
-    step_option: _Integers  # the option that a step leads to
-    step_cost: _Floats  # negative
-    step_weight: _Floats
-
-    @staticmethod
-    def build(cost: _Floats, weight: _Floats, capacity: float) -> _Problem:
-        order = np.argsort(weight, axis=1, kind="stable")
-        by_weight, by_cost = np.take_along_axis(weight, order, axis=1), np.take_along_axis(cost, order, axis=1)
-        on_hull = _lower_hull(by_cost, by_weight)
-        rows, columns = np.nonzero(on_hull)
-        same = rows[1:] == rows[:-1]
-        start, end = (rows[:-1][same], columns[:-1][same]), (rows[1:][same], columns[1:][same])
-        step_cost, step_weight = by_cost[end] - by_cost[start], by_weight[end] - by_weight[start]
-        steepest = np.argsort(_slope(step_cost, step_weight), kind="stable")
-        base = order[np.arange(len(cost)), on_hull.argmax(axis=1)]
-        return _Problem(
-            cost,
-            weight,
-            capacity,
-            base,
-            end[0][steepest],
-            order[end][steepest],
-            step_cost[steepest],
-            step_weight[steepest],
+def _curves(costs: ArrayLike, sizes: ArrayLike) -> tuple[Floats, Floats]:
+    curve = np.asarray(costs, dtype=np.float64)
+    elements = np.asarray(sizes, dtype=np.float64)
+    if elements.ndim != 1 or curve.shape != (len(elements), WIDTHS):
+        raise ValueError(
+            f"costs has shape {curve.shape} and sizes {elements.shape}; expected [L, {WIDTHS}] (one column a "
+            "width of 1..8 bits) and [L]"
         )
-
-    def after(self, steps: int, among: NDArray[np.bool_] | slice) -> _Integers:
-        """The choice [L] that the first ``steps`` of the selected steps lead to."""
-        choice: _Integers = self.base.copy()
-        # Of several steps of one row the last wins, which is the farthest along its hull.
-        choice[self.step_row[among][:steps]] = self.step_option[among][:steps]
-        return choice
-
-    def totals(self, choice: _Integers) -> tuple[float, float]:
-        """Cost and weight of a choice [L]."""
-        rows = np.arange(len(choice))
-        return float(self.cost[rows, choice].sum()), float(self.weight[rows, choice].sum())
+    _check_not_negative("costs", curve)
+    _check_not_negative("sizes", elements)
+    return curve, elements
 
 
-def _slope(cost: _Floats, weight: _Floats) -> _Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nan_to_num(cost / weight, nan=0.0, posinf=np.inf, neginf=-np.inf)
-
-
-def _lower_hull(cost: _Floats, weight: _Floats) -> NDArray[np.bool_]:
-    """Which points [L, 9], in order of weight, lie on the falling part of their row's lower convex hull.
-
-    A point does when no slope to it from the left exceeds a slope from it to the right. Among points of equal weight
-    the first may stay beside a cheaper one: that step is free and is always taken.
-    """
-    options = cost.shape[1]
-    steepest_in = np.full(cost.shape, -np.inf)
-    steepest_out = np.full(cost.shape, np.inf)
-    with np.errstate(invalid="ignore"):
-        for left in range(options):
-            for right in range(left + 1, options):
-                slope = _slope(cost[:, right] - cost[:, left], weight[:, right] - weight[:, left])
-                np.maximum(steepest_in[:, right], slope, out=steepest_in[:, right])
-                np.minimum(steepest_out[:, left], slope, out=steepest_out[:, left])
-    return np.isfinite(cost) & (steepest_in < 0) & (steepest_in <= steepest_out)
-
-
-def _minimise(problem: _Problem) -> tuple[_Integers, float]:
-    """The best choice [L] found and a lower bound of the cost of any."""
-    choice, bound, multiplier = _relaxation(problem)
-    choice = _fill(problem, choice)
-    best = problem.totals(choice)[0]
-    excess = problem.cost + multiplier * problem.weight
-    excess -= excess.min(axis=1, initial=np.inf, keepdims=True)
-    for _ in range(_ROUNDS):
-        gap = best - bound
-        if gap <= _GAP_TOLERANCE * best:
-            break
-        # An option whose excess alone is above the gap is in no better solution (Pisinger's class reduction).
-        useful = excess <= gap
-        useful[np.arange(len(choice)), choice] = True  # rounding must not lose the solution in hand
-        candidate = _enumerate(problem, useful, multiplier, best)
-        if candidate is None or problem.totals(candidate)[0] >= best:
-            break
-        choice, best = candidate, problem.totals(candidate)[0]
-    return choice, bound
-
-
-def _relaxation(problem: _Problem) -> tuple[_Integers, float, float]:
-    """The linear relaxation: its whole steps as a choice [L], its optimum, its Lagrange multiplier.
-
-    The multiplier is the cost that one more unit of weight would save.
-    """
-    used = problem.totals(problem.base)[1] + np.cumsum(problem.step_weight)
-    whole = int(np.searchsorted(used, problem.capacity, side="right"))
-    choice = problem.after(whole, slice(None))
-    cost, weight = problem.totals(choice)
-    if whole == len(used):
-        return choice, cost, 0.0
-    multiplier = -float(problem.step_cost[whole] / problem.step_weight[whole])
-    return choice, max(0.0, cost - multiplier * (problem.capacity - weight)), multiplier
-
-
-def _choose_core(problem: _Problem, useful: NDArray[np.bool_]) -> _Integers:
-    """Rows to enumerate: of those with more than one useful option, the ones with the largest steps in weight."""
-    span = np.where(useful, problem.weight, -np.inf).max(axis=1) - np.where(useful, problem.weight, np.inf).min(axis=1)
-    several = np.flatnonzero(span > 0)
-    largest: _Integers = several[np.argsort(-span[several], kind="stable")[:_CORE_TENSORS]]
-    return largest
-
-
-def _enumerate(problem: _Problem, useful: NDArray[np.bool_], multiplier: float, best: float) -> _Integers | None:
-    """Best combination of a Pareto front over the core's useful options with the greedy curve of all other rows.
-
-    None when every state of the front is proven, by ``multiplier``, to lead to no lower cost than ``best``.
-    """
-    core = _choose_core(problem, useful)
-    in_core = np.zeros(len(problem.base), dtype=np.bool_)
-    in_core[core] = True
-    outside = ~in_core[problem.step_row]
-    rest = np.flatnonzero(~in_core)
-    rest_weight = problem.weight[rest, problem.base[rest]].sum() + _cumulative(problem.step_weight[outside])
-    rest_cost = _cumulative(problem.step_cost[outside])
-
-    limits = _Limits.build(problem, core, useful, np.array([0.0, multiplier]), best)
-    front = _Front.over(problem, core, useful, problem.capacity - rest_weight[0], limits)
-    if not len(front.cost):
-        return None
-    # Rounding may put even the lightest rest an ulp above what a state leaves; that is no step, not the last one.
-    steps = np.maximum(np.searchsorted(rest_weight, problem.capacity - front.weight, side="right") - 1, 0)
-    state = int(np.argmin(front.cost + rest_cost[steps]))
-
-    choice = problem.after(int(steps[state]), outside)
-    choice[core] = front.options(state)
-    return _fill(problem, choice)
-
-
-def _cumulative(values: _Floats) -> _Floats:
-    return np.concatenate([[0.0], np.cumsum(values)])
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """Proof that a state is useless: for any multiplier m >= 0, no completion costs less than cost + m weight + what
-    the rows to come add at least - m capacity. One limit [M, C] on cost + m weight for each multiplier and core row.
-    """
-
-    multipliers: _Floats
-    limits: _Floats
-
-    @staticmethod
-    def build(
-        problem: _Problem, core: _Integers, useful: NDArray[np.bool_], multipliers: _Floats, best: float
-    ) -> _Limits:
-        allowed = np.where(useful, problem.cost, np.inf)
-        least = np.stack([(allowed + multiplier * problem.weight).min(axis=1) for multiplier in multipliers])
-        to_come = least.sum(axis=1, keepdims=True) - np.cumsum(least[:, core], axis=1)
-        dual = (multipliers * problem.capacity)[:, None]
-        slack = (_ROUNDING - 1.0) * (best + dual + least.sum(axis=1, keepdims=True))
-        return _Limits(multipliers, best + dual - to_come + slack)
-
-    def admit(self, position: int, cost: _Floats, weight: _Floats) -> NDArray[np.bool_]:
-        """Which states [S] may still lead to less than the best, once the core's row at ``position`` is in them."""
-        admitted = np.isfinite(cost)
-        for multiplier, limit in zip(self.multipliers, self.limits[:, position], strict=True):
-            admitted &= cost + multiplier * weight <= limit
-        return admitted
-
-
-@dataclass(frozen=True)
-class _Front:
-    """Combinations of the core's options that no other beats in both weight and cost, [S] in order of weight.
-
-    history holds for each row of the core, in order, the (parent state, option) of each state.
-    """
-
-    weight: _Floats
-    cost: _Floats
-    history: tuple[tuple[_Integers, _Integers], ...]
-
-    @staticmethod
-    def over(problem: _Problem, core: _Integers, useful: NDArray[np.bool_], room: float, limits: _Limits) -> _Front:
-        front = _Front(np.zeros(1), np.zeros(1), ())
-        lightest = problem.weight[core, problem.base[core]]
-        needed_later = lightest.sum() - np.cumsum(lightest)
-        for position, row in enumerate(core):
-            cost = np.add.outer(np.where(useful[row], problem.cost[row], np.inf), front.cost).ravel()
-            weight = np.add.outer(problem.weight[row], front.weight).ravel()
-            fits = weight <= room - needed_later[position]
-            front = front.extended(cost, weight, np.flatnonzero(fits & limits.admit(position, cost, weight)))
-        return front
-
-    def extended(self, cost: _Floats, weight: _Floats, usable: _Integers) -> _Front:
-        """The front of this one's states with one row more: cost, weight [9 S], option by option, and which to use."""
-        # Option by option these are nine sorted runs, which the stable sort merges in a fraction of a sort's time.
-        order = usable[np.argsort(weight[usable], kind="stable")]
-        cheapest = np.minimum.accumulate(cost[order])
-        kept = order[cost[order] < np.concatenate([[np.inf], cheapest[:-1]])[: len(order)]]
-        # Of equal weights the last that is left is the cheapest.
-        kept = kept[np.diff(weight[kept], append=np.inf) > 0]
-        if len(kept) > _FRONT_STATES:
-            # Even in rank, so that dense stretches of the front stay dense, and the lightest stays.
-            kept = kept[np.linspace(0, len(kept) - 1, _FRONT_STATES).astype(np.int64)]
-        states = max(1, len(self.weight))
-        return _Front(weight[kept], cost[kept], (*self.history, (kept % states, kept // states)))
-
-    def options(self, state: int) -> list[int]:
-        """The options, one a row of the core, that lead to a state."""
-        chosen = []
-        for parent, option in reversed(self.history):
-            chosen.append(int(option[state]))
-            state = int(parent[state])
-        return chosen[::-1]
-
-
-def _fill(problem: _Problem, choice: _Integers) -> _Integers:
-    """Spend what capacity is left on single rows, largest saving first."""
-    rows = np.arange(len(choice))
-    for _ in range(_FILL_STEPS if len(choice) else 0):
-        cost, weight = problem.cost[rows, choice], problem.weight[rows, choice]
-        fits = problem.weight - weight[:, None] <= problem.capacity - weight.sum()
-        saving = np.where(fits, cost[:, None] - problem.cost, 0.0)
-        row, option = divmod(int(saving.argmax()), saving.shape[1])
-        if saving[row, option] <= 0:
-            break
-        choice[row] = option
-    return choice
+def _check_not_negative(name: str, values: Floats) -> None:
+    if not np.all(values >= 0):
+        raise ValueError(f"{name} holds {values[~(values >= 0)][0]}; expected numbers of at least 0")

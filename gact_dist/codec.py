@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES
+from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 
 DEFAULT_GROUP_SIZE = 256
 
@@ -87,6 +87,11 @@ class Packed:
         """Bytes of all buffers that this object owns."""
         return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
 
+    def nbytes_at(self, bits: int) -> int:
+        """Bytes that the tensor would take at another width, 1 to 8 bits; it must be QUANTISED."""
+        values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
+        return sections(values, bits, self.group_size, _real_dtype(self.dtype)).total_bytes
+
 
 def _product(sizes: tuple[int, ...]) -> int:
     numel = 1
@@ -141,6 +146,13 @@ def _plain(tensor: Tensor) -> Tensor:
         raise TypeError("got a meta tensor, which has no data to pack; use a FakeTensorMode to trace shapes")
     tensor = tensor.detach()
     return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def metadata_bits(group_size: int, dtype: torch.dtype) -> float:
+    """Bits of scale and offset for an element, where groups are full. dtype: float32, float16 or bfloat16."""
+    groups = 4096
+    total_bytes = sections(groups * group_size, 1, group_size, dtype).total_bytes
+    return 8.0 * total_bytes / (groups * group_size) - 1.0
 
 
 def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-POLICIES = ("gact", "uniform", "exact", "off")
+POLICIES = ("gact", "uniform", "acgc", "exact", "off")
+ESTIMATORS = ("one-pass", "perturbation")
 GROUP_SIZES = (64, 128, 256, 512)
 COMPILE_HOOKS = ("eager", "inlined")
+_DEFAULT_BITS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +22,27 @@ class Config:
 
     policy: str = "gact"
     """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
-    uniform: the same bits for every tensor; exact: all the machinery, every tensor stored exactly; off: nothing."""
-    bits: float = 4.0
-    """Average bits for an element of a compressible tensor, 1 to 8; a fraction such as 2.5 only with policy gact."""
+    uniform: the same bits for every tensor; acgc: the fewest bits that keep to an error (AC-GC, Evans and Aamodt,
+    NeurIPS 2021); exact: all the machinery, every tensor stored exactly; off: nothing."""
+    bits: float | None = None
+    """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policy gact; 4
+    where neither it nor another budget is given. Only with policies gact and uniform."""
+    retained_bytes: int | None = None
+    """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
+    follow (policy gact, in place of bits). Holds from the first adaptation on."""
+    error: float | None = None
+    """Tolerated relative increase of the gradient's second moment through compression, e^2 in AC-GC; needed with policy
+    acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
+    estimator: str = "one-pass"
+    """How sensitivities are measured (policies gact and acgc): one-pass: all tensors from one double backward;
+    perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
-    """Steps between two adaptations (policy gact); the first step that is given a loss function adapts as well."""
+    """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
+    well."""
+    adapt_tolerance: float = 0.1
+    """What an adaptation may gain at most for the plan in force to be kept: less gradient variance, or fewer bits with
+    policy acgc, as a fraction. With policy gact the steps to the next adaptation are then doubled, up to 8 times
+    adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 256
@@ -44,7 +62,18 @@ class Config:
             raise ValueError(
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
-        _check_bits(self.policy, self.bits)
+        self._check_budget()
+        _check_tolerance(self.adapt_tolerance)
+        if self.estimator not in ESTIMATORS:
+            raise ValueError(
+                f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
+                f"{_nearest(self.estimator, ESTIMATORS)}"
+            )
+        if self.estimator != "one-pass" and self.policy not in ("gact", "acgc"):
+            raise ValueError(
+                f"policy {self.policy!r} was given and estimator is {self.estimator!r}, expected one of them: only "
+                "policies 'gact' and 'acgc' measure sensitivities"
+            )
         for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
         if self.group_size not in GROUP_SIZES:
@@ -57,9 +86,38 @@ class Config:
             )
         _check_integer("seed", self.seed, -(2**63))
 
+    def _check_budget(self) -> None:
+        """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
+        if self.policy == "acgc":
+            _check_error(self.error)
+            for name in ("bits", "retained_bytes"):
+                mend = "the bits follow from error; policy 'gact' takes bits or retained_bytes"
+                _refuse_with("policy 'acgc'", name, getattr(self, name), mend)
+            return
+        mend = "error belongs to policy 'acgc'"
+        _refuse_with(f"policy {self.policy!r}", "error", self.error, mend)
+        if self.retained_bytes is not None:
+            _check_integer("retained_bytes", self.retained_bytes, 1)
+            _refuse_with("retained_bytes", "bits", self.bits, "the one follows from the other")
+            if self.policy != "gact":
+                raise ValueError(
+                    f"retained_bytes was given and policy is {self.policy!r}, expected policy 'gact', which chooses "
+                    "the bits of each tensor to fit"
+                )
+            return
+        if self.policy in ("exact", "off"):
+            _refuse_with(f"policy {self.policy!r}", "bits", self.bits, "leave bits out, or choose policy 'gact'")
+            return
+        if self.bits is None:
+            object.__setattr__(self, "bits", _DEFAULT_BITS)
+        _check_bits(self.policy, self.bits)
+
     @classmethod
     def from_level(cls, level: str, **changes: Any) -> "Config":
-        """The settings that a level stands for (see LEVELS), with single fields changed."""
+        """The settings that a level stands for (see LEVELS), with single fields changed.
+
+        Raises ValueError for an unknown level, and for a change that the level contradicts (another policy).
+        """
         if level in OFFLOAD_LEVELS:
             raise ValueError(
                 f"level {level!r} moves compressed tensors to pinned host memory, which this version cannot do yet; "
@@ -67,7 +125,19 @@ class Config:
             )
         if level not in LEVELS:
             raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
-        return cls.from_dict({**LEVELS[level], **changes})
+        stands_for = LEVELS[level]
+        policy = changes.get("policy", stands_for["policy"])
+        if policy != stands_for["policy"]:
+            raise ValueError(
+                f"level {level!r} stands for policy {stands_for['policy']!r} and policy is {policy!r}, expected one of "
+                "them: leave the level or the policy out"
+            )
+        if changes.get("retained_bytes") is not None and "bits" in stands_for:
+            raise ValueError(
+                f"level {level!r} stands for {stands_for['bits']} bits and retained_bytes was given, expected one of "
+                "them: leave the level out"
+            )
+        return cls.from_dict({**stands_for, **changes})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
@@ -107,7 +177,8 @@ class Block:
     enabled: bool = True
     """false leaves the job untouched"""
     level: str = "L2"
-    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS."""
+    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS. A policy that
+    contradicts a level that was given is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +204,8 @@ def from_block(block: Mapping[str, Any]) -> Config | None:
     _check_offload(block.get("offload", {}))
     chosen = Block(**{key: block[key] for key in outer if key in block})
     _check_flag('"gact.enabled"', chosen.enabled)
-    config = Config.from_level(chosen.level, **{key: block[key] for key in inner if key in block})
+    settings = {key: block[key] for key in inner if key in block}
+    config = Config.from_level(chosen.level, **settings) if "level" in block else Config.from_dict(settings)
     return config if chosen.enabled else None
 
 
@@ -177,6 +249,30 @@ def _check_integer(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected an integer")
     if not least <= value < 2**63:
         raise ValueError(f"{name} is {value}, expected at least {least} and below 2**63")
+
+
+def _refuse_with(reason: str, name: str, value: object, mend: str) -> None:
+    if value is not None:
+        raise ValueError(f"{reason} was given and {name} is {value!r}, expected one of them: {mend}")
+
+
+def _check_error(error: object) -> None:
+    if error is None:
+        raise ValueError(
+            "policy 'acgc' was given and error was not, expected e^2, the tolerated relative increase of the "
+            "gradient's second moment: error=0.25, for instance"
+        )
+    if isinstance(error, bool) or not isinstance(error, (int, float)):
+        raise TypeError(f"error is {error!r} ({type(error).__name__}), expected a number above 0")
+    if not (math.isfinite(error) and error > 0):
+        raise ValueError(f"error is {error}, expected a finite number above 0, such as 0.25")
+
+
+def _check_tolerance(tolerance: object) -> None:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
+        raise TypeError(f"adapt_tolerance is {tolerance!r} ({type(tolerance).__name__}), expected a number from 0 up")
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"adapt_tolerance is {tolerance}, expected a finite number from 0 up, such as 0.1")
 
 
 def _check_bits(policy: str, bits: object) -> None:

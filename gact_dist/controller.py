@@ -7,29 +7,28 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import sync
-from .adaptation import Adaptation, plan_from
-from .batches import first_samples
+from .adaptation import Adaptation, Adapter, Sample
+from .batches import first_samples, tensors_of
 from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .policies import policy_of
 from .report import MemoryReport, build_report
-from .sensitivity import Sensitivity, measure
 from .wrappers import sharding, tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
 _default_level = "L2"
 _STATE = "gact_dist"  # the one key of state_dict()
-# Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
-# deviation of 0.08 and more, and allocation favours those that came out too low.
-_PROBES = 4
-
+_LONGEST_INTERVAL = 8  # in adapt_intervals
+_STATE_KEYS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter"}
 
 _installed: set["Controller"] = set()
 """Controllers whose hooks are on: one that the user drops must not take some other hook off when it is collected."""
@@ -80,13 +79,17 @@ class Controller:
         _check_inlined(self.config, model)
         self._model = model
         tensor_parallel = tensor_parallel_groups(model)
-        self._data_parallel = _data_parallel(process_group, tensor_parallel)
-        self._groups = [*self._data_parallel, *tensor_parallel]
-        self._rank = sync.rank(*self._data_parallel) if self._data_parallel else 0
-        self._engine = Engine(model, self.config, self._rank) if self.config.policy != "off" else None
+        data_parallel = _data_parallel(process_group, tensor_parallel)
+        self._groups = [*data_parallel, *tensor_parallel]
+        rank = sync.rank(*data_parallel) if data_parallel else 0
+        self._engine = Engine(model, self.config, rank) if self.config.policy != "off" else None
+        self._adapter: Adapter | None = None
+        if self._engine is not None and policy_of(self.config).adapts:
+            self._adapter = Adapter(model, self._engine, self.config, data_parallel, self._groups)
         self._state = Lifecycle.ATTACHED
         self._step = 0
         self._adapted_at: int | None = None
+        self._interval = self.config.adapt_interval
         self._plan: dict[str, int | None] = {}
         self._sensitivity: dict[str, float] = {}
         self._installed = ExitStack()
@@ -97,6 +100,9 @@ class Controller:
         self._candidate: Observation | None = None
         self.adaptation: Adaptation | None = None
         """outcome of the last adaptation, None before the first"""
+        self.history: list[dict[str, Any]] = []
+        """every adaptation since attach() in plain values: step, whether the plan was kept, average bits, predicted
+        variance, the bits and the sensitivity of each tensor; a line of JSON each"""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -115,9 +121,13 @@ class Controller:
             return
         if loss_fn is not None and self._due():
             self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
+        elif loss_fn is not None and self._adapter is not None and self._adapter.sampling_due(self._step):
+            with self._measurement():
+                self._adapter.sample(self._step, partial(loss_fn, batch))
         self._engine.begin(self._step)
         with self._engine.hooks():
             yield
+        self._watch()
 
     def follow(self) -> "Controller":
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
@@ -139,13 +149,20 @@ class Controller:
         if self._engine is None or not torch.is_grad_enabled() or self._measuring:
             return
         self._step += 1
+        if self._adapter is not None:
+            self._adapter.before_forward()
         if self._observation is not None and self._due():
             complete = self._observation.complete
             for group in self._groups:
                 complete = sync.everywhere(complete, group)
             if complete:
                 observation, self._observation = self._observation, None
-                self._adapt(lambda: observation.loss(self._model), observation.fraction)
+                loss = partial(observation.loss, self._model)
+                whole = partial(self._model, *args, **kwargs)
+                self._adapt(Sample(loss, observation.fraction, whole, whole_is_loss=False))
+        if self._step == 1 and self._adapter is not None:
+            with self._measurement():
+                self._adapter.start(partial(self._model, *args, **kwargs))
         # one whose backward has not come by (two forwards before one backward) gives way to this forward
         self._candidate = None
         if self._due(in_steps=1):
@@ -158,8 +175,11 @@ class Controller:
         if self._measuring:
             return
         self._hooks.close()
+        self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
+        if self._adapter is not None:
+            self._adapter.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
@@ -172,53 +192,49 @@ class Controller:
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         part, fraction = first_samples(batch, self._probe_samples(samples))
-        self._adapt(lambda: loss_fn(part), fraction)
+        self._adapt(Sample(lambda: loss_fn(part), fraction, lambda: loss_fn(batch), whole_is_loss=True))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
         return sys.maxsize if has_compiled_parts(self._model) else wanted
 
-    def _due(self, in_steps: int = 0) -> bool:
-        if self.config.policy != "gact":
-            return False
-        return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self.config.adapt_interval
+    def _watch(self) -> None:
+        if self._adapter is not None:
+            self._adapter.watch()
 
-    def _adapt(self, forward: Callable[[], Tensor | None], fraction: float) -> None:
-        if self._engine is None or self.config.policy != "gact":
-            return
+    def _due(self, in_steps: int = 0) -> bool:
+        if self._adapter is None:
+            return False
+        return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
+
+    @contextmanager
+    def _measurement(self) -> Iterator[None]:
+        """Forwards inside it are ours, not the job's."""
         self._measuring = True
         try:
-            measured = self._measure(self._engine, forward, fraction)
+            yield
         finally:
             self._measuring = False
-        self.adaptation = plan_from(measured, fraction, self.config.bits, self._groups)
-        for name, ranks in self.adaptation.invalid.items():
-            _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
+
+    def _adapt(self, sample: Sample) -> None:
+        if self._adapter is None:
+            return
+        with self._measurement():
+            self.adaptation = self._adapter.adapt(sample, self._step)
         # The plan in use until now is compared as well: a rank that went its own way since (another state loaded, say)
         # would otherwise be put right here without a word.
         in_use = {f"{name} (in use until now)": bits for name, bits in self._plan.items()}
         plan = {**self._plan, **self.adaptation.plan}
         for group in self._groups:
             sync.check_agreement({**in_use, **plan}, group=group)
-        self._plan = self._engine.plan = plan
+        self._plan = self._adapter.engine.plan = plan
         self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
         self._adapted_at = self._step
-
-    def _measure(self, engine: Engine, forward: Callable[[], Tensor | None], fraction: float) -> list[Sensitivity]:
-        seed = (self.config.seed * 1_000_003 + self._step) * 65_537 + self._rank
-        try:
-            ranks = math.prod(sync.world_size(group) for group in self._data_parallel)
-            probes = max(1, _PROBES // ranks)
-            return measure(engine, self._model, forward, seed=seed, fraction=fraction, probes=probes)
-        except RuntimeError as error:
-            # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
-            # collectives that follow, with nothing to add, so that the others do not wait for it.
-            # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
-            _log.warning(
-                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s",
-                str(error).split("\n", 1)[0],
-            )
-            return []
+        # a promise about the gradient is watched at adaptations, and the gradient shrinks while bits stand still
+        settled = self.adaptation.kept and self.adaptation.gradient_error is None
+        longest = _LONGEST_INTERVAL * self.config.adapt_interval
+        self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
+        self.history.append(self.adaptation.to_dict(self._step))
 
     # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
 
@@ -241,9 +257,10 @@ class Controller:
         self._expect(Lifecycle.INSTALLED, "iterate()", "call install_hook() first")
         closure_is_the_iteration = not self._forward_ran
         self._hooks.close()
+        self._watch()
         self._step += 1
         if self._due():
-            self._adapt(fwdbwdprop, 1.0)
+            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, whole_is_loss=True))
         self._open_iteration()
         if closure_is_the_iteration:
             fwdbwdprop()
@@ -279,7 +296,8 @@ class Controller:
         """What the last step on this rank kept for backward, tensor by tensor."""
         if self._engine is None:
             return MemoryReport(0, 0, ())
-        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
+        error = None if self.adaptation is None else self.adaptation.gradient_error
+        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity, error)
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.
@@ -294,20 +312,24 @@ class Controller:
             "config": self.config.to_dict(),
             "step": self._step,
             "adapted_at": self._adapted_at,
+            "interval": self._interval,
             "plan": self._plan,
             "sensitivity": self._sensitivity,
             "engine": self._engine.state_dict() if self._engine is not None else {},
+            "adapter": self._adapter.state_dict() if self._adapter is not None else {},
         }
         return {_STATE: json.dumps(state)}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
         loaded = _read(state)
-        self._step, self._adapted_at = loaded["step"], loaded["adapted_at"]
+        self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
         self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan
             self._engine.load_state_dict(loaded["engine"])
+        if self._adapter is not None:
+            self._adapter.load_state_dict(loaded["adapter"])
 
     def detach(self) -> None:
         """Take all hooks off the model; graphs that are alive can still run backward. Calling it again does nothing."""
@@ -338,7 +360,7 @@ def _read(state: Any) -> dict[str, Any]:
         loaded = json.loads(text) if isinstance(text, str) else None
     except json.JSONDecodeError:
         loaded = None
-    if not isinstance(loaded, dict) or set(loaded) != {"config", "step", "adapted_at", "plan", "sensitivity", "engine"}:
+    if not isinstance(loaded, dict) or set(loaded) != _STATE_KEYS:
         got = f"keys {sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"state holds {got}, expected {{{_STATE!r}: ...}}: pass what state_dict() returned")
     return loaded

@@ -3,7 +3,6 @@
 Nothing else in the package touches saved_tensors_hooks. For the lifetime of what pack returns see handles.py.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +17,14 @@ from . import codec, inlined
 from .block_inputs import BlockInputs
 from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts, running_region
 from .config import Config
+from .footprint import Footprint
 from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
 from .identity import ParameterIdentity
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
+from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
+from .rounding_keys import RoundingKeys
 from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
 
@@ -39,10 +41,10 @@ class Engine:
         self.config = config
         self._model = model
         self.plan: Mapping[str, int | None] = {}
+        self.unmeasured_bits = policy_of(config).unmeasured_bits
         self.rows: list[SavedTensorRow] = []
         self.exact_bytes = 0
         self.numel: dict[str, int] = {}
-        self._rank = rank
         self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
         self._parameters = ParameterIdentity(unwrap(model))
         self._memory: dict[int, Memory] = {}
@@ -52,16 +54,16 @@ class Engine:
         self._observe_next = True
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
-        self._rounded: Mapping[str, int] = {}
+        self._rounded: Mapping[str, tuple[int, int]] = {}
+        self._footprint: Footprint | None = None
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
-        self._step_key = 0
-        self._hashes: dict[str, int] = {}
+        self._keys = RoundingKeys(config.seed, rank)
 
     def bits_of(self, name: str) -> int | None:
-        """The width of a compressible tensor: the plan's, or the uniform one until it is in a plan; None is exact."""
-        return self.plan.get(name, int(self.config.bits))
+        """The width of a compressible tensor: the plan's, or the policy's own until it is in a plan; None is exact."""
+        return self.plan.get(name, self.unmeasured_bits)
 
     def close(self) -> None:
         """Remove the hooks from the model's modules."""
@@ -76,7 +78,7 @@ class Engine:
         self._forget_step()
         self.rows = []
         self.exact_bytes = 0
-        self._step_key = _mix(_mix(self.config.seed, self._rank), step)
+        self._keys.begin(step)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -113,12 +115,15 @@ class Engine:
 
     @contextmanager
     def recording(
-        self, observer: OperatorObserver | None, fraction: float = 1.0, rounded: Mapping[str, int] | None = None
+        self,
+        observer: OperatorObserver | None,
+        fraction: float = 1.0,
+        rounded: Mapping[str, tuple[int, int]] | None = None,
     ) -> Iterator[list[Recorded]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
         fraction: of a step's samples that the recorded forward sees; min_numel is meant for all of them.
-        rounded: name -> seed of tensors that backward gets rounded to PROBE_BITS.
+        rounded: name -> (bits, seed) of tensors that backward gets rounded.
         """
         report = self.rows, self.exact_bytes
         self._recorded_fraction = fraction
@@ -128,7 +133,7 @@ class Engine:
         if observer is not None:
             observer.on_discrete = self._blocks.note_discrete
         try:
-            with self._observed(observer), self._saved_tensors_hooks():
+            with self._cloned_buffers(), self._observed(observer), self._saved_tensors_hooks():
                 yield records
             for record in records:
                 record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
@@ -136,6 +141,28 @@ class Engine:
             self._records = None
             self.begin(0)
             self.rows, self.exact_bytes = report
+
+    @contextmanager
+    def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
+        """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
+        report, plan = (self.rows, self.exact_bytes), (self.plan, self.unmeasured_bits)
+        self.begin(0)
+        if all_bits is not None:
+            self.plan, self.unmeasured_bits = {}, all_bits
+        self._footprint = Footprint()
+        try:
+            with self._cloned_buffers(), self.hooks():
+                yield self._footprint
+            self._footprint.exact_bytes = self.exact_bytes
+        finally:
+            self._footprint = None
+            self.begin(0)
+            self.plan, self.unmeasured_bits = plan
+            self.rows, self.exact_bytes = report
+
+    def _cloned_buffers(self) -> AbstractContextManager[None]:
+        """See [Note: isolation] in isolation.py."""
+        return self._parameters.including(unwrap(self._model).buffers())
 
     @contextmanager
     def _observed(self, observer: OperatorObserver | None) -> Iterator[None]:
@@ -154,6 +181,7 @@ class Engine:
         return {
             "roles": {name: role.value for name, role in self._roles.items()},
             "store_base": sorted(self._store_base),
+            "unmeasured_bits": self.unmeasured_bits,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -161,6 +189,7 @@ class Engine:
         self._roles.clear()
         self._roles.update({name: Role(value) for name, value in state.get("roles", {}).items()})
         self._store_base = set(state.get("store_base", ()))
+        self.unmeasured_bits = state.get("unmeasured_bits", self.unmeasured_bits)
 
     # -- pack ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +324,7 @@ class Engine:
         if bits is None:
             return _exact(tensor)
         self.numel[name] = tensor.numel()
-        return codec.pack(tensor, bits=bits, seed=self._seed(name), group_size=config.group_size)
+        return codec.pack(tensor, bits=bits, seed=self._keys.seed(name), group_size=config.group_size)
 
     def _role(self, tensor: Tensor, name: str) -> Role:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
@@ -338,9 +367,9 @@ class Engine:
         compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
-            handle.replacement = codec.unpack(
-                codec.pack(tensor, bits=PROBE_BITS, seed=self._rounded[name], group_size=self.config.group_size)
-            )
+            bits, seed = self._rounded[name]
+            packed = codec.pack(tensor, bits=bits, seed=seed, group_size=self.config.group_size)
+            handle.replacement = codec.unpack(packed)
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
@@ -362,6 +391,8 @@ class Engine:
             kind, retained = payload.scheme.name.lower(), payload.nbytes
             bits = bits if payload.bits is None else payload.bits
         self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained))
+        if self._footprint is not None:
+            self._footprint.add(name, tensor, payload, retained)
 
     def _account_keywords(self, call: FrameType, name: str) -> None:
         """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""
@@ -369,12 +400,6 @@ class Engine:
             memory = self._memory_of(tensor)
             if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
                 self._account(tensor, f"{name} (keyword {keyword})", memory, tensor)
-
-    def _seed(self, name: str) -> int:
-        key = self._hashes.get(name)
-        if key is None:
-            key = self._hashes[name] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        return _mix(self._step_key, key) - 2**63
 
 
 def _unpack(handle: Any) -> Tensor:
@@ -399,11 +424,3 @@ def _is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
     if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
         return False
     return node._saved_result is None
-
-
-def _mix(key: int, value: int) -> int:
-    """A 64-bit key from two (the finaliser of SplitMix64, Steele et al., 2014)."""
-    mixed = (key ^ value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return mixed ^ mixed >> 31

@@ -1,6 +1,7 @@
 """What a tensor is: a parameter (or made from parameters only), a twin of one already stored, still unmodified."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ class ParameterIdentity:
             if storage.nbytes():
                 self._weak.append(StorageWeakRef(storage))
                 self._owned.add(storage._cdata)
+
+    @contextmanager
+    def including(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Count tensors among them for a while: the clones that stand in for buffers during a measurement."""
+        owned, weak = set(self._owned), list(self._weak)
+        self.remember(tensors)
+        try:
+            yield
+        finally:
+            self._owned, self._weak = owned, weak
 
     def is_parameter(self, tensor: Tensor, module: nn.Module | None) -> bool:
         """Whether a saved tensor is a parameter or buffer, a view of one, or computed from parameters only.

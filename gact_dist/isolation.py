@@ -22,7 +22,7 @@ from .wrappers import bypassed
 def untouched(model: nn.Module) -> Iterator[None]:
     """Everything that a forward pass of the model changes is as before once the context ends. See [Note: isolation]."""
     with ExitStack() as stack:
-        stack.enter_context(_generators())
+        stack.enter_context(generators_restored())
         stack.enter_context(_cloned_buffers(model))
         stack.enter_context(_gradients_aside(model))
         stack.enter_context(bypassed(model))
@@ -32,7 +32,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _generators() -> Iterator[None]:
+def generators_restored() -> Iterator[None]:
+    """The generators of torch (every device in use), Python and NumPy are as before once the context ends."""
     python_state = random.getstate()
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     numpy_state = numpy_random.get_state() if numpy_random is not None else None

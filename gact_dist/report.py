@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .gradient_error import GradientError
 from .handles import SavedTensorRow
 
 
@@ -34,6 +35,8 @@ class MemoryReport:
     retained_bytes: int
     """what was kept instead: payloads, metadata, masks, statistics and all that is stored exactly"""
     rows: tuple[ReportRow, ...]
+    gradient_error: GradientError | None = None
+    """policy acgc: what was promised of the gradient and what the last adaptation measured"""
 
     @property
     def ratio(self) -> float:
@@ -48,16 +51,26 @@ class MemoryReport:
             f"activations: {self.exact_bytes / 2**20:.2f} MiB exact, {self.retained_bytes / 2**20:.2f} MiB retained, "
             f"ratio {self.ratio:.2f}"
         )
+        if self.gradient_error is not None:
+            lines.append(
+                f"gradient's second moment: +{self.gradient_error.measured:.3g} measured, "
+                f"+{self.gradient_error.predicted:.3g} predicted, +{self.gradient_error.tolerated:g} tolerated"
+            )
         return "\n".join(lines)
 
 
-def build_report(rows: Sequence[SavedTensorRow], exact_bytes: int, sensitivity: Mapping[str, float]) -> MemoryReport:
-    """The report on a step from what its engine noted and the sensitivities measured last."""
+def build_report(
+    rows: Sequence[SavedTensorRow],
+    exact_bytes: int,
+    sensitivity: Mapping[str, float],
+    gradient_error: GradientError | None,
+) -> MemoryReport:
+    """The report on a step from what its engine noted and what was measured last."""
     full = tuple(
         ReportRow(row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name))
         for row in rows
     )
-    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full)
+    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full, gradient_error)
 
 
 def _line(row: ReportRow) -> str:

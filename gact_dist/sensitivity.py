@@ -16,13 +16,16 @@ it sees that layer norm and attention answer to rounding more than linearly. A f
 the squared gradient: the plan from the exact point has variance 420 and predicts 0.70; from this point 3.5, predicting
 80. At 4 bits both plans have 0.037, predicting 0.030 and 0.036.
 
-A tensor that this does not reach (an input without a graph, an operator whose backward is not differentiable) is
-measured by perturbation: one more backward of the same graph, in which that tensor alone is rounded.
+[Note: perturbation] GACT's own estimator (section 4 of the paper) takes half the squared difference of two gradients
+between which only the rounding of tensor l has another seed; its expectation is c_l(b). Here all tensors are rounded to
+PROBE_BITS, and it costs one backward of the recorded graph for each tensor and one for all, without another forward.
+It measures every tensor with Config(estimator="perturbation"), else those that the one pass does not reach: an input
+without a graph, an operator whose backward is not differentiable.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +38,7 @@ from torch.autograd.graph import GradientEdge
 from . import codec, ops
 from .compiled import has_compiled_parts
 from .engine import PROBE_BITS, Engine
+from .graphs import nodes_below, parameters_among
 from .handles import Recorded
 from .isolation import untouched
 from .operators import OperatorObserver
@@ -65,12 +69,14 @@ def measure(
     seed: int,
     fraction: float = 1.0,
     probes: int = 1,
+    estimator: str = "one-pass",
 ) -> list[Sensitivity]:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
 
     forward: runs the model and returns the scalar loss, or calls backward on it; run once, with the job left untouched
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's samples that forward sees. probes: random directions to average over, on this rank.
+    estimator: see Config.
     Raises ValueError when forward gives no scalar that depends on a parameter.
     """
     if has_compiled_parts(model):
@@ -80,8 +86,8 @@ def measure(
         with engine.recording(mode, fraction) as records:
             result = forward()
         loss = mode.root if mode.root is not None else result
-        probe = _Probe(_scalar(loss), records, engine, seed)
-        return probe.run(probes)
+        probe = _Probe(scalar(loss), records, engine, seed)
+        return probe.run(probes) if estimator == "one-pass" else probe.perturb()
 
 
 def _measure_by_rerun(
@@ -97,12 +103,12 @@ def _measure_by_rerun(
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         return torch.random.fork_rng(devices=devices)
 
-    def run(rounded: dict[str, int]) -> tuple[Tensor, list[Recorded]]:
+    def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
         with fork(), engine.recording(None, fraction, rounded) as records:
-            return _scalar(forward()), records
+            return scalar(forward()), records
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
-        return list(torch.autograd.grad(loss, _parameters(_graph(loss)), allow_unused=True))
+        return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
 
     found = []
     with untouched(model), measurable(nullcontext()):
@@ -113,22 +119,28 @@ def _measure_by_rerun(
         loss, records = run({})
         # before its backward, which may write into what was saved
         measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
-        exact = gradients(loss)
-        for number, (record, rounding) in enumerate(measured):
-            change = _square_distance(gradients(run({record.name: seed + number})[0]), exact)
-            found.append(_from_change(record, change, rounding))
+        del loss
+        seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
+        base = gradients(run(seeds)[0])
+        for number, (record, rounding) in enumerate(measured, start=len(measured)):
+            moved = gradients(run({**seeds, record.name: (PROBE_BITS, seed + number)})[0])
+            found.append(_from_change(record, square_distance(moved, base), rounding))
     return found
 
 
-def _square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
+    """Squared norm of the difference of two gradients of the same parameters, in the same order."""
     pairs = zip(first, second, strict=True)
     return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
 def _from_change(record: Recorded, change: float, rounding: Tensor) -> Sensitivity:
-    """What rounding one tensor to PROBE_BITS did to the gradient, carried to other widths by their rounding."""
+    """From what another seed for one tensor's rounding to PROBE_BITS did to the gradient; see [Note: perturbation].
+
+    To other widths it is carried by their rounding.
+    """
     at_probe = float(rounding[PROBE_BITS - 1])
-    variance = rounding * (change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
+    variance = rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
     return _sensitivity(record, variance, by_perturbation=True)
 
 
@@ -144,7 +156,8 @@ def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> S
     return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
 
 
-def _scalar(loss: Any) -> Tensor:
+def scalar(loss: Any) -> Tensor:
+    """A loss as it is. Raises ValueError unless it is a scalar with a graph."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
@@ -164,8 +177,8 @@ class _Probe:
         self.operating_bits = engine.bits_of
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        self.nodes = _graph(loss)
-        self.leaves = _parameters(self.nodes)
+        self.nodes = nodes_below([loss])
+        self.leaves = parameters_among(self.nodes)
 
     def run(self, probes: int) -> list[Sensitivity]:
         compressible = [record for record in self.records if record.compressible]
@@ -179,7 +192,7 @@ class _Probe:
                 found.append(self._by_rule(record, weight))
         if missed:
             _log.debug("measured by perturbation: %s", ", ".join(record.name for record in missed))
-            found += self._perturb(missed)
+            found += self.perturb({record.name for record in missed})
         order = {record.name: position for position, record in enumerate(compressible)}
         return sorted(found, key=lambda sensitivity: order[sensitivity.name])
 
@@ -189,7 +202,7 @@ class _Probe:
         squares: dict[tuple, Tensor] = {}
         if not edges:
             return squares
-        with self._at_operating_point(compressible):
+        with self._rounded(compressible, self.operating_bits):  # see [Note: operating point]
             gradients = self._differentiable_gradients()
         if gradients is None:
             return squares
@@ -209,20 +222,6 @@ class _Probe:
             for handle in handles:
                 handle.remove()
         return {edge: square for edge, square in squares.items() if bool(square.any())}
-
-    @contextmanager
-    def _at_operating_point(self, compressible: Sequence[Recorded]) -> Iterator[None]:
-        """Backward sees every tensor rounded as the plan in force rounds it. See [Note: operating point]."""
-        for number, record in enumerate(compressible):
-            bits = self.operating_bits(record.name)
-            if bits is not None:
-                packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
-                record.replacement = codec.unpack(packed)
-        try:
-            yield
-        finally:
-            for record in compressible:
-                record.replacement = None
 
     def _differentiable_gradients(self) -> Sequence[Tensor | None] | None:
         """The gradient with its graph; None if some backward leaves it (a kernel that autograd cannot see)."""
@@ -264,20 +263,39 @@ class _Probe:
         rounding = _rounding(record.tensor, _seen_through(record, square), self.group_size)
         return _sensitivity(record, rounding, by_perturbation=False)
 
-    def _perturb(self, records: Sequence[Recorded]) -> list[Sensitivity]:
-        """Round one tensor at a time and compare gradients: c(4) by measurement, other widths by their rounding."""
-        exact = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+    def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
+        """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""
+        compressible = [record for record in self.records if record.compressible]
         found = []
-        for number, record in enumerate(records):
-            packed = codec.pack(record.tensor, bits=PROBE_BITS, seed=self.seed + number, group_size=self.group_size)
-            record.replacement = codec.unpack(packed)
-            try:
+        with self._rounded(compressible, lambda _: PROBE_BITS):
+            base = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+            for number, record in enumerate(compressible, start=len(compressible)):
+                if names is not None and record.name not in names:
+                    continue
+                rounded = record.replacement
+                record.replacement = self._round(record, PROBE_BITS, number)
                 moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-            finally:
-                record.replacement = None
-            rounding = _rounding(record.tensor, None, self.group_size)
-            found.append(_from_change(record, _square_distance(moved, exact), rounding))
+                record.replacement = rounded
+                rounding = _rounding(record.tensor, None, self.group_size)
+                found.append(_from_change(record, square_distance(moved, base), rounding))
         return found
+
+    @contextmanager
+    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], int | None]) -> Iterator[None]:
+        """Backward sees every tensor rounded to a width of its own; None leaves it exact."""
+        for number, record in enumerate(records):
+            bits = bits_of(record.name)
+            if bits is not None:
+                record.replacement = self._round(record, bits, number)
+        try:
+            yield
+        finally:
+            for record in records:
+                record.replacement = None
+
+    def _round(self, record: Recorded, bits: int, number: int) -> Tensor:
+        packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
+        return codec.unpack(packed)
 
 
 def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
@@ -312,24 +330,6 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 opaque.append(node.name())
 
     return hook
-
-
-def _graph(loss: Tensor) -> list[Any]:
-    """Every node of a loss's graph."""
-    seen: dict[Any, None] = {}
-    pending = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            pending += [below for below, _ in node.next_functions]
-    return list(seen)
-
-
-def _parameters(nodes: Sequence[Any]) -> list[Tensor]:
-    """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,8 @@
 """What ranks tell each other: the mean of their statistics, and that they hold the same plan.
 
-The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan, none on
-any other step. Without torch.distributed, or in a group of one rank, the same results come without a collective.
+The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan (two more
+for a budget in bytes, two for each plan that is tried against a tolerated error), none on any other step. Without
+torch.distributed, or in a group of one rank, the same results come without a collective.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: Proc
     values = values.detach().to(device="cpu", dtype=torch.float64)
     columns = values.shape[1]
     union = _union_of_names(tuple(names), columns, group)
-    sums = _sum_over_ranks(_with_flags(names, values, union), group)
+    sums = _reduced(_with_flags(names, values, union), dist.ReduceOp.SUM, group)
     valid_ranks, invalid_ranks = sums[:, columns].long(), sums[:, columns + 1].long()
     return Statistics(
         names=union,
@@ -114,6 +115,25 @@ def reduce_over(names: Sequence[str], values: torch.Tensor, groups: Sequence[Pro
         statistics = reduce_statistics(statistics.names, statistics.mean, group=group)
         invalid = {**statistics.invalid, **invalid}
     return replace(statistics, invalid=invalid)
+
+
+def maximum_over(
+    names: Sequence[str], values: torch.Tensor, groups: Sequence[ProcessGroup | None]
+) -> tuple[tuple[str, ...], torch.Tensor]:
+    """(names, values) with the union of the ranks' names and the largest value of each, over several groups in turn.
+
+    names: L distinct names. values: [L, K] numbers of at least 0, the same K on all ranks; a name that a rank lacks
+    counts there as 0. Collectives in each group: one all_gather of 8 bytes and one all_reduce; only when the names
+    differ, the names as well.
+    """
+    union = tuple(names)
+    values = values.detach().to(device="cpu", dtype=torch.float64)
+    for group in groups:
+        known = dict(zip(union, values, strict=True))
+        union = _union_of_names(union, values.shape[1], group)
+        values = torch.stack([known.get(name, torch.zeros(values.shape[1])) for name in union]).to(torch.float64)
+        values = _reduced(values, dist.ReduceOp.MAX, group)
+    return union, values
 
 
 def check_agreement(plan: Mapping[str, int | None], *, group: ProcessGroup | None = None) -> str:
@@ -198,12 +218,12 @@ def _with_flags(names: Sequence[str], values: torch.Tensor, union: tuple[str, ..
     return result
 
 
-def _sum_over_ranks(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def _reduced(values: torch.Tensor, operation: Any, group: ProcessGroup | None) -> torch.Tensor:
     if world_size(group) == 1:
         return values
-    summed = values.to(_collective_device(group))
-    dist.all_reduce(summed, group=group)
-    return summed.cpu()
+    reduced = values.to(_collective_device(group))
+    dist.all_reduce(reduced, operation, group=group)
+    return reduced.cpu()
 
 
 def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks: list[int]) -> str:

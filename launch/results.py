@@ -1,4 +1,4 @@
-"""result.json: what one run measured, with all that is needed to repeat it."""
+"""result.json: what one run measured, with all that is needed to repeat it; history.jsonl: its adaptations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def write_result(
     device: torch.device,
     measured: Measured,
 ) -> Path:
-    """Write result.json into `folder` (made if it is not there); returns its path."""
+    """Write result.json into `folder` (made if it is not there); returns its path.
+
+    history.jsonl beside it has a line for each adaptation, with the bits and the sensitivity of every tensor.
+    """
     # The first steps pay for the measuring of memory.
     step_times_s = measured.step_times_s[MEASURED_STEPS:] or measured.step_times_s
     result = {
@@ -54,6 +57,7 @@ def write_result(
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "history.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in measured.history))
     path = folder / "result.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     return path

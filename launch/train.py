@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 launch/train.py --config text --level L2 --output runs/text
     deepspeed --num_gpus 2 launch/train.py --config text --deepspeed configs/deepspeed/zero2.json
 
-Rank 0 writes result.json into the output folder: losses, accuracy, step time, memory, the report and the plan.
+Rank 0 writes result.json into the output folder: losses, accuracy, step time, memory, the report and the plan;
+history.jsonl has the bits and sensitivities of every adaptation.
 """
 
 from __future__ import annotations

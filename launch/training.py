@@ -31,6 +31,7 @@ class Measured:
     step_peaks_bytes: list[int]  # peaks of the first steps above what was held before them
     report: Any  # gact_dist.MemoryReport, or None when untouched
     plan: dict[str, Any]
+    history: list[dict[str, Any]]  # every adaptation: bits and sensitivities
     weights_sha256: str
 
 
@@ -75,6 +76,7 @@ def train(
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     report = job.gact.report() if job.gact is not None else None
     plan = dict(job.gact.plan) if job.gact is not None else {}
+    history = list(job.gact.history) if job.gact is not None else []
     if job.gact is not None:
         job.gact.detach()
     accuracy, test_loss = evaluate(task, ranks)
@@ -88,6 +90,7 @@ def train(
         step_peaks_bytes=memory.steps_bytes,
         report=report,
         plan=plan,
+        history=history,
         weights_sha256=weights_sha256,
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 import gact_dist
 from gact_dist import LEVELS, Config
+from gact_dist.config import from_block
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,18 @@ def test_every_level_can_be_built():
         assert isinstance(Config.from_level(level), Config)
 
 
+def test_a_level_and_another_policy_are_an_error_that_names_both():
+    with pytest.raises(ValueError, match=r"level 'L1' stands for policy 'uniform' and policy is 'gact'"):
+        Config.from_level("L1", policy="gact")
+    with pytest.raises(ValueError, match=r"level 'L2' stands for policy 'gact' and policy is 'uniform'"):
+        from_block({"level": "L2", "policy": "uniform"})
+    with pytest.raises(ValueError, match=r"level 'L2' stands for 4 bits and retained_bytes was given"):
+        Config.from_level("L2", retained_bytes=10**6)
+    assert from_block({"retained_bytes": 10**6}) == Config(retained_bytes=10**6)
+    assert from_block({"policy": "uniform", "bits": 2}) == Config.from_level("L1.2")
+    assert from_block({}) == Config.from_level("L2") == Config()
+
+
 def test_offload_level_is_an_error_until_offload_exists():
     with pytest.raises(ValueError, match=r"'L3' moves compressed tensors to pinned host memory.*use 'L2'"):
         Config.from_level("L3")
@@ -39,6 +52,20 @@ def test_offload_level_is_an_error_until_offload_exists():
         ({"bits": float("nan")}, "bits is nan"),
         ({"policy": "uniform", "bits": 2.5}, "policy 'gact' reaches any average"),
         ({"policy": "gatc"}, "did you mean 'gact'"),
+        ({"policy": "unifrom"}, "did you mean 'uniform'"),
+        ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),
+        ({"policy": "off", "bits": 4}, "policy 'off' was given and bits is 4"),
+        ({"policy": "acgc"}, "policy 'acgc' was given and error was not, expected e\\^2"),
+        ({"policy": "acgc", "error": 0.0}, "error is 0.0, expected a finite number above 0"),
+        ({"policy": "acgc", "error": 0.25, "bits": 4}, "policy 'acgc' was given and bits is 4"),
+        ({"policy": "acgc", "error": 0.25, "retained_bytes": 9}, "policy 'acgc' was given and retained_bytes is 9"),
+        ({"policy": "uniform", "error": 0.25}, "policy 'uniform' was given and error is 0.25"),
+        ({"estimator": "perturbations"}, "did you mean 'perturbation'"),
+        ({"policy": "uniform", "estimator": "perturbation"}, "policy 'uniform' was given and estimator is"),
+        ({"adapt_tolerance": -0.1}, "adapt_tolerance is -0.1, expected a finite number from 0 up"),
+        ({"retained_bytes": 0}, "retained_bytes is 0, expected at least 1"),
+        ({"retained_bytes": 10**6, "bits": 3}, "retained_bytes was given and bits is 3, expected one of them"),
+        ({"retained_bytes": 10**6, "policy": "uniform"}, "retained_bytes was given and policy is 'uniform'"),
         ({"group_size": 100}, "group_size is 100, expected one of 64, 128, 256, 512"),
         ({"adapt_interval": 0}, "adapt_interval is 0, expected at least 1"),
         ({"calibration_samples": 0}, "calibration_samples is 0"),
@@ -58,7 +85,9 @@ def test_wrong_types_are_type_errors(settings):
 
 def test_a_config_is_frozen_keyword_only_and_survives_a_round_trip():
     config = Config(bits=2.5, adapt_interval=10, seed=3)
-    assert Config.from_dict(config.to_dict()) == config
+    others = (Config(policy="acgc", error=0.25), Config(retained_bytes=10**9), Config(policy="exact"))
+    for other in (config, *others):
+        assert Config.from_dict(other.to_dict()) == other
     with pytest.raises(TypeError):
         Config("gact")
     with pytest.raises(AttributeError):

@@ -253,8 +253,8 @@ def test_nested_gradient_penalty_runs_and_is_exact_with_exact_codecs():
         return torch.autograd.grad(loss, list(model.parameters())[:3])
 
     expected = penalty_gradient(penalty())
-    for policy in ("exact", "uniform"):
-        gact = attached(model, policy=policy, bits=8)
+    for policy, bits in (("exact", None), ("uniform", 8)):
+        gact = attached(model, policy=policy, bits=bits)
         with gact.step():
             loss = penalty()
         got = penalty_gradient(loss)
@@ -320,8 +320,8 @@ def unpacked(tensor, **settings):
     return seen[0]
 
 
-@pytest.mark.parametrize("policy", ["exact", "uniform"])
-def test_strides_come_back_exactly(policy):
+@pytest.mark.parametrize(("policy", "bits"), [("exact", None), ("uniform", 8)])
+def test_strides_come_back_exactly(policy, bits):
     base = torch.randn(4, 6, 8, 10, requires_grad=True) * 1
     views = [
         base.contiguous(memory_format=torch.channels_last),
@@ -331,7 +331,7 @@ def test_strides_come_back_exactly(policy):
         base.view(-1).unfold(0, 20, 3),
     ]
     for view in views:
-        got = unpacked(view, policy=policy, bits=8)
+        got = unpacked(view, policy=policy, bits=bits)
         assert got.stride() == view.stride()
         assert got.shape == view.shape
         assert (got - view).abs().max() <= (view.max() - view.min()) / 255 * 1.01

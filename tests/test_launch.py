@@ -370,6 +370,7 @@ def test_results_hold_everything_a_repeat_needs(tmp_path):
         step_peaks_bytes=[10, 30, 20],
         report=None,
         plan={},
+        history=[{"step": 1, "tensors": {}}, {"step": 9, "tensors": {}}],
         weights_sha256="0",
     )
     options = train.parse(["--config", "graph", "--level", "L0", "--seed", "7"])
@@ -386,3 +387,5 @@ def test_results_hold_everything_a_repeat_needs(tmp_path):
     assert (result["level"], result["seed"], result["world_size"]) == ("L0", 7, 1)
     assert (result["step_time_median_s"], result["peak_bytes"], result["step_peak_median_bytes"]) == (2.0, 30, 20)
     assert result["report"] is None
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 9]

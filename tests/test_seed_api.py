@@ -17,7 +17,7 @@ import gact_dist
 from gact_dist import Config, Controller
 
 SMALL = {"min_numel": 16}
-ADAPTIVE = Config.from_level("L2", adapt_interval=2, **SMALL)
+ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, **SMALL)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from ranks import count_collectives
 from gact_dist import Config
 
 EXACT = Config.from_level("exact")
-ADAPTIVE = Config.from_level("L2", adapt_interval=2, calibration_samples=4, min_numel=16)
+ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16)
 # one all_gather of name digests and one all_reduce of statistics, then one all_gather of plan digests
 ADAPTATION_COLLECTIVES = 3
 # ranks that saw different tensors exchange the names as well, and all_gather_object is two all_gathers

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from gact_dist import Config
 
 JOB = Job(kind="gpt")
-CONFIG = Config(bits=4, adapt_interval=3, calibration_samples=4, min_numel=16)
+CONFIG = Config(bits=4, adapt_interval=3, adapt_tolerance=0, calibration_samples=4, min_numel=16)
 
 
 def torch_save(session: Session, path: str) -> None:

@@ -84,6 +84,8 @@ def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
     assert len(result["losses"]) == 3
     # 4 bits of 32 and the groups' scales would be 7.5; masks take less, tensors under 1,024 elements are kept exactly.
     assert result["report"]["ratio"] > 4
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert {tensor: entry["bits"] for tensor, entry in history[-1]["tensors"].items()} == result["plan"]
     assert {row["name"] for row in result["report"]["rows"]} >= set(result["plan"]) != set()
     assert len(result["weights_sha256"]) == 64
     assert result["peak_bytes"] > 0
