@@ -32,9 +32,10 @@ _WEIGHINGS = 3
 # Parts of a tolerated error that are planned for, and accepted when they are measured on the samples of an adaptation:
 # under one plan the increase differs by tens of percent over batches.
 _PLANNED, _ACCEPTED = 0.7, 0.85
-_RAISES = 8
-# A variance of a quarter is one bit more: where attention overflows at some width, the next one may well do.
-_LARGEST_RAISE = 0.25
+_TRIES = 8
+# A quarter of the variance is one bit more: where a backward overflows at some width, the next one may well do.
+_LARGEST_CUT = 0.25
+_OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _GRADIENT = "gradient"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 
@@ -174,7 +175,8 @@ class Adapter:
         return wanted and step - self._sampled_at >= max(1, self._config.adapt_interval // SecondMoment.SAMPLES)
 
     def sample(self, step: int, forward: Callable[[], Tensor]) -> None:
-        """Take a sample of V^2 from the batch of a step. forward: returns its loss. On this rank alone."""
+        """Take a sample of V^2 from the batch of a step. forward: returns its loss. All ranks must call it, or none:
+        parameters that are sharded are gathered."""
         self._sampled_at = step
         try:
             self._sample_batch(forward)
@@ -248,7 +250,7 @@ class Adapter:
     # -- a tolerated error (AC-GC) ----------------------------------------------------------------------------------
 
     def _within_error(self, costs: Costs, sample: Sample, step: int) -> tuple[Allocation, GradientError] | None:
-        """The fewest bits whose measured error is tolerated; None where there is no gradient. See gradient_error.py.
+        """The fewest bits whose measured error is tolerated; None if nothing can be measured. See gradient_error.py.
 
         Where rounding does more than the sensitivities say, they are allocated a smaller variance until it is.
         """
@@ -269,10 +271,12 @@ class Adapter:
                 tolerated,
             )
         share = _PLANNED
-        for _ in range(_RAISES):
+        for _ in range(_TRIES):
             allocation = policies.allocate(self._config, costs, tolerated * second_moment * share)
             plan = _plan(costs, allocation)
             (measured,) = self._agreed(partial(self._variance_of, plan, probe, fraction), 1)
+            if math.isnan(measured):
+                return None
             found = GradientError(
                 tolerated, allocation.variance / second_moment, measured / second_moment, before, second_moment
             )
@@ -280,7 +284,7 @@ class Adapter:
             self._increase = found.measured
             if not found.measured > _ACCEPTED * tolerated:
                 return allocation, found
-            share *= max(_PLANNED * tolerated / found.measured, _LARGEST_RAISE)
+            share *= max(_PLANNED * tolerated / found.measured, _LARGEST_CUT)
         if not found.holds:
             _log.warning(
                 "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
@@ -300,7 +304,8 @@ class Adapter:
         return settled, replace(error, predicted=predicted, measured=error.measured_before)
 
     def _variance_of(self, bits: Mapping[str, int | None], probe: GradientProbe, fraction: float) -> list[float]:
-        return [probe.variance(bits, self._draws) * fraction]
+        variance = probe.variance(bits, self._draws) * fraction
+        return [variance if math.isfinite(variance) else _OVERFLOW]
 
     def _error_of(self, bits: Mapping[str, int | None], probe: GradientProbe, sample: Sample) -> list[float]:
         """[variance that rounding adds, V^2] of this rank's batch. See [Note: units] in gradient_error.py."""

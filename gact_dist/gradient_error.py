@@ -136,7 +136,13 @@ class SecondMoment:
         self._samples: list[tuple[float, float]] = []
 
     def add(self, at_parameters: float, at_outputs: float = 1.0) -> None:
-        """Add a sample, squared norms both; one that is zero or not finite (an overflow) is left out."""
+        """Add a sample, squared norms both; one that is zero or not finite (an overflow) is left out.
+
+        at_outputs: 1.0 for a loss that we differentiated ourselves; the job's own may be scaled, so neither kind is
+        averaged with the other.
+        """
+        if self._samples and (self._samples[-1][1] == 1.0) != (at_outputs == 1.0):
+            self._samples = []
         if all(math.isfinite(value) and value > 0.0 for value in (at_parameters, at_outputs)):
             self._samples = [*self._samples, (at_parameters, at_outputs)][-self.SAMPLES :]
 
