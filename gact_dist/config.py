@@ -3,11 +3,33 @@
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 POLICIES = ("gact", "uniform", "exact", "off")
 GROUP_SIZES = (64, 128, 256, 512)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Payloads in pinned host memory: sent there after they are packed, brought back before backward asks for them."""
+
+    enabled: bool = False
+    """false keeps everything on the device; true needs a CUDA device"""
+    max_host_bytes: int = 0
+    """Pinned host memory that a rank may use, in bytes; 0 for half of what the host has free, shared by its ranks."""
+    max_device_bytes: int = 0
+    """Payload bytes that may stay on the device: just enough of them leave, even if backward then waits for copies. 0:
+    as many leave as can come back without a wait."""
+    prefetch: int = 2
+    """Payloads that are brought back ahead of the one that backward asks for; 0 makes it wait for each."""
+    min_bytes: int = 65536
+    """Payloads of fewer bytes stay on the device."""
+
+    def __post_init__(self) -> None:
+        _check_flag("offload.enabled", self.enabled)
+        for name, least in (("max_host_bytes", 0), ("max_device_bytes", 0), ("prefetch", 0), ("min_bytes", 1)):
+            _check_integer(f"offload.{name}", getattr(self, name), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +56,8 @@ class Config:
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
+    offload: Offload = field(default_factory=Offload)
+    """Pinned host memory for what is stored; its keys, in a mapping of their own, are those of Offload."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -47,23 +71,27 @@ class Config:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
         _check_integer("seed", self.seed, -(2**63))
+        if not isinstance(self.offload, Offload):
+            _check_mapping("offload", self.offload)
+            _check_keys("offload", self.offload, [entry.name for entry in fields(Offload)])
+            object.__setattr__(self, "offload", Offload(**self.offload))
+        if self.policy == "off" and self.offload.enabled:
+            raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
 
     @classmethod
     def from_level(cls, level: str, **changes: Any) -> "Config":
-        """The settings that a level stands for (see LEVELS), with single fields changed."""
-        if level in OFFLOAD_LEVELS:
-            raise ValueError(
-                f"level {level!r} moves compressed tensors to pinned host memory, which this version cannot do yet; "
-                f"use {OFFLOAD_LEVELS[level]!r}, the same without offload"
-            )
+        """The settings that a level stands for (see LEVELS), with single fields changed, also those of offload."""
         if level not in LEVELS:
             raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
-        return cls.from_dict({**LEVELS[level], **changes})
+        settings = LEVELS[level]
+        if isinstance(changes.get("offload"), Mapping):
+            changes["offload"] = {**settings.get("offload", {}), **changes["offload"]}
+        return cls.from_dict({**settings, **changes})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
         """A Config from plain keys and values; an unknown key raises ValueError and names the nearest known one."""
-        known = [field.name for field in fields(cls)]
+        known = [entry.name for entry in fields(cls)]
         for key in settings:
             if key not in known:
                 raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
@@ -83,12 +111,12 @@ LEVELS: dict[str, dict[str, Any]] = {
     "L2.1": {"policy": "gact", "bits": 3},
     # at 2 bits groups of 64 leave a fifth of the gradient variance of groups of 256 (fine-tuned MiniLM), for 0.56 bits
     "L2.2": {"policy": "gact", "bits": 2, "group_size": 64},
+    "L3": {"policy": "gact", "bits": 4, "offload": {"enabled": True}},
+    "L4bit-swap": {"policy": "uniform", "bits": 4, "offload": {"enabled": True}},
+    "swap": {"policy": "exact", "offload": {"enabled": True}},
     "exact": {"policy": "exact"},
 }
 """The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and finding faults."""
-
-OFFLOAD_LEVELS = {"L3": "L2"}
-"""Levels that need offload, each with the level it is without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,45 +129,18 @@ class Block:
     """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The block's "offload": compressed activations in pinned host memory. This version cannot do it yet."""
-
-    enabled: bool = False
-    """true is an error until offload exists"""
-    max_host_bytes: int = 0
-    """pinned host memory that a rank may use, in bytes; 0 for no bound"""
-    prefetch: int = 2
-    """tensors brought back ahead of the one that backward asks for"""
-
-
 def from_block(block: Mapping[str, Any]) -> Config | None:
     """The Config that a "gact" block of a DeepSpeed JSON stands for; None where "enabled" is false.
 
     Raises ValueError or TypeError that names the key: an unknown one with the nearest known one.
     """
     _check_mapping('"gact"', block)
-    outer, inner = [field.name for field in fields(Block)], [field.name for field in fields(Config)]
-    _check_keys('"gact"', block, [*outer, *inner, "offload"])
-    _check_offload(block.get("offload", {}))
+    outer, inner = [entry.name for entry in fields(Block)], [entry.name for entry in fields(Config)]
+    _check_keys('"gact"', block, [*outer, *inner])
     chosen = Block(**{key: block[key] for key in outer if key in block})
     _check_flag('"gact.enabled"', chosen.enabled)
     config = Config.from_level(chosen.level, **{key: block[key] for key in inner if key in block})
     return config if chosen.enabled else None
-
-
-def _check_offload(offload: Mapping[str, Any]) -> None:
-    _check_mapping('"gact.offload"', offload)
-    _check_keys('"gact.offload"', offload, [field.name for field in fields(Offload)])
-    chosen = Offload(**offload)
-    _check_flag('"gact.offload.enabled"', chosen.enabled)
-    _check_integer('"gact.offload.max_host_bytes"', chosen.max_host_bytes, 0)
-    _check_integer('"gact.offload.prefetch"', chosen.prefetch, 0)
-    if chosen.enabled:
-        raise ValueError(
-            '"gact.offload.enabled" is true, which this version cannot do yet, expected false: compressed activations '
-            "stay on the device"
-        )
 
 
 def _check_mapping(name: str, value: object) -> None:

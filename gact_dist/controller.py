@@ -21,6 +21,7 @@ from .engine import Engine
 from .observation import Observation
 from .report import MemoryReport, build_report
 from .sensitivity import Sensitivity, measure
+from .storage import open_storage
 from .wrappers import tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,10 @@ class Controller:
         self._data_parallel = _data_parallel(process_group, tensor_parallel)
         self._groups = [*self._data_parallel, *tensor_parallel]
         self._rank = sync.rank(*self._data_parallel) if self._data_parallel else 0
-        self._engine = Engine(model, self.config, self._rank) if self.config.policy != "off" else None
+        self._engine = None
+        if self.config.policy != "off":
+            storage = open_storage(self.config.offload, sync.world_size()) if self.config.offload.enabled else None
+            self._engine = Engine(model, self.config, self._rank, storage)
         self._state = Lifecycle.ATTACHED
         self._step = 0
         self._adapted_at: int | None = None
@@ -275,10 +279,11 @@ class Controller:
         return dict(self._plan)
 
     def report(self) -> MemoryReport:
-        """What the last step on this rank kept for backward, tensor by tensor."""
+        """What the last step on this rank kept for backward, tensor by tensor. With offload it waits for the device."""
         if self._engine is None:
             return MemoryReport(0, 0, ())
-        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity)
+        engine = self._engine
+        return build_report(engine.rows, engine.exact_bytes, self._sensitivity, engine.offloaded())
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.

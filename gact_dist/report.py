@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .handles import SavedTensorRow
+from .storage import OffloadStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ReportRow:
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
     sensitivity: float | None
     """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
+    host_bytes: int = 0
+    """of the bytes, those in pinned host memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,18 @@ class MemoryReport:
     retained_bytes: int
     """what was kept instead: payloads, metadata, masks, statistics and all that is stored exactly"""
     rows: tuple[ReportRow, ...]
+    offload: OffloadStatistics | None = None
+    """copies and stalls of the last step whose backward is over; None without offload"""
+
+    @property
+    def host_bytes(self) -> int:
+        """of retained_bytes, what went to pinned host memory"""
+        return sum(row.host_bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """of retained_bytes, what stayed on the device"""
+        return self.retained_bytes - self.host_bytes
 
     @property
     def ratio(self) -> float:
@@ -41,23 +56,36 @@ class MemoryReport:
         return self.exact_bytes / self.retained_bytes if self.retained_bytes else 1.0
 
     def __str__(self) -> str:
-        columns = f"{'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>9s} {'sensitivity':>11s}"
+        columns = f"{'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>9s} {'host KiB':>9s} {'sensitivity':>11s}"
         head = f"{'saved tensor':58s} {'shape':>22s} {columns}"
         lines = [head, *(_line(row) for row in self.rows)]
         lines.append(
             f"activations: {self.exact_bytes / 2**20:.2f} MiB exact, {self.retained_bytes / 2**20:.2f} MiB retained, "
             f"ratio {self.ratio:.2f}"
         )
+        if self.offload is not None:
+            lines.append(
+                f"of these {self.device_bytes / 2**20:.2f} MiB on the device, {self.host_bytes / 2**20:.2f} MiB in "
+                f"host memory; in the last full step the device held {self.offload.peak_device_bytes / 2**20:.2f} MiB "
+                f"at most and stalled {self.offload.stalls} times, {self.offload.stall_s * 1e3:.2f} ms in all"
+            )
         return "\n".join(lines)
 
 
-def build_report(rows: Sequence[SavedTensorRow], exact_bytes: int, sensitivity: Mapping[str, float]) -> MemoryReport:
-    """The report on a step from what its engine noted and the sensitivities measured last."""
+def build_report(
+    rows: Sequence[SavedTensorRow],
+    exact_bytes: int,
+    sensitivity: Mapping[str, float],
+    offload: OffloadStatistics | None = None,
+) -> MemoryReport:
+    """The report on a step from what its engine noted, the sensitivities measured last and the copies of offload."""
     full = tuple(
-        ReportRow(row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name))
+        ReportRow(
+            row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name), row.host_bytes
+        )
         for row in rows
     )
-    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full)
+    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full, offload)
 
 
 def _line(row: ReportRow) -> str:
@@ -65,5 +93,5 @@ def _line(row: ReportRow) -> str:
     shape = "x".join(map(str, row.shape)) or "scalar"
     sensitivity = "" if row.sensitivity is None else f"{row.sensitivity:.3e}"
     dtype = str(row.dtype).removeprefix("torch.")
-    kib = row.bytes / 1024
-    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {kib:9.1f} {sensitivity:>11s}"
+    sizes = f"{row.bytes / 1024:9.1f} {row.host_bytes / 1024:9.1f}"
+    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {sizes} {sensitivity:>11s}"

@@ -39,23 +39,28 @@ MAY_IMPORT = {
     "operators": set(),
     "standins": {"operators"},
     "identity": {"naming"},
-    "handles": {"codec", "identity"},
+    "devices": set(),
+    "offload_plan": set(),
+    "host_memory": {"devices"},
+    "offload_trace": {"config", "devices", "offload_plan"},
+    "storage": {"config", "devices", "host_memory", "offload_plan", "offload_trace"},
+    "handles": {"codec", "identity", "storage"},
     "storages": {"handles"},
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators"},
     "engine": {
         "block_inputs", "codec", "compiled", "config", "handles", "identity", "naming", "operators", "recomputation",
-        "storages", "wrappers",
+        "storage", "storages", "wrappers",
     },
-    "report": {"handles"},
+    "report": {"handles", "storage"},
     "sensitivity": {
         "codec", "compiled", "engine", "handles", "isolation", "operators", "ops", "recomputation", "standins",
     },
     "observation": {"batches"},
     "adaptation": {"allocation", "sensitivity", "sync"},
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "report", "sensitivity", "sync",
-        "wrappers",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "report", "sensitivity",
+        "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
@@ -130,7 +135,7 @@ def test_report_has_the_fixed_fields():
     report = gact_dist.attach(torch.nn.Linear(2, 2), level="L0").report()
     assert (report.exact_bytes, report.retained_bytes, report.ratio, tuple(report.rows)) == (0, 0, 1.0, ())
     fields = [field.name for field in dataclasses.fields(gact_dist.ReportRow)]
-    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity"]
+    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity", "host_bytes"]
 
 
 def imported_siblings(tree: ast.Module) -> set[str]:
