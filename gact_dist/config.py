@@ -22,7 +22,8 @@ class Offload:
     """Payload bytes that may stay on the device: just enough of them leave, even if backward then waits for copies. 0:
     as many leave as can come back without a wait."""
     prefetch: int = 2
-    """Payloads that are brought back ahead of the one that backward asks for; 0 makes it wait for each."""
+    """Payloads that are brought back ahead of the one that backward asks for. With 0 backward waits for each, so that
+    after the first step none leaves unless max_device_bytes asks for it."""
     min_bytes: int = 65536
     """Payloads of fewer bytes stay on the device."""
 
