@@ -292,6 +292,16 @@ def test_a_tensor_that_is_unpacked_three_times_in_a_row_comes_back_once():
     assert reloads(case) <= 19
 
 
+def test_what_backward_asks_for_before_it_has_left_is_not_brought_back():
+    case = job(every_s=COPY_S / 4)
+    payloads = case.forward()
+    assert [name for name, payload in payloads.items() if payload.place is Place.LEAVING] == ["t18", "t19"]
+    assert torch.equal(payloads["t19"].fetch(), content("t19"))
+    case.device.run(1.0)  # by now they have left, and "t18" comes next
+    case.backward(payloads)
+    assert reloads(case) == 18 + 1  # "t19" is fetched twice
+
+
 def test_a_second_backward_through_the_same_graph_brings_everything_back_again():
     case = job()
     case.step()
@@ -385,26 +395,26 @@ def test_a_buffer_that_is_dropped_before_its_copy_is_caught():
 
 
 def test_a_block_that_is_used_again_waits_for_the_copies_that_still_use_it():
-    case = job(count=1)
-    for _ in range(2):  # the same block, with the first copy out and in barely queued
-        payload = case.storage.place("t0", SIZE)
-        payload.send(content("t0"))
-        del payload
-    (first, second) = case.device.copies
+    case = job(lead_s=10.0)
+
+    def send(name: str) -> Payload:
+        payload = case.storage.place(name, SIZE)
+        payload.send(content(name))
+        return payload
+
+    send("t0")  # dropped at once, with its copy out still to come
+    payload = send("t1")
+    first, second = case.device.copies
     assert second.target.overlaps(first.target)
     assert second.start_s >= first.end_s
-    case.device.run(1.0)
-    payload = case.storage.place("t0", SIZE)
-    payload.send(content("t0"))
-    case.device.run(1.0)
-    payload.fetch()
-    reload = case.device.copies[-1]
-    case.device.current = Stream("compute", reload.start_s)
+    case.storage.statistics()  # waits until both have left
+    assert torch.equal(payload.fetch(), content("t1"))
     del payload
-    payload = case.storage.place("t1", SIZE)
-    payload.send(content("t1"))
-    assert case.device.copies[-1].target.overlaps(reload.source)
-    assert case.device.copies[-1].start_s >= reload.end_s
+    back = case.device.copies[-1]
+    case.device.current = Stream("another that computes", back.start_s)  # and that has not waited for the copy back
+    send("t2")
+    assert case.device.copies[-1].target.overlaps(back.source)
+    assert case.device.copies[-1].start_s >= back.end_s
 
 
 # -- every way to end ------------------------------------------------------------------------------------------------
@@ -416,6 +426,7 @@ def test_a_graph_that_is_dropped_at_any_point_leaves_nothing():
         payloads = case.forward()
         case.backward(payloads, list(reversed(payloads))[:used])
         payloads.clear()
+        case.storage.begin()  # drops what is still on its way back
         assert_empty(case)
         case.step()
         assert_empty(case)
