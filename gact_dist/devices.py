@@ -30,8 +30,8 @@ class Device(ABC):
     events and streams of one device are never given to another.
     """
 
-    type: str
-    """device.type of the tensors that it works on"""
+    device: torch.device
+    """of the tensors that it works on"""
     out_stream: Any
     """copies to the host, in the order in which they are queued"""
     in_stream: Any
@@ -101,8 +101,6 @@ class CudaDevice(Device):
     more dependency. A mapping starts on a page of its own, so that no page is registered twice. Registering takes
     milliseconds and may hold up the device, which is why there is a pool.
     """
-
-    type = "cuda"
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())

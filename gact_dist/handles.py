@@ -35,7 +35,7 @@ class Stored:
         """What to keep of a payload beside what the storage has of it."""
         buffer = payload if isinstance(payload, Tensor) else payload.payload
         nbytes = codec.stored_bytes(buffer)
-        if not storage.takes(buffer.device.type, nbytes):
+        if not storage.takes(buffer.device, nbytes):
             return payload
         self.offloaded = storage.place(self.name, nbytes)
         if self.offloaded.block is None:

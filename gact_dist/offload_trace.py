@@ -172,6 +172,7 @@ class Planner:
         known = sizes.keys() <= self._sizes.keys()
         if known and self._age < _PATIENCE_STEPS:
             return
+        self._age = 0
         clock = _Clock(trace)
         self._measure(trace, clock)
         passages = _passages(trace, clock)
@@ -189,7 +190,6 @@ class Planner:
         )
         self._chosen = (self._chosen - sizes.keys()) | choose(passages, limits)
         self._sizes |= sizes
-        self._age = 0
 
     def _measure(self, trace: Trace, clock: _Clock) -> None:
         found = clock.bandwidth(trace.sent), clock.bandwidth(trace.returned)

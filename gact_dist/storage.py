@@ -151,9 +151,9 @@ class Storage:
                 return OffloadStatistics(allocated)
             return OffloadStatistics(allocated, last.sent_bytes, last.peak_device_bytes, *stalls(last))
 
-    def takes(self, device_type: str, nbytes: int) -> bool:
-        """Whether a payload lies on this device and is worth a copy."""
-        return device_type == self._device.type and nbytes >= self._settings.min_bytes
+    def takes(self, device: torch.device, nbytes: int) -> bool:
+        """Whether a payload on that device lies on this storage's, and is worth a copy."""
+        return device == self._device.device and nbytes >= self._settings.min_bytes
 
     # -- pack ---------------------------------------------------------------------------------------------------
 
@@ -340,9 +340,14 @@ def _view(block: HostBlock, payload: Payload) -> Tensor:
 
 def open_storage(settings: Offload, world_size: int) -> Storage:
     """The storage of this rank on its current CUDA device. Raises ValueError where there is none."""
+    require_cuda()
+    return Storage(settings, CudaDevice(), settings.max_host_bytes or default_max_bytes(world_size))
+
+
+def require_cuda() -> None:
+    """Raise ValueError where torch finds no device to offload from."""
     if not torch.cuda.is_available():
         raise ValueError(
             "offload is enabled and torch finds no CUDA device, expected one to copy from: use the level without "
             'offload ("L2" for "L3", "L1" for "L4bit-swap", "exact" for "swap"), or offload.enabled false'
         )
-    return Storage(settings, CudaDevice(), settings.max_host_bytes or default_max_bytes(world_size))

@@ -99,7 +99,7 @@ class Simulated(Device):
     host_allocations: int = 0
     copies: list[Copy] = field(default_factory=list)
 
-    type = "cpu"
+    device = torch.device("cpu")
 
     def __post_init__(self) -> None:
         self.current = self.compute = Stream("compute")

@@ -100,9 +100,9 @@ def test_a_buffer_that_is_not_as_promised_is_refused():
 
 def test_only_payloads_of_the_device_that_are_large_enough_are_taken():
     storage = storage_on(Simulated(), min_bytes=1000)
-    assert storage.takes("cpu", 1000)
-    assert not storage.takes("cpu", 999)
-    assert not storage.takes("cuda", 1000)
+    assert storage.takes(torch.device("cpu"), 1000)
+    assert not storage.takes(torch.device("cpu"), 999)
+    assert not storage.takes(torch.device("meta"), 1000)
 
 
 # -- what overlaps, what stalls --------------------------------------------------------------------------------------
