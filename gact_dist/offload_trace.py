@@ -66,9 +66,13 @@ class Trace:
     @property
     def is_over(self) -> bool:
         """Whether its graph is gone and all its events have passed."""
-        last = [copies[-1].end for copies in (self.sent, self.returned) if copies]
-        last += [self.uses[-1][1]] if self.uses else []
-        return not self.alive and all(event.done() for event in last)
+        if self.alive:
+            return False
+        events = [copies[-1].end for copies in (self.sent, self.returned) if copies]  # each list is one stream's
+        events += [reached for reached, _ in self.waits]
+        events += [reached for _, reached in self.uses]
+        events += [packed.reached for packed in self.packed]
+        return all(event.done() for event in events)
 
     def start_backward(self, order: Sequence[str]) -> list[str]:
         """Set and return the route: the order of an earlier step; a name that had no place there follows the one that

@@ -245,7 +245,8 @@ class Storage:
         if block is None or block.written is None:
             raise RuntimeError(f"payload {payload.name!r} was never sent to the host and cannot be asked for")
         buffer = device.empty(payload.nbytes // payload.dtype.itemsize, payload.dtype)
-        device.wait(device.in_stream, reached)  # what the memory held before may be in use until there
+        # What the memory held before may be in use until there; what was dropped since then, only by this in_stream.
+        device.wait(device.in_stream, reached)
         device.wait(device.in_stream, block.written)
         device.copy(buffer, _view(block, payload), device.in_stream)
         payload.back = block.read = device.record(device.in_stream)
