@@ -43,19 +43,25 @@ LIMITS = {
     "min_numel": {"minimum": 0},
     "compile_hooks": {"enum": list(COMPILE_HOOKS)},
     "max_host_bytes": {"minimum": 0},
+    "max_device_bytes": {"minimum": 0},
+    "min_bytes": {"minimum": 1},
     "prefetch": {"minimum": 0},
 }
 
 
 def described(cls: type) -> list[tuple[str, str, object, str]]:
-    """(name, type, default, text) of each field of a settings class, from the string under it."""
+    """(name, type, default, text) of each plain field of a settings class, from the string under it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     texts = {
         statement.target.id: " ".join(following.value.value.split())
         for statement, following in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
     }
-    return [(f.name, str(getattr(f.type, "__name__", f.type)), f.default, texts[f.name]) for f in fields(cls)]
+    return [
+        (f.name, str(getattr(f.type, "__name__", f.type)), f.default, texts[f.name])
+        for f in fields(cls)
+        if f.type is not Offload
+    ]
 
 
 def rows() -> list[tuple[str, str, object, str]]:

@@ -4,7 +4,7 @@ Nothing here waits for a device or touches the global random state; the random b
 Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -224,11 +224,32 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     return part
 
 
-def _pack_exact(data: Tensor, layout: _Layout) -> Packed:
+def borrow(tensor: Tensor) -> Packed:
+    """An exact Packed whose payload is the tensor's own memory unless that has gaps, for who copies it elsewhere."""
+    data = _plain(tensor)
+    return _pack_exact(data, _layout_of(data), private=False)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of the payload that borrow() makes of a strided tensor."""
+    return _layout_of(tensor).stored_numel * tensor.element_size()
+
+
+def without_payload(packed: Packed) -> Packed:
+    """All but the payload, which is kept elsewhere."""
+    return replace(packed, payload=packed.payload.new_empty(0))
+
+
+def with_payload(packed: Packed, payload: Tensor) -> Packed:
+    """The inverse of without_payload."""
+    return replace(packed, payload=payload)
+
+
+def _pack_exact(data: Tensor, layout: _Layout, private: bool = True) -> Packed:
     conjugate = data.is_conj()
     physical = data.conj() if conjugate else data
     flat = _flatten(physical, layout)
-    payload = flat if layout.fill is _Fill.SCATTERED else flat.clone()
+    payload = flat.clone() if private and layout.fill is not _Fill.SCATTERED else flat
     return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, conjugate=conjugate)
 
 

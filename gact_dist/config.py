@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 POLICIES = ("gact", "uniform", "acgc", "exact", "off")
@@ -11,6 +11,29 @@ ESTIMATORS = ("one-pass", "perturbation")
 GROUP_SIZES = (64, 128, 256, 512)
 COMPILE_HOOKS = ("eager", "inlined")
 _DEFAULT_BITS = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Payloads in pinned host memory: sent there after they are packed, brought back before backward asks for them."""
+
+    enabled: bool = False
+    """false keeps everything on the device; true needs a CUDA device"""
+    max_host_bytes: int = 0
+    """Pinned host memory that a rank may use, in bytes; 0 for half of what the host has free, shared by its ranks."""
+    max_device_bytes: int = 0
+    """Payload bytes that may stay on the device: just enough of them leave, even if backward then waits for copies. 0:
+    as many leave as can come back without a wait."""
+    prefetch: int = 2
+    """Payloads that are brought back ahead of the one that backward asks for. With 0 backward waits for each, so that
+    after the first step none leaves unless max_device_bytes asks for it."""
+    min_bytes: int = 65536
+    """Payloads of fewer bytes stay on the device."""
+
+    def __post_init__(self) -> None:
+        _check_flag("offload.enabled", self.enabled)
+        for name, least in (("max_host_bytes", 0), ("max_device_bytes", 0), ("prefetch", 0), ("min_bytes", 1)):
+            _check_integer(f"offload.{name}", getattr(self, name), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +79,8 @@ class Config:
     (inlined: a lower peak, for models that are not sharded; docs/compile.md)."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
+    offload: Offload = field(default_factory=Offload)
+    """Pinned host memory for what is stored; its keys, in a mapping of their own, are those of Offload."""
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -85,6 +110,12 @@ class Config:
                 f"{_nearest(self.compile_hooks, COMPILE_HOOKS)}"
             )
         _check_integer("seed", self.seed, -(2**63))
+        if not isinstance(self.offload, Offload):
+            _check_mapping("offload", self.offload)
+            _check_keys("offload", self.offload, [entry.name for entry in fields(Offload)])
+            object.__setattr__(self, "offload", Offload(**self.offload))
+        if self.policy == "off" and self.offload.enabled:
+            raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
 
     def _check_budget(self) -> None:
         """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
@@ -114,15 +145,10 @@ class Config:
 
     @classmethod
     def from_level(cls, level: str, **changes: Any) -> "Config":
-        """The settings that a level stands for (see LEVELS), with single fields changed.
+        """The settings that a level stands for (see LEVELS), with single fields changed, also those of offload.
 
         Raises ValueError for an unknown level, and for a change that the level contradicts (another policy).
         """
-        if level in OFFLOAD_LEVELS:
-            raise ValueError(
-                f"level {level!r} moves compressed tensors to pinned host memory, which this version cannot do yet; "
-                f"use {OFFLOAD_LEVELS[level]!r}, the same without offload"
-            )
         if level not in LEVELS:
             raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
         stands_for = LEVELS[level]
@@ -137,12 +163,14 @@ class Config:
                 f"level {level!r} stands for {stands_for['bits']} bits and retained_bytes was given, expected one of "
                 "them: leave the level out"
             )
+        if isinstance(changes.get("offload"), Mapping):
+            changes["offload"] = {**stands_for.get("offload", {}), **changes["offload"]}
         return cls.from_dict({**stands_for, **changes})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
         """A Config from plain keys and values; an unknown key raises ValueError and names the nearest known one."""
-        known = [field.name for field in fields(cls)]
+        known = [entry.name for entry in fields(cls)]
         for key in settings:
             if key not in known:
                 raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
@@ -162,12 +190,12 @@ LEVELS: dict[str, dict[str, Any]] = {
     "L2.1": {"policy": "gact", "bits": 3},
     # at 2 bits groups of 64 leave a fifth of the gradient variance of groups of 256 (fine-tuned MiniLM), for 0.56 bits
     "L2.2": {"policy": "gact", "bits": 2, "group_size": 64},
+    "L3": {"policy": "gact", "bits": 4, "offload": {"enabled": True}},
+    "L4bit-swap": {"policy": "uniform", "bits": 4, "offload": {"enabled": True}},
+    "swap": {"policy": "exact", "offload": {"enabled": True}},
     "exact": {"policy": "exact"},
 }
 """The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and finding faults."""
-
-OFFLOAD_LEVELS = {"L3": "L2"}
-"""Levels that need offload, each with the level it is without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,46 +209,19 @@ class Block:
     contradicts a level that was given is an error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offload:
-    """The block's "offload": compressed activations in pinned host memory. This version cannot do it yet."""
-
-    enabled: bool = False
-    """true is an error until offload exists"""
-    max_host_bytes: int = 0
-    """pinned host memory that a rank may use, in bytes; 0 for no bound"""
-    prefetch: int = 2
-    """tensors brought back ahead of the one that backward asks for"""
-
-
 def from_block(block: Mapping[str, Any]) -> Config | None:
     """The Config that a "gact" block of a DeepSpeed JSON stands for; None where "enabled" is false.
 
     Raises ValueError or TypeError that names the key: an unknown one with the nearest known one.
     """
     _check_mapping('"gact"', block)
-    outer, inner = [field.name for field in fields(Block)], [field.name for field in fields(Config)]
-    _check_keys('"gact"', block, [*outer, *inner, "offload"])
-    _check_offload(block.get("offload", {}))
+    outer, inner = [entry.name for entry in fields(Block)], [entry.name for entry in fields(Config)]
+    _check_keys('"gact"', block, [*outer, *inner])
     chosen = Block(**{key: block[key] for key in outer if key in block})
     _check_flag('"gact.enabled"', chosen.enabled)
     settings = {key: block[key] for key in inner if key in block}
     config = Config.from_level(chosen.level, **settings) if "level" in block else Config.from_dict(settings)
     return config if chosen.enabled else None
-
-
-def _check_offload(offload: Mapping[str, Any]) -> None:
-    _check_mapping('"gact.offload"', offload)
-    _check_keys('"gact.offload"', offload, [field.name for field in fields(Offload)])
-    chosen = Offload(**offload)
-    _check_flag('"gact.offload.enabled"', chosen.enabled)
-    _check_integer('"gact.offload.max_host_bytes"', chosen.max_host_bytes, 0)
-    _check_integer('"gact.offload.prefetch"', chosen.prefetch, 0)
-    if chosen.enabled:
-        raise ValueError(
-            '"gact.offload.enabled" is true, which this version cannot do yet, expected false: compressed activations '
-            "stay on the device"
-        )
 
 
 def _check_mapping(name: str, value: object) -> None:

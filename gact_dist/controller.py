@@ -22,6 +22,7 @@ from .engine import Engine
 from .observation import Observation
 from .policies import policy_of
 from .report import MemoryReport, build_report
+from .storage import open_storage
 from .wrappers import sharding, tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,10 @@ class Controller:
         data_parallel = _data_parallel(process_group, tensor_parallel)
         self._groups = [*data_parallel, *tensor_parallel]
         rank = sync.rank(*data_parallel) if data_parallel else 0
-        self._engine = Engine(model, self.config, rank) if self.config.policy != "off" else None
+        self._engine = None
+        if self.config.policy != "off":
+            storage = open_storage(self.config.offload, sync.world_size()) if self.config.offload.enabled else None
+            self._engine = Engine(model, self.config, rank, storage)
         self._adapter: Adapter | None = None
         if self._engine is not None and policy_of(self.config).adapts:
             self._adapter = Adapter(model, self._engine, self.config, data_parallel, self._groups)
@@ -293,11 +297,12 @@ class Controller:
         return dict(self._plan)
 
     def report(self) -> MemoryReport:
-        """What the last step on this rank kept for backward, tensor by tensor."""
+        """What the last step on this rank kept for backward, tensor by tensor. With offload it waits for the device."""
         if self._engine is None:
             return MemoryReport(0, 0, ())
+        engine = self._engine
         error = None if self.adaptation is None else self.adaptation.gradient_error
-        return build_report(self._engine.rows, self._engine.exact_bytes, self._sensitivity, error)
+        return build_report(engine.rows, engine.exact_bytes, self._sensitivity, error, engine.offloaded())
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.

@@ -25,6 +25,7 @@ from .operators import OperatorObserver, Role
 from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
 from .rounding_keys import RoundingKeys
+from .storage import OffloadStatistics, Storage
 from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
 
@@ -37,8 +38,10 @@ _NEXT_TO_LOSS = "LogSoftmaxBackward0"
 class Engine:
     """Packs and unpacks the saved tensors of one model, by the plan it is given."""
 
-    def __init__(self, model: nn.Module, config: Config, rank: int) -> None:
+    def __init__(self, model: nn.Module, config: Config, rank: int, storage: Storage | None = None) -> None:
         self.config = config
+        self._storage = storage
+        self._offloaded: OffloadStatistics | None = None
         self._model = model
         self.plan: Mapping[str, int | None] = {}
         self.unmeasured_bits = policy_of(config).unmeasured_bits
@@ -66,8 +69,13 @@ class Engine:
         return self.plan.get(name, self.unmeasured_bits)
 
     def close(self) -> None:
-        """Remove the hooks from the model's modules."""
+        """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
         self._namer.scope.remove()
+        self._offloaded, self._storage = self.offloaded(), None
+
+    def offloaded(self) -> OffloadStatistics | None:
+        """What offload did in the last step whose backward is over; None without offload. Waits for the device."""
+        return self._offloaded if self._storage is None else self._storage.statistics()
 
     def begin(self, step: int) -> None:
         """Start a step: names count from zero, the rounding gets the step's own key, the report starts empty."""
@@ -76,6 +84,8 @@ class Engine:
             self._namer.scope = ModuleScope(self._model, True)
         self._namer.reset()
         self._forget_step()
+        if self._storage is not None:
+            self._storage.begin()
         self.rows = []
         self.exact_bytes = 0
         self._keys.begin(step)
@@ -146,6 +156,7 @@ class Engine:
     def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
         """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
         report, plan = (self.rows, self.exact_bytes), (self.plan, self.unmeasured_bits)
+        storage, self._storage = self._storage, None  # what is rehearsed need not leave the device
         self.begin(0)
         if all_bits is not None:
             self.plan, self.unmeasured_bits = {}, all_bits
@@ -157,6 +168,7 @@ class Engine:
         finally:
             self._footprint = None
             self.begin(0)
+            self._storage = storage
             self.plan, self.unmeasured_bits = plan
             self.rows, self.exact_bytes = report
 
@@ -301,8 +313,9 @@ class Engine:
         self, tensor: Tensor, name: str, memory: Memory, own_relu_save: bool, role: Role | None = None
     ) -> Stored:
         payload = self._encode(tensor, name, own_relu_save, role)
-        self._account(tensor, name, memory, payload)
-        return Stored(name, tensor, payload)
+        stored = Stored(name, tensor, payload, self._storage)
+        self._account(tensor, name, memory, payload, stored.host_bytes)
+        return stored
 
     def _encode(
         self, tensor: Tensor, name: str, own_relu_save: bool, role: Role | None = None
@@ -373,7 +386,9 @@ class Engine:
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def _account(self, tensor: Tensor, name: str, memory: Memory, payload: Tensor | codec.Packed) -> None:
+    def _account(
+        self, tensor: Tensor, name: str, memory: Memory, payload: Tensor | codec.Packed, host_bytes: int = 0
+    ) -> None:
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()
@@ -383,14 +398,16 @@ class Engine:
         memory.seen_bytes += new_bytes
         self.exact_bytes += new_bytes
         bits = 8.0 * tensor.element_size()
-        if isinstance(payload, Tensor):
+        if isinstance(payload, Tensor) and host_bytes:
+            kind, retained = "exact", host_bytes
+        elif isinstance(payload, Tensor):
             kind = "exact"
             retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
             memory.aliased = True
         else:
             kind, retained = payload.scheme.name.lower(), payload.nbytes
             bits = bits if payload.bits is None else payload.bits
-        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained))
+        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, host_bytes))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)
 

@@ -14,18 +14,40 @@ from torch import Tensor, nn
 
 from . import codec
 from .identity import version_witness
+from .storage import Payload, Storage
 
 
 class Stored:
-    """One tensor kept for backward: a codec's payload, or an alias of the tensor itself."""
+    """One tensor kept for backward: a codec's payload, on the device or in host memory, or an alias of the tensor."""
 
-    __slots__ = ("__weakref__", "name", "payload", "version", "witness")
+    __slots__ = ("__weakref__", "name", "offloaded", "payload", "version", "witness")
 
-    def __init__(self, name: str, tensor: Tensor, payload: Any) -> None:
+    def __init__(
+        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, storage: Storage | None = None
+    ) -> None:
         self.name = name
-        self.payload = payload
-        self.witness = payload if isinstance(payload, Tensor) else version_witness(tensor)
+        self.offloaded: Payload | None = None
+        self.payload = payload if storage is None else self._place(payload, storage)
+        self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
+
+    def _place(self, payload: Tensor | codec.Packed, storage: Storage) -> Tensor | codec.Packed:
+        """What to keep of a payload beside what the storage has of it."""
+        buffer = payload if isinstance(payload, Tensor) else payload.payload
+        nbytes = codec.stored_bytes(buffer)
+        if not storage.takes(buffer.device, nbytes):
+            return payload
+        self.offloaded = storage.place(self.name, nbytes)
+        if self.offloaded.block is None:
+            return payload
+        packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
+        self.offloaded.send(packed.payload)
+        return codec.without_payload(packed)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the payload in host memory."""
+        return self.offloaded.nbytes if self.offloaded is not None and self.offloaded.block is not None else 0
 
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
@@ -35,7 +57,10 @@ class Stored:
                 f"version {self.witness._version}, expected {self.version}); use the out-of-place form of that "
                 "operation, or clone the tensor before modifying it"
             )
-        return self.payload.detach() if isinstance(self.payload, Tensor) else codec.unpack(self.payload)
+        fetched = None if self.offloaded is None else self.offloaded.fetch()
+        if isinstance(self.payload, Tensor):
+            return self.payload.detach()
+        return codec.unpack(self.payload if fetched is None else codec.with_payload(self.payload, fetched))
 
 
 class Replaceable:
@@ -135,3 +160,5 @@ class SavedTensorRow:
     """payload bits for an element"""
     bytes: int
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
+    host_bytes: int = 0
+    """of these, in pinned host memory"""

@@ -7,6 +7,7 @@ import torch
 
 from .gradient_error import GradientError
 from .handles import SavedTensorRow
+from .storage import OffloadStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class ReportRow:
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
     sensitivity: float | None
     """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
+    host_bytes: int = 0
+    """of the bytes, those in pinned host memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,18 @@ class MemoryReport:
     rows: tuple[ReportRow, ...]
     gradient_error: GradientError | None = None
     """policy acgc: what was promised of the gradient and what the last adaptation measured"""
+    offload: OffloadStatistics | None = None
+    """copies and stalls of the last step whose backward is over; None without offload"""
+
+    @property
+    def host_bytes(self) -> int:
+        """of retained_bytes, what went to pinned host memory"""
+        return sum(row.host_bytes for row in self.rows)
+
+    @property
+    def device_bytes(self) -> int:
+        """of retained_bytes, what stayed on the device"""
+        return self.retained_bytes - self.host_bytes
 
     @property
     def ratio(self) -> float:
@@ -44,7 +59,7 @@ class MemoryReport:
         return self.exact_bytes / self.retained_bytes if self.retained_bytes else 1.0
 
     def __str__(self) -> str:
-        columns = f"{'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>9s} {'sensitivity':>11s}"
+        columns = f"{'type':>9s} {'codec':>9s} {'bits':>5s} {'KiB':>9s} {'host KiB':>9s} {'sensitivity':>11s}"
         head = f"{'saved tensor':58s} {'shape':>22s} {columns}"
         lines = [head, *(_line(row) for row in self.rows)]
         lines.append(
@@ -56,6 +71,12 @@ class MemoryReport:
                 f"gradient's second moment: +{self.gradient_error.measured:.3g} measured, "
                 f"+{self.gradient_error.predicted:.3g} predicted, +{self.gradient_error.tolerated:g} tolerated"
             )
+        if self.offload is not None:
+            lines.append(
+                f"of these {self.device_bytes / 2**20:.2f} MiB on the device, {self.host_bytes / 2**20:.2f} MiB in "
+                f"host memory; in the last full step the device held {self.offload.peak_device_bytes / 2**20:.2f} MiB "
+                f"at most and stalled {self.offload.stalls} times, {self.offload.stall_s * 1e3:.2f} ms in all"
+            )
         return "\n".join(lines)
 
 
@@ -63,14 +84,17 @@ def build_report(
     rows: Sequence[SavedTensorRow],
     exact_bytes: int,
     sensitivity: Mapping[str, float],
-    gradient_error: GradientError | None,
+    gradient_error: GradientError | None = None,
+    offload: OffloadStatistics | None = None,
 ) -> MemoryReport:
-    """The report on a step from what its engine noted and what was measured last."""
+    """The report on a step from what its engine noted, what was measured last and the copies of offload."""
     full = tuple(
-        ReportRow(row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name))
+        ReportRow(
+            row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name), row.host_bytes
+        )
         for row in rows
     )
-    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full, gradient_error)
+    return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full, gradient_error, offload)
 
 
 def _line(row: ReportRow) -> str:
@@ -78,5 +102,5 @@ def _line(row: ReportRow) -> str:
     shape = "x".join(map(str, row.shape)) or "scalar"
     sensitivity = "" if row.sensitivity is None else f"{row.sensitivity:.3e}"
     dtype = str(row.dtype).removeprefix("torch.")
-    kib = row.bytes / 1024
-    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {kib:9.1f} {sensitivity:>11s}"
+    sizes = f"{row.bytes / 1024:9.1f} {row.host_bytes / 1024:9.1f}"
+    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {sizes} {sensitivity:>11s}"

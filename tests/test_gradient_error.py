@@ -154,7 +154,8 @@ def test_a_plan_that_breaks_the_promise_is_warned_of_and_raised(caplog):
     before = gact.adaptation.gradient_error.measured_before
     assert before > ERROR
     assert [record.getMessage() for record in caplog.records] == [
-        f"compression increased the gradient's second moment by {before:.3g} (error={ERROR} was promised); bits are raised"
+        f"compression increased the gradient's second moment by {before:.3g} (error={ERROR} was promised); "
+        "bits are raised"
     ]
     assert gact.adaptation.gradient_error.holds
 

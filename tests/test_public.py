@@ -41,20 +41,25 @@ MAY_IMPORT = {
     "operators": set(),
     "standins": {"operators"},
     "identity": {"naming"},
-    "handles": {"codec", "identity"},
+    "devices": set(),
+    "offload_plan": set(),
+    "host_memory": {"devices"},
+    "offload_trace": {"config", "devices", "offload_plan"},
+    "storage": {"config", "devices", "host_memory", "offload_plan", "offload_trace"},
+    "handles": {"codec", "identity", "storage"},
     "storages": {"handles"},
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators"},
     "inlined": {"codec"},
     "engine": {
         "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "naming",
-        "operators", "policies", "recomputation", "rounding_keys", "storages", "wrappers",
+        "operators", "policies", "recomputation", "rounding_keys", "storage", "storages", "wrappers",
     },
     "graphs": set(),
     "gradient_error": {
         "compiled", "engine", "graphs", "isolation", "recomputation", "sensitivity", "standins",
     },
-    "report": {"gradient_error", "handles"},
+    "report": {"gradient_error", "handles", "storage"},
     "sensitivity": {
         "codec", "compiled", "engine", "graphs", "handles", "isolation", "operators", "ops", "recomputation",
         "standins",
@@ -67,7 +72,7 @@ MAY_IMPORT = {
         "sensitivity", "sync",
     },
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "sync",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "storage", "sync",
         "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
@@ -143,7 +148,7 @@ def test_report_has_the_fixed_fields():
     report = gact_dist.attach(torch.nn.Linear(2, 2), level="L0").report()
     assert (report.exact_bytes, report.retained_bytes, report.ratio, tuple(report.rows)) == (0, 0, 1.0, ())
     fields = [field.name for field in dataclasses.fields(gact_dist.ReportRow)]
-    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity"]
+    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity", "host_bytes"]
 
 
 def imported_siblings(tree: ast.Module) -> set[str]:

@@ -220,7 +220,8 @@ def test_levels_are_those_of_gact():
     settings = {level: (values["policy"], values.get("bits")) for level, values in gact_dist.LEVELS.items()}
     assert settings == {
         "L0": ("off", None), "L1": ("uniform", 4), "L1.1": ("uniform", 8), "L1.2": ("uniform", 2),
-        "L2": ("gact", 4), "L2.1": ("gact", 3), "L2.2": ("gact", 2), "exact": ("exact", None),
+        "L2": ("gact", 4), "L2.1": ("gact", 3), "L2.2": ("gact", 2), "L3": ("gact", 4),
+        "L4bit-swap": ("uniform", 4), "swap": ("exact", None), "exact": ("exact", None),
     }  # fmt: skip
 
 
@@ -233,11 +234,11 @@ def test_level_l0_installs_and_does_nothing():
     assert loop.controller.report().rows == ()
 
 
-@pytest.mark.parametrize("use", [gact_dist.set_optimization_level, lambda level: Controller(mlp()[0], level)])
-def test_level_l3_says_that_offload_is_missing_and_what_to_use(use):
-    with pytest.raises(ValueError, match=r"L3.*cannot do yet.*'L2'"):
-        use("L3")
-    assert Controller(mlp()[0]).config.bits == 4  # the default is as it was
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is what this is about")
+@pytest.mark.parametrize("level", ["L3", "L4bit-swap", "swap"])
+def test_levels_with_offload_say_that_they_need_cuda_and_what_to_use(level):
+    with pytest.raises(ValueError, match=rf"no CUDA device, expected one.*for \"{level}\""):
+        Controller(mlp()[0], level)
 
 
 # -- wrong uses ----------------------------------------------------------------------------------------------------

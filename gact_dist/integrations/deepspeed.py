@@ -24,6 +24,7 @@ from torch import Tensor
 from ..config import Config, from_block
 from ..controller import Controller
 from ..engine import Engine
+from ..storage import require_cuda
 
 _log = logging.getLogger(__name__)
 _BLOCK = "gact"
@@ -66,7 +67,9 @@ def _ds_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None:
-    """Raise ValueError where the block and the rest of the config cannot both be had."""
+    """Raise ValueError where the block and the rest of the config, or the machine, cannot both be had."""
+    if config.offload.enabled:
+        require_cuda()
     checkpoints = settings.get("activation_checkpointing", {})
     for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
         if config.checkpoint_inputs and checkpoints.get(key):

@@ -214,7 +214,8 @@ def refused(changes: dict[str, Any]) -> str:
     [
         ({"gact": {"levl": "L2"}}, "did you mean 'level'"),
         ({"gact": {"offload": {"enable": True}}}, "did you mean 'enabled'"),
-        ({"gact": {"offload": {"enabled": True}}}, "cannot do yet"),
+        ({"gact": {"offload": {"prefetch": "2"}}}, "offload.prefetch is '2' (str)"),
+        ({"gact": {"level": "L3"}}, "no CUDA device"),
         ({"gact": {"enabled": "yes"}}, "expected true or false"),
         ({"gact": {"bits": "4"}}, "bits is '4' (str)"),
         ({"gact": "L2"}, "expected a block of keys and values"),
