@@ -61,13 +61,15 @@ MAY_IMPORT = {
     "observation": {"batches"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
+    "samples": set(),
+    "error_budget": {"allocation", "engine", "gradient_error", "policies", "samples", "sync"},
     "adaptation": {
-        "allocation", "codec", "config", "engine", "footprint", "gradient_error", "isolation", "policies",
-        "sensitivity", "sync",
+        "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation", "policies",
+        "samples", "sensitivity", "sync",
     },
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "sync",
-        "wrappers",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report",
+        "samples", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
