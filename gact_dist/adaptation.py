@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import codec, policies, sync
-from .allocation import EXACT, WIDTHS, Allocation
-from .config import Config
+from .allocation import EXACT, WIDTHS
 from .engine import Engine
+from .error_budget import ErrorBudget
 from .footprint import Footprint
-from .gradient_error import GradientError, GradientProbe, SecondMoment, SquaredGradient, second_moment_of_batch
+from .gradient_error import GradientError
 from .isolation import untouched
 from .policies import Budget, Costs, StepBytes, policy_of
+from .samples import Sample
 from .sensitivity import Sensitivity, measure
 
 _log = logging.getLogger(__name__)
@@ -29,14 +29,6 @@ _log = logging.getLogger(__name__)
 _PROBES = 4
 # Forwards after which what the engine learns of views and block inputs has settled.
 _WEIGHINGS = 3
-# Parts of a tolerated error that are planned for, and accepted when they are measured on the samples of an adaptation:
-# under one plan the increase differs by tens of percent over batches.
-_PLANNED, _ACCEPTED = 0.7, 0.85
-_TRIES = 8
-# A quarter of the variance is one bit more: where a backward overflows at some width, the next one may well do.
-_LARGEST_CUT = 0.25
-_OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
-_GRADIENT = "gradient"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 
 
@@ -72,39 +64,23 @@ class Adaptation:
         }
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The part of a batch to measure on."""
-
-    loss: Callable[[], Tensor | None]
-    """runs the model on it and returns the scalar loss, or calls backward on it"""
-    fraction: float
-    """of the batch's samples that it has"""
-    whole: Callable[[], Any]
-    """runs the model on the whole batch, as the step to come will"""
-    whole_is_loss: bool
-    """whether that returns the loss; else second moments come from the job's own backward"""
-
-
 class Adapter:
     """Adapts the bits of one model. Everything that it decides follows from numbers reduced over the ranks."""
 
-    def __init__(
-        self, model: nn.Module, engine: Engine, config: Config, data_parallel: Sequence[Any], groups: Sequence[Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, data_parallel: Sequence[Any], groups: Sequence[Any]) -> None:
         """groups: data_parallel and those of tensor parallelism, to reduce over one after the other."""
-        self._model, self.engine, self._config = model, engine, config
-        self._policy = policy_of(config)
+        self._model, self.engine, self._config = model, engine, engine.config
+        self._policy = policy_of(engine.config)
         self._rank = sync.rank(*data_parallel) if data_parallel else 0
         self._ranks = math.prod(sync.world_size(group) for group in data_parallel)
         self._groups = groups
         self._draws = max(1, _PROBES // self._ranks)
         self._heaviest_bytes = 0
         self._warned = False
-        self._second_moment = SecondMoment()
-        self._sampled_at = 0
-        self._increase = 0.0
-        self._gradient: SquaredGradient | None = None
+        self.error_budget: ErrorBudget | None = None
+        """with policy acgc"""
+        if self._policy.budget is Budget.GRADIENT_ERROR:
+            self.error_budget = ErrorBudget(model, engine, groups, self._draws)
 
     def adapt(self, sample: Sample, step: int) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
@@ -121,8 +97,8 @@ class Adapter:
         if not costs.names:
             return Adaptation({}, {}, 0.0, 0.0, invalid)
         error: GradientError | None = None
-        if self._policy.budget is Budget.GRADIENT_ERROR:
-            within = self._within_error(costs, sample, step)
+        if self.error_budget is not None:
+            within = self.error_budget.allocate(costs, sample, step, self._seed(step))
             if within is None:
                 return Adaptation({}, {}, 0.0, 0.0, invalid)
             allocation, error = within
@@ -130,8 +106,8 @@ class Adapter:
             costs = costs if weighed is None else policies.with_bytes(costs, weighed)
             allocation = policies.allocate(self._config, costs)
         settled = policies.settled(self._config, costs, self.engine.plan, allocation)
-        if settled is not None and error is not None:
-            settled, error = self._settled_within(settled, error)
+        if settled is not None and error is not None and self.error_budget is not None:
+            settled, error = self.error_budget.kept(settled, error)
         if settled is not None:
             allocation = settled
         if weighed is not None:
@@ -140,7 +116,7 @@ class Adapter:
             self.engine.unmeasured_bits = math.floor(np.average(widths, weights=costs.sizes))
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
-        plan = _plan(costs, allocation)
+        plan = costs.plan(allocation)
         return Adaptation(
             plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept=settled is not None
         )
@@ -158,8 +134,8 @@ class Adapter:
         budget = self._config.retained_bytes
         if budget is None:
             return
-        self._heaviest_bytes = max(self._heaviest_bytes, self.engine.exact_bytes)
-        retained = sum(row.bytes for row in self.engine.rows)
+        self._heaviest_bytes = max(self._heaviest_bytes, self.engine.ledger.exact_bytes)
+        retained = sum(row.bytes for row in self.engine.ledger.rows)
         if retained > budget and not self._warned:
             self._warned = True
             _log.warning(
@@ -169,45 +145,17 @@ class Adapter:
                 budget,
             )
 
-    def sampling_due(self, step: int) -> bool:
-        """Whether this step's gradient should be a sample of V^2: ten times an interval, with policy acgc."""
-        wanted = self._policy.budget is Budget.GRADIENT_ERROR
-        return wanted and step - self._sampled_at >= max(1, self._config.adapt_interval // SecondMoment.SAMPLES)
-
-    def sample(self, step: int, forward: Callable[[], Tensor]) -> None:
-        """Take a sample of V^2 from the batch of a step. forward: returns its loss. All ranks must call it, or none:
-        parameters that are sharded are gathered."""
-        self._sampled_at = step
-        try:
-            self._sample_batch(forward)
-        except RuntimeError as error:
-            _log.warning("the gradient's second moment could not be measured here: %s", str(error).split("\n", 1)[0])
-
-    def watch_gradient(self, step: int, outputs: Sequence[Tensor], observed: bool) -> None:
-        """Make the job's next backward through these outputs a sample of V^2, if one is due or it is observed."""
-        if self.sampling_due(step) or (observed and self._policy.budget is Budget.GRADIENT_ERROR):
-            self._sampled_at, self._gradient = step, SquaredGradient(outputs)
-
-    def before_forward(self) -> None:
-        """Take what watch_gradient saw."""
-        if self._gradient is not None:
-            self._add_rounded(*self._gradient.moments())
-            self._gradient = None
-
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""
-        return {
-            "heaviest_bytes": self._heaviest_bytes,
-            "second_moment": self._second_moment.state_dict(),
-            "sampled_at": self._sampled_at,
-            "increase": self._increase,
-        }
+        promised = self.error_budget.state_dict() if self.error_budget is not None else None
+        return {"heaviest_bytes": self._heaviest_bytes, "error_budget": promised}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what state_dict() gave."""
+        """Go on with what state_dict() gave, under another policy as well."""
         self._heaviest_bytes = state.get("heaviest_bytes", 0)
-        self._second_moment.load_state_dict(state.get("second_moment", []))
-        self._sampled_at, self._increase = state.get("sampled_at", 0), state.get("increase", 0.0)
+        promised = state.get("error_budget")
+        if self.error_budget is not None and promised is not None:
+            self.error_budget.load_state_dict(promised)
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
@@ -247,92 +195,6 @@ class Adapter:
             )
         return footprint
 
-    # -- a tolerated error (AC-GC) ----------------------------------------------------------------------------------
-
-    def _within_error(self, costs: Costs, sample: Sample, step: int) -> tuple[Allocation, GradientError] | None:
-        """The fewest bits whose measured error is tolerated; None if nothing can be measured. See gradient_error.py.
-
-        Where rounding does more than the sensitivities say, they are allocated a smaller variance until it is.
-        """
-        tolerated = self._config.error or 0.0
-        seed, fraction = self._seed(step), sample.fraction
-        self._sampled_at = step
-        probe = GradientProbe(self.engine, self._model, sample.loss, seed=seed, fraction=fraction)
-        in_force = {name: self.engine.bits_of(name) for name in costs.names}
-        before, second_moment = self._agreed(lambda: self._error_of(in_force, probe, sample), 2)
-        if not second_moment > 0.0:
-            _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")
-            return None
-        before /= second_moment
-        if self.engine.plan and not before <= tolerated:
-            _log.warning(
-                "compression increased the gradient's second moment by %.3g (error=%g was promised); bits are raised",
-                before,
-                tolerated,
-            )
-        share = _PLANNED
-        for _ in range(_TRIES):
-            allocation = policies.allocate(self._config, costs, tolerated * second_moment * share)
-            plan = _plan(costs, allocation)
-            (measured,) = self._agreed(partial(self._variance_of, plan, probe, fraction), 1)
-            if math.isnan(measured):
-                return None
-            found = GradientError(
-                tolerated, allocation.variance / second_moment, measured / second_moment, before, second_moment
-            )
-            _log.info("increase of the gradient's second moment: %s", found)
-            self._increase = found.measured
-            if not found.measured > _ACCEPTED * tolerated:
-                return allocation, found
-            share *= max(_PLANNED * tolerated / found.measured, _LARGEST_CUT)
-        if not found.holds:
-            _log.warning(
-                "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
-                "error=%g was promised: %.3g bits on average do not reach it",
-                found.measured,
-                tolerated,
-                allocation.average_bits,
-            )
-        return allocation, found
-
-    def _settled_within(self, settled: Allocation, error: GradientError) -> tuple[Allocation | None, GradientError]:
-        """The plan in force and its error, if that is tolerated."""
-        predicted = settled.variance / error.second_moment
-        if not max(error.measured_before, predicted) <= _ACCEPTED * error.tolerated:
-            return None, error
-        self._increase = error.measured_before
-        return settled, replace(error, predicted=predicted, measured=error.measured_before)
-
-    def _variance_of(self, bits: Mapping[str, int | None], probe: GradientProbe, fraction: float) -> list[float]:
-        variance = probe.variance(bits, self._draws) * fraction
-        return [variance if math.isfinite(variance) else _OVERFLOW]
-
-    def _error_of(self, bits: Mapping[str, int | None], probe: GradientProbe, sample: Sample) -> list[float]:
-        """[variance that rounding adds, V^2] of this rank's batch. See [Note: units] in gradient_error.py."""
-        (variance,) = self._variance_of(bits, probe, sample.fraction)
-        if sample.whole_is_loss and sample.fraction < 1.0:
-            self._sample_batch(sample.whole)
-        elif sample.whole_is_loss or self._second_moment.value is None:
-            # of a slice of independent samples this is at most V^2
-            self._second_moment.add(probe.second_moment() * sample.fraction)
-        return [variance, self._second_moment.value or math.nan]
-
-    def _sample_batch(self, forward: Callable[[], Any]) -> None:
-        self._add_rounded(second_moment_of_batch(self.engine, self._model, forward))
-
-    def _add_rounded(self, at_parameters: float, at_outputs: float = 1.0) -> None:
-        """A sample of the rounded gradient, whose second moment is V^2 and what rounding adds."""
-        self._second_moment.add(at_parameters / (1.0 + self._increase), at_outputs)
-
-    def _agreed(self, values: Callable[[], list[float]], count: int) -> list[float]:
-        """The mean over the ranks that can tell; NaN where none can."""
-        try:
-            mine = values()
-        except RuntimeError as error:
-            _log.warning("the gradient's error could not be measured on this rank: %s", str(error).split("\n", 1)[0])
-            mine = [math.nan] * count
-        return sync.reduce_over([_GRADIENT], torch.tensor([mine], dtype=torch.float64), self._groups).mean[0].tolist()
-
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
     def _reduced(self, measured: Sequence[Sensitivity], fraction: float) -> tuple[Costs, dict[str, int]]:
@@ -363,7 +225,3 @@ class Adapter:
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)
-
-
-def _plan(costs: Costs, allocation: Allocation) -> dict[str, int | None]:
-    return {name: int(bits) or None for name, bits in zip(costs.names, allocation.bits, strict=True)}

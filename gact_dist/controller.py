@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import sync
-from .adaptation import Adaptation, Adapter, Sample
+from .adaptation import Adaptation, Adapter
 from .batches import first_samples, tensors_of
 from .compiled import has_compiled_parts
 from .config import Config
@@ -22,6 +22,7 @@ from .engine import Engine
 from .observation import Observation
 from .policies import policy_of
 from .report import MemoryReport, build_report
+from .samples import Sample
 from .storage import open_storage
 from .wrappers import sharding, tensor_parallel_groups, unwrap
 
@@ -89,7 +90,8 @@ class Controller:
             self._engine = Engine(model, self.config, rank, storage)
         self._adapter: Adapter | None = None
         if self._engine is not None and policy_of(self.config).adapts:
-            self._adapter = Adapter(model, self._engine, self.config, data_parallel, self._groups)
+            self._adapter = Adapter(model, self._engine, data_parallel, self._groups)
+        self._promise = None if self._adapter is None else self._adapter.error_budget
         self._state = Lifecycle.ATTACHED
         self._step = 0
         self._adapted_at: int | None = None
@@ -125,9 +127,9 @@ class Controller:
             return
         if loss_fn is not None and self._due():
             self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
-        elif loss_fn is not None and self._adapter is not None and self._adapter.sampling_due(self._step):
+        elif loss_fn is not None and self._promise is not None and self._promise.sampling_due(self._step):
             with self._measurement():
-                self._adapter.sample(self._step, partial(loss_fn, batch))
+                self._promise.sample(self._step, partial(loss_fn, batch))
         self._engine.begin(self._step)
         with self._engine.hooks():
             yield
@@ -153,8 +155,8 @@ class Controller:
         if self._engine is None or not torch.is_grad_enabled() or self._measuring:
             return
         self._step += 1
-        if self._adapter is not None:
-            self._adapter.before_forward()
+        if self._promise is not None:
+            self._promise.before_forward()
         if self._observation is not None and self._due():
             complete = self._observation.complete
             for group in self._groups:
@@ -182,8 +184,8 @@ class Controller:
         self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
-        if self._adapter is not None:
-            self._adapter.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
+        if self._promise is not None and torch.is_grad_enabled():
+            self._promise.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
@@ -302,7 +304,7 @@ class Controller:
             return MemoryReport(0, 0, ())
         engine = self._engine
         error = None if self.adaptation is None else self.adaptation.gradient_error
-        return build_report(engine.rows, engine.exact_bytes, self._sensitivity, error, engine.offloaded())
+        return build_report(engine.ledger.rows, engine.ledger.exact_bytes, self._sensitivity, error, engine.offloaded())
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.

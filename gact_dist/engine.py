@@ -18,15 +18,16 @@ from .block_inputs import BlockInputs
 from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts, running_region
 from .config import Config
 from .footprint import Footprint
-from .handles import Distributed, Kept, Recorded, Replaceable, SavedTensorRow, Stored, View
+from .handles import Distributed, Kept, Recorded, Replaceable, Stored, View
 from .identity import ParameterIdentity
+from .ledger import Ledger
+from .memory import Memory, find, is_own_relu_save, remember, span
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
 from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
 from .rounding_keys import RoundingKeys
 from .storage import OffloadStatistics, Storage
-from .storages import Memory, find, remember, span
 from .wrappers import distributed_again, local_part, unwrap
 
 PROBE_BITS = 4  # of a perturbation: with one bit the gradient would not answer linearly
@@ -45,9 +46,7 @@ class Engine:
         self._model = model
         self.plan: Mapping[str, int | None] = {}
         self.unmeasured_bits = policy_of(config).unmeasured_bits
-        self.rows: list[SavedTensorRow] = []
-        self.exact_bytes = 0
-        self.numel: dict[str, int] = {}
+        self.ledger = Ledger()
         self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
         self._parameters = ParameterIdentity(unwrap(model))
         self._memory: dict[int, Memory] = {}
@@ -58,7 +57,6 @@ class Engine:
         self._records: list[Recorded] | None = None
         self._recorded_fraction = 1.0
         self._rounded: Mapping[str, tuple[int, int]] = {}
-        self._footprint: Footprint | None = None
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
@@ -86,8 +84,7 @@ class Engine:
         self._forget_step()
         if self._storage is not None:
             self._storage.begin()
-        self.rows = []
-        self.exact_bytes = 0
+        self.ledger.begin()
         self._keys.begin(step)
 
     @contextmanager
@@ -135,42 +132,40 @@ class Engine:
         fraction: of a step's samples that the recorded forward sees; min_numel is meant for all of them.
         rounded: name -> (bits, seed) of tensors that backward gets rounded.
         """
-        report = self.rows, self.exact_bytes
-        self._recorded_fraction = fraction
-        self.begin(0)
-        records = self._records = []
-        self._rounded = rounded or {}
-        if observer is not None:
-            observer.on_discrete = self._blocks.note_discrete
-        try:
-            with self._cloned_buffers(), self._observed(observer), self._saved_tensors_hooks():
-                yield records
-            for record in records:
-                record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
-        finally:
-            self._records = None
+        with self.ledger.set_aside():
+            self._recorded_fraction = fraction
             self.begin(0)
-            self.rows, self.exact_bytes = report
+            records = self._records = []
+            self._rounded = rounded or {}
+            if observer is not None:
+                observer.on_discrete = self._blocks.note_discrete
+            try:
+                with self._cloned_buffers(), self._observed(observer), self._saved_tensors_hooks():
+                    yield records
+                for record in records:
+                    record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
+            finally:
+                self._records = None
+                self.begin(0)
 
     @contextmanager
     def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
         """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
-        report, plan = (self.rows, self.exact_bytes), (self.plan, self.unmeasured_bits)
+        plan = self.plan, self.unmeasured_bits
         storage, self._storage = self._storage, None  # what is rehearsed need not leave the device
-        self.begin(0)
-        if all_bits is not None:
-            self.plan, self.unmeasured_bits = {}, all_bits
-        self._footprint = Footprint()
-        try:
-            with self._cloned_buffers(), self.hooks():
-                yield self._footprint
-            self._footprint.exact_bytes = self.exact_bytes
-        finally:
-            self._footprint = None
+        footprint = Footprint()
+        with self.ledger.set_aside(footprint):
             self.begin(0)
-            self._storage = storage
-            self.plan, self.unmeasured_bits = plan
-            self.rows, self.exact_bytes = report
+            if all_bits is not None:
+                self.plan, self.unmeasured_bits = {}, all_bits
+            try:
+                with self._cloned_buffers(), self.hooks():
+                    yield footprint
+                footprint.exact_bytes = self.ledger.exact_bytes
+            finally:
+                self.begin(0)
+                self._storage = storage
+                self.plan, self.unmeasured_bits = plan
 
     def _cloned_buffers(self) -> AbstractContextManager[None]:
         """See [Note: isolation] in isolation.py."""
@@ -219,7 +214,7 @@ class Engine:
         self._blocks.look(frame)
         if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":
             return self._pack_block_input(self._blocks.call, tensor, memory)
-        own_relu_save = self.config.policy != "exact" and _is_own_relu_save(tensor, memory)
+        own_relu_save = self.config.policy != "exact" and is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
         else:
@@ -254,7 +249,7 @@ class Engine:
         # each by itself: buffers of a graph are used again, so that one storage holds many tensors
         memory = Memory(tensor.untyped_storage())
         memory.seen_bytes = tensor.untyped_storage().nbytes() if alias else 0
-        self._account(tensor, name, memory, packed)
+        self.ledger.add(tensor, name, memory, packed)
         return packed
 
     def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
@@ -314,7 +309,7 @@ class Engine:
     ) -> Stored:
         payload = self._encode(tensor, name, own_relu_save, role)
         stored = Stored(name, tensor, payload, self._storage)
-        self._account(tensor, name, memory, payload, stored.host_bytes)
+        self.ledger.add(tensor, name, memory, payload, stored.host_bytes)
         return stored
 
     def _encode(
@@ -336,7 +331,6 @@ class Engine:
         bits = self.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return _exact(tensor)
-        self.numel[name] = tensor.numel()
         return codec.pack(tensor, bits=bits, seed=self._keys.seed(name), group_size=config.group_size)
 
     def _role(self, tensor: Tensor, name: str) -> Role:
@@ -386,37 +380,12 @@ class Engine:
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def _account(
-        self, tensor: Tensor, name: str, memory: Memory, payload: Tensor | codec.Packed, host_bytes: int = 0
-    ) -> None:
-        # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
-        # the user's own (a slice of a data set), and only the view is counted.
-        whole = tensor.untyped_storage().nbytes()
-        own = tensor.numel() * tensor.element_size()
-        seen = whole if tensor.grad_fn is not None else min(whole, memory.seen_bytes + own)
-        new_bytes = max(0, seen - memory.seen_bytes)
-        memory.seen_bytes += new_bytes
-        self.exact_bytes += new_bytes
-        bits = 8.0 * tensor.element_size()
-        if isinstance(payload, Tensor) and host_bytes:
-            kind, retained = "exact", host_bytes
-        elif isinstance(payload, Tensor):
-            kind = "exact"
-            retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
-            memory.aliased = True
-        else:
-            kind, retained = payload.scheme.name.lower(), payload.nbytes
-            bits = bits if payload.bits is None else payload.bits
-        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, host_bytes))
-        if self._footprint is not None:
-            self._footprint.add(name, tensor, payload, retained)
-
     def _account_keywords(self, call: FrameType, name: str) -> None:
         """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""
         for keyword, tensor in keyword_tensors(call).items():
             memory = self._memory_of(tensor)
             if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
-                self._account(tensor, f"{name} (keyword {keyword})", memory, tensor)
+                self.ledger.add(tensor, f"{name} (keyword {keyword})", memory, tensor)
 
 
 def _unpack(handle: Any) -> Tensor:
@@ -429,15 +398,3 @@ def _exact(tensor: Tensor) -> Tensor | codec.Packed:
     if tensor.grad_fn is not None and 2 * view_bytes < tensor.untyped_storage().nbytes():
         return codec.pack(tensor, bits=None)
     return tensor.detach()
-
-
-def _is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
-    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
-
-    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
-    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
-        return False
-    return node._saved_result is None

@@ -68,6 +68,10 @@ class Costs:
     retained_bytes: NDArray[np.float64] | None = None
     other_bytes: float = 0.0
 
+    def plan(self, allocation: Allocation) -> dict[str, int | None]:
+        """{name: bits} of an allocation, None for exact."""
+        return {name: int(bits) or None for name, bits in zip(self.names, allocation.bits, strict=True)}
+
 
 @dataclass(frozen=True, eq=False)
 class StepBytes:
@@ -135,7 +139,7 @@ def settled(config: Config, costs: Costs, plan: Mapping[str, int | None], fresh:
     With policy acgc that it keeps to the budget is for the caller to know, from what was measured.
     """
     in_force = evaluate(costs, plan)
-    new = evaluate(costs, dict(zip(costs.names, fresh.bits.tolist(), strict=True)))
+    new = evaluate(costs, costs.plan(fresh))
     if in_force is None or new is None:
         return None
     slack = 1.0 + config.adapt_tolerance

@@ -47,13 +47,15 @@ MAY_IMPORT = {
     "offload_trace": {"config", "devices", "offload_plan"},
     "storage": {"config", "devices", "host_memory", "offload_plan", "offload_trace"},
     "handles": {"codec", "identity", "storage"},
-    "storages": {"handles"},
+    "memory": {"handles"},
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators"},
     "inlined": {"codec"},
+    "ledger": {"codec", "footprint", "handles", "memory"},
     "engine": {
-        "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "naming",
-        "operators", "policies", "recomputation", "rounding_keys", "storage", "storages", "wrappers",
+        "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "ledger",
+        "naming",
+        "operators", "policies", "recomputation", "rounding_keys", "storage", "memory", "wrappers",
     },
     "graphs": set(),
     "gradient_error": {
@@ -67,13 +69,15 @@ MAY_IMPORT = {
     "observation": {"batches"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
+    "samples": set(),
+    "error_budget": {"allocation", "engine", "gradient_error", "policies", "samples", "sync"},
     "adaptation": {
-        "allocation", "codec", "config", "engine", "footprint", "gradient_error", "isolation", "policies",
-        "sensitivity", "sync",
+        "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation", "policies",
+        "samples", "sensitivity", "sync",
     },
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report", "storage", "sync",
-        "wrappers",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report",
+        "samples", "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip

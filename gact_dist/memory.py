@@ -53,3 +53,15 @@ def span(tensor: Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
+    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
+
+    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
+    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
+    """
+    node: Any = tensor.grad_fn
+    if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
+        return False
+    return node._saved_result is None
