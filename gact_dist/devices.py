@@ -1,7 +1,7 @@
 """What offload asks of a device: streams, events, asynchronous copies and pinned host memory.
 
 The interface is small so that a simulated device can stand behind it in tests (tests/simulated_device.py). CudaDevice
-has never run on a GPU; tests/gpu/test_offload.py is written for one.
+has never run on a GPU; tests/gpu/test_offload_cuda.py is written for one.
 """
 
 import mmap

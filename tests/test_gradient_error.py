@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import pytest
 import small_models
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from test_sensitivity import flat_gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gact_dist
 from gact_dist import Config
 from gact_dist.gradient_error import GradientProbe, SecondMoment, SquaredGradient
+from launch.data import CACHE, read_digits
 
 ERROR = 0.05  # small enough that widths matter: one bit for all keeps 0.25 on the smaller of the two models
 BATCH, STEPS = 32, 24
@@ -25,13 +26,17 @@ def acgc(**changes):
     return Config.from_dict({"policy": "acgc", "error": ERROR, "min_numel": 64, "adapt_interval": 10, **changes})
 
 
+@cache
+def digits():
+    return read_digits(CACHE / "mnist_5k.csv.gz")
+
+
 class Digits:
     """A network that learns handwritten digits, from batches of this rank's own."""
 
     def __init__(self, kind, rank=0):
-        data = load_digits()
-        self.images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-        self.labels = torch.tensor(data.target)
+        images, self.labels = digits()
+        self.images = nn.functional.adaptive_avg_pool2d(images, 8)
         self.order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(rank))
         self.model, _ = getattr(small_models, kind)()
         if kind == "mlp":
@@ -128,7 +133,7 @@ def test_the_report_shows_what_was_promised_and_what_was_measured():
     error = gact.report().gradient_error
     assert error is gact.adaptation.gradient_error
     assert error.tolerated == ERROR
-    assert 0 < error.predicted <= 0.7 * ERROR * (1 + 1e-9)
+    assert 0 < error.predicted <= 0.85 * ERROR  # what is accepted of a plan that is kept; a new one has 0.7 at most
     assert 0 < error.measured <= ERROR
     # one plan on the samples of one adaptation: the linear prediction and the measurement agree within a third here
     assert error.measured == pytest.approx(error.predicted, rel=0.33)

@@ -16,6 +16,7 @@ import torch
 
 SCRIPTS = Path(__file__).with_name("scripts")
 ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / ".cache" / "data" / "mnist_5k.csv.gz"
 
 
 def patched(name: str, changes: dict[str, str], folder: Path) -> Path:
@@ -130,16 +131,10 @@ def train_digits(folder: Path, block: dict | None) -> tuple[dict, dict]:
     }
     (folder / "ds_config.json").write_text(json.dumps(config))
     script = patched("train_digits.py", {} if block is None else DIGITS, folder)
-    launcher = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    run(*launcher, script, "--deepspeed", "--deepspeed_config", folder / "ds_config.json", "--out", folder)
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    launcher += ["--master_port", str(free_port())]
+    arguments = ["--deepspeed", "--deepspeed_config", folder / "ds_config.json", "--data", DATA, "--out", folder]
+    run(*launcher, script, *arguments)
     return json.loads((folder / "log.json").read_text()), torch.load(folder / "model.pt")
 
 

@@ -1,6 +1,6 @@
 """Trains a small convolutional network on handwritten digits with DeepSpeed.
 
-deepspeed train_digits.py --deepspeed --deepspeed_config ds_config.json --out FOLDER
+deepspeed train_digits.py --deepspeed --deepspeed_config ds_config.json --data FILE --out FOLDER
 """
 
 import argparse
@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 import deepspeed
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 
@@ -21,7 +21,7 @@ class Net(nn.Module):
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
         self.pool = nn.MaxPool2d(2)
-        self.fc1 = nn.Linear(32 * 2 * 2, 64)
+        self.fc1 = nn.Linear(32 * 7 * 7, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, x):
@@ -34,6 +34,7 @@ def add_argument():
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     return deepspeed.add_config_arguments(parser).parse_args()
 
@@ -41,10 +42,9 @@ def add_argument():
 args = add_argument()
 deepspeed.init_distributed()
 torch.manual_seed(42)
-digits = load_digits(n_class=10)
-images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-labels = torch.tensor(digits.target)
-trainset, testset = TensorDataset(images[:512], labels[:512]), (images[1500:], labels[1500:])
+table = np.random.RandomState(0).permutation(np.loadtxt(args.data, delimiter=",", dtype=np.float32))
+images, labels = torch.from_numpy(table[:, :-1] / 255).view(-1, 1, 28, 28), torch.from_numpy(table[:, -1]).long()
+trainset, testset = TensorDataset(images[:512], labels[:512]), (images[4000:], labels[4000:])
 
 net = Net()
 parameters = filter(lambda p: p.requires_grad, net.parameters())
