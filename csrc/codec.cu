@@ -117,7 +117,7 @@ template <class T, int BITS, int GROUP>
 GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i64 index, u32* noise) {
   using Shape = Tile<T, GROUP>;
   const i64 first_group = index * Shape::kGroups;
-  u8* planes = buffer.planes + first_group * (BITS * GROUP / 8);
+  u8* planes = buffer.planes + first_group * (BITS * GROUP / 8) + first_plane_position<BITS, GROUP>();
   Vector tile[Shape::kChunks * Shape::kVectors];
   load_tile<T, Shape>(x + index * Shape::kElements, tile);
   make_noise<Shape>(index * Shape::kChunks, seed, false, noise);
@@ -188,7 +188,7 @@ template <class T, int BITS, int GROUP>
 GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 index, u32* noise) {
   using Shape = Tile<T, GROUP>;
   const i64 first_group = index * Shape::kGroups;
-  const u8* planes = buffer.planes + first_group * (BITS * GROUP / 8);
+  const u8* planes = buffer.planes + first_group * (BITS * GROUP / 8) + first_plane_position<BITS, GROUP>();
   T* target = out + index * Shape::kElements;
   const bool aligned = is_aligned(target);
   u32 plane_words[Shape::kChunks][kPlaneSets<BITS>];

@@ -36,8 +36,6 @@ struct Tile {
 
 GACT_FN u32 lane_id() { return thread_of_block() % kWarpLanes; }
 
-GACT_FN u32 warp_of_block() { return thread_of_block() / kWarpLanes; }
-
 GACT_FN i64 warp_of_grid() { return static_cast<i64>(block_of_grid()) * kBlockWarps + warp_of_block(); }
 
 // Number, in the tile, of the group that this lane owns.
@@ -205,15 +203,16 @@ GACT_FN u32 noise_selector() {
 
 // ---- bit planes
 
-// Exchanges the bits whose positions differ by `shift` where `mask` has the lower one. Twice is the identity.
-GACT_FN u32 swap_bits(u32 word, int shift, u32 mask) {
-  const u32 changed = (word ^ (word >> shift)) & mask;
-  return word ^ changed ^ (changed << shift);
+// Exchanges the bits whose positions differ by `SHIFT` where `mask` has the lower one. Twice is the identity.
+template <int SHIFT>
+GACT_FN u32 swap_bits(u32 word, u32 mask) {
+  const u32 changed = (word ^ (word >> SHIFT)) & mask;
+  return word ^ (changed * ((1u << SHIFT) + 1u));  // changed and, beside it, changed << SHIFT
 }
 
 // From bit 8 * e + b, with 4 * e' more for the second half of the elements, to bit 8 * b + e + 4 * e', for four bits b
 // of eight elements; and back.
-GACT_FN u32 transpose_bits(u32 word) { return swap_bits(swap_bits(word, 14, 0x0000CCCCu), 7, 0x00AA00AAu); }
+GACT_FN u32 transpose_bits(u32 word) { return swap_bits<7>(swap_bits<14>(word, 0x0000CCCCu), 0x00AA00AAu); }
 
 // Byte j of lane i becomes byte i of lane j, among four lanes in a row. Twice is the identity.
 GACT_FN u32 transpose_lanes(u32 word) {
@@ -225,23 +224,25 @@ GACT_FN u32 transpose_lanes(u32 word) {
 // Between the bits in the order of their elements and the order in which lanes have them. Twice is the identity.
 template <class T>
 GACT_FN u32 reorder_elements(u32 word) {
-  return sizeof(T) == 2 ? word : swap_bits(word, 4, 0x00F000F0u);
+  return sizeof(T) == 2 ? word : swap_bits<4>(word, 0x00F000F0u);
 }
 
 template <int BITS>
 constexpr int kPlaneSets = (BITS + 3) / 4;
 
-// Where the word lies that a lane reads or writes for planes 4 * set .. 4 * set + 3 of a chunk: bytes from the tile's
-// first plane.
+// The word that a lane reads or writes in the first chunk, for planes 0 .. 3; the others lie at fixed distances.
 template <int BITS, int GROUP>
-GACT_FN int plane_position(int chunk, int set) {
+GACT_FN i64 first_plane_position() {
   const int lane = static_cast<int>(lane_id());
   const int element = lane / 4 * 32;
-  const int stride = GROUP / 8;
-  const int plane = 4 * set + lane % 4;
-  const int of_lane = (element / GROUP * BITS + plane) * stride + element % GROUP / 8;
+  return (element / GROUP * BITS + lane % 4) * (GROUP / 8) + element % GROUP / 8;
+}
+
+// Bytes from a lane's word for planes 0 .. 3 of the first chunk to that for planes 4 * set .. 4 * set + 3 of a chunk.
+template <int BITS, int GROUP>
+GACT_FN int plane_distance(int chunk, int set) {
   const int first = chunk * kChunkElements;
-  return first / GROUP * BITS * stride + first % GROUP / 8 + of_lane;
+  return (first / GROUP * BITS + 4 * set) * (GROUP / 8) + first % GROUP / 8;
 }
 
 // Whether this lane has a plane in a set.
@@ -250,7 +251,8 @@ GACT_FN bool has_plane(int set) {
   return 4 * set + static_cast<int>(lane_id()) % 4 < BITS;
 }
 
-// Byte e of codes[0], and of codes[1] for the second half, holds the code of an element; stored as bits of planes.
+// Byte e of codes[0], and of codes[1] for the second half, holds the code of an element; stored as bits of planes. Here
+// and in load_planes, `planes` is the address of this lane's first word.
 template <class T, int BITS, int GROUP>
 GACT_FN void store_planes(const u32 codes[2], int chunk, u8* planes) {
 #pragma unroll
@@ -261,7 +263,7 @@ GACT_FN void store_planes(const u32 codes[2], int chunk, u8* planes) {
                       : ((codes[0] >> 4) & 0x0F0F0F0Fu) | (codes[1] & 0xF0F0F0F0u);
     }
     word = reorder_elements<T>(transpose_lanes(transpose_bits(word)));
-    if (has_plane<BITS>(set)) *reinterpret_cast<u32*>(planes + plane_position<BITS, GROUP>(chunk, set)) = word;
+    if (has_plane<BITS>(set)) *reinterpret_cast<u32*>(planes + plane_distance<BITS, GROUP>(chunk, set)) = word;
   }
 }
 
@@ -272,7 +274,7 @@ GACT_FN void load_planes(const u8* planes, int chunk, u32 words[kPlaneSets<BITS>
   for (int set = 0; set < kPlaneSets<BITS>; ++set) {
     words[set] = 0u;
     if (has_plane<BITS>(set)) {
-      words[set] = *reinterpret_cast<const u32*>(planes + plane_position<BITS, GROUP>(chunk, set));
+      words[set] = *reinterpret_cast<const u32*>(planes + plane_distance<BITS, GROUP>(chunk, set));
     }
   }
 }
