@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ _MASK_PATTERNS = {
 }
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream of torch for CuPy, which reads this attribute; its own classes for that differ between versions."""
+
+    ptr: int
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -194,8 +202,8 @@ def _launch(device: torch.device, kernel: tuple[str, tuple[str, ...], str], bloc
     """
     with torch.cuda.device(device):
         function = _function(device.index, *kernel)
-        stream = torch.cuda.current_stream()
-        function((blocks,), (BLOCK_THREADS,), arguments, stream=_cupy().cuda.ExternalStream(stream.cuda_stream))
+        stream = _Stream(torch.cuda.current_stream().cuda_stream)
+        function((blocks,), (BLOCK_THREADS,), arguments, stream=stream)
 
 
 def _blocks(warps: int) -> int:

@@ -9,9 +9,12 @@ import ctypes
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -198,6 +201,9 @@ class FakeNvrtc:
         self.refused_option = refused_option
         self.compilations = 0
 
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return 80, 90, 100
+
     def getVersion(self) -> tuple[int, int]:
         return 13, 0
 
@@ -254,6 +260,66 @@ def test_the_target_is_the_device_or_ptx_for_a_newer_one() -> None:
     assert cuda.target_of((12, 1), (75, 80, 90, 100, 120)) == "compute_120"
     with pytest.raises(cuda.KernelsUnavailableError, match=r"8\.0 or higher, this GPU has 7\.5"):
         cuda.target_of((7, 5), (75, 80, 90))
+
+
+class FakeModule:
+    """In place of cupy.cuda.Module: its functions write down how they are called."""
+
+    loads = 0
+    calls: ClassVar[list[tuple]] = []
+
+    def load(self, binary: bytes) -> None:
+        FakeModule.loads += 1
+
+    def get_function(self, name: str) -> Callable[..., None]:
+        def function(grid: tuple, block: tuple, arguments: tuple, stream: Any) -> None:
+            self.calls.append((name, grid, block, arguments, stream.ptr))
+
+        return function
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNvrtc]:
+    """A machine with a GPU, as far as cuda.py can see."""
+    nvrtc = FakeNvrtc()
+    fake = SimpleNamespace(cuda=SimpleNamespace(nvrtc=nvrtc, Module=FakeModule))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    FakeModule.loads = 0
+    FakeModule.calls.clear()
+    yield nvrtc
+    cuda._function.cache_clear()
+    cuda._loaded.cache_clear()
+
+
+def test_a_launch_is_on_the_current_stream_and_a_module_is_loaded_once_a_device(nvrtc: FakeNvrtc) -> None:
+    kernel = ("masks.cu", (), "pack_mask_1")
+    for index in (0, 1, 1):
+        cuda._launch(torch.device("cuda", index), kernel, 5, 11, 12)
+    assert FakeModule.calls == [("pack_mask_1", (5,), (cuda.BLOCK_THREADS,), (11, 12), 77)] * 3
+    assert FakeModule.loads == 2
+    assert nvrtc.compilations == 1
+
+
+def test_a_failure_is_remembered(nvrtc: FakeNvrtc) -> None:
+    nvrtc.refused_option = "-ftz=false"
+    for _ in range(3):
+        with pytest.raises(cuda.KernelsUnavailableError, match="no such thing"):
+            cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+    assert nvrtc.compilations == 1
+
+
+def test_nothing_is_loaded_during_a_capture(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run one step with the same dtypes before the capture"):
+        cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+    assert FakeModule.loads == 1
 
 
 def test_where_kernels_are_unavailable_the_reference_serves_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
