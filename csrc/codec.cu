@@ -90,10 +90,10 @@ GACT_FN u32 gather_bytes(const u32 words[4], u32 byte) {
   return select_bytes(select_bytes(words[0], words[1], selector), select_bytes(words[2], words[3], selector), 0x5410u);
 }
 
-// Codes of 8 elements, a byte each; returns the sum of edge_of.
+// Codes of 8 elements, a byte each; returns `edges` and their edge_of.
 template <int BITS>
 GACT_FN u32 quantise(const float values[kLaneElements], float low, float inverse, const u32 noise[kLaneElements],
-                     u32 selector, u32 codes[2]) {
+                     u32 selector, u32 edges, u32 codes[2]) {
   // Rounding by the magic number leaves its exponent above the 24 bits of interest.
   constexpr bool kByMagic = BITS < 8;
   constexpr u32 kLimit = (((1u << BITS) - 1u) << 16) + (kByMagic ? kMagicBits : 0u);
@@ -109,8 +109,8 @@ GACT_FN u32 quantise(const float values[kLaneElements], float low, float inverse
   }
   codes[0] = gather_bytes(sums, 2);
   codes[1] = gather_bytes(sums + 4, 2);
-  return byte_distances(gather_bytes(scaled, 1), 0x80808080u) +
-         byte_distances(gather_bytes(scaled + 4, 1), 0x80808080u);
+  edges = add_byte_distances(gather_bytes(scaled, 1), 0x80808080u, edges);
+  return add_byte_distances(gather_bytes(scaled + 4, 1), 0x80808080u, edges);
 }
 
 template <class T, int BITS, int GROUP>
@@ -137,7 +137,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
       u32 words[kLaneElements], codes[2];
       widen(tile + chunk * Shape::kVectors, T{}, values);
       load_noise<T>(noise, chunk, words);
-      edges[slot] += quantise<BITS>(values, low, inverse, words, selector, codes);
+      edges[slot] = quantise<BITS>(values, low, inverse, words, selector, edges[slot], codes);
       store_planes<T, BITS, GROUP>(codes, chunk, planes);
     }
   }

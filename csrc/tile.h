@@ -257,7 +257,7 @@ template <class T, int BITS, int GROUP>
 GACT_FN void store_planes(const u32 codes[2], int chunk, u8* planes) {
 #pragma unroll
   for (int set = 0; set < kPlaneSets<BITS>; ++set) {
-    u32 word = codes[0] | codes[1] << 4;
+    u32 word = codes[0] + codes[1] * 16u;
     if (BITS > 4) {
       word = set == 0 ? (codes[0] & 0x0F0F0F0Fu) | ((codes[1] << 4) & 0xF0F0F0F0u)
                       : ((codes[0] >> 4) & 0x0F0F0F0Fu) | (codes[1] & 0xF0F0F0F0u);

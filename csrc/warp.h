@@ -32,8 +32,12 @@ GACT_FN u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes,
 // Byte i of the result is the byte of (low, high) whose number stands in hexadecimal digit i of the selector.
 GACT_FN u32 select_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
-// Sum of the absolute differences of four bytes.
-GACT_FN u32 byte_distances(u32 a, u32 b) { return __vsadu4(a, b); }
+// `sum` and the absolute differences of four bytes.
+GACT_FN u32 add_byte_distances(u32 a, u32 b, u32 sum) {
+  u32 result;
+  asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+  return result;
+}
 
 // The smaller and the larger value, NaN if one is NaN.
 GACT_FN float smaller(float a, float b) {

@@ -112,8 +112,7 @@ inline u32 select_bytes(u32 low, u32 high, u32 selector) {
   return result;
 }
 
-inline u32 byte_distances(u32 a, u32 b) {
-  u32 sum = 0;
+inline u32 add_byte_distances(u32 a, u32 b, u32 sum) {
   for (int shift = 0; shift < 32; shift += 8) {
     sum += static_cast<u32>(std::abs(static_cast<int>(a >> shift & 0xFFu) - static_cast<int>(b >> shift & 0xFFu)));
   }
