@@ -124,7 +124,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
   const PlainGroup owned = describe_plain(ends_of_owned_group<Shape>(tile, T{}), static_cast<float>((1 << BITS) - 1),
                                           float_of(Largest<T>::bits));
   const u32 selector = noise_selector() | 0x4400u;
-  u32 edges[Shape::kSlots];
+  u32 edges[Shape::kSlots], joined[2] = {0u, 0u};
 #pragma unroll
   for (int slot = 0; slot < Shape::kSlots; ++slot) {
     const u32 owner = owner_of_slot<Shape>(slot);
@@ -138,7 +138,15 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
       widen(tile + chunk * Shape::kVectors, T{}, values);
       load_noise<T>(noise, chunk, words);
       edges[slot] = quantise<BITS>(values, low, inverse, words, selector, edges[slot], codes);
-      store_planes<T, BITS, GROUP>(codes, chunk, planes);
+      // The mask keeps what a slow group made from the codes of the groups that share its set.
+      constexpr u32 kMask = BITS < 3 ? ((1u << BITS) - 1u) * 0x01010101u : ~0u;
+      const int place = chunk % kJoinedChunks<BITS>;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 placed = (codes[half] & kMask) << (place * BITS);
+        joined[half] = place == 0 ? placed : joined[half] | placed;
+      }
+      if (place == kJoinedChunks<BITS> - 1) store_planes<T, BITS, GROUP>(joined, chunk - place, planes);
     }
   }
   const u32 edges_of_owned = reduce_slots<Shape>(edges, [](u32 a, u32 b) { return a + b; });
@@ -191,9 +199,10 @@ GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 
   const u8* planes = buffer.planes + first_group * (BITS * GROUP / 8) + first_plane_position<BITS, GROUP>();
   T* target = out + index * Shape::kElements;
   const bool aligned = is_aligned(target);
-  u32 plane_words[Shape::kChunks][kPlaneSets<BITS>];
+  constexpr int kJoined = kJoinedChunks<BITS>;
+  u32 plane_words[Shape::kChunks / kJoined][kPlaneSets<BITS>];
 #pragma unroll
-  for (int chunk = 0; chunk < Shape::kChunks; ++chunk) load_planes<BITS, GROUP>(planes, chunk, plane_words[chunk]);
+  for (int i = 0; i < Shape::kChunks / kJoined; ++i) load_planes<BITS, GROUP>(planes, i * kJoined, plane_words[i]);
 
   const i64 group = first_group + owned_group<Shape>();
   const u16 stored = buffer.scales[group];
@@ -204,6 +213,7 @@ GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 
   if (any_lane(dithered)) make_noise<Shape>(index * Shape::kChunks, seed, true, noise);
 
   const u32 selector = noise_selector();
+  u32 joined[2];
 #pragma unroll
   for (int slot = 0; slot < Shape::kSlots; ++slot) {
     const u32 owner = owner_of_slot<Shape>(slot);
@@ -215,7 +225,12 @@ GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 
       u32 words[kLaneElements], codes[2];
       float values[kLaneElements];
       load_noise<T>(noise, chunk, words);
-      codes_of_planes<T, BITS>(plane_words[chunk], codes);
+      if (chunk % kJoined == 0) codes_of_planes<T, BITS>(plane_words[chunk / kJoined], joined);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        codes[half] = joined[half] >> (chunk % kJoined * BITS);
+        if (kJoined > 1) codes[half] &= ((1u << BITS) - 1u) * 0x01010101u;
+      }
 #pragma unroll
       for (int i = 0; i < kLaneElements; ++i) {
         const u32 both = select_bytes(words[i], codes[i / 4], selector + (4u + static_cast<u32>(i % 4)) * 0x100u);

@@ -227,18 +227,23 @@ GACT_FN u32 reorder_elements(u32 word) {
   return sizeof(T) == 2 ? word : swap_bits<4>(word, 0x00F000F0u);
 }
 
+// Lanes read and write words of four planes at a time, a set; of chunks that have fewer, some share a set.
 template <int BITS>
 constexpr int kPlaneSets = (BITS + 3) / 4;
+template <int BITS>
+constexpr int kJoinedChunks = BITS == 1 ? 4 : (BITS == 2 ? 2 : 1);
 
-// The word that a lane reads or writes in the first chunk, for planes 0 .. 3; the others lie at fixed distances.
+// The word that a lane reads or writes in the first set of a tile; the others lie at fixed distances.
 template <int BITS, int GROUP>
 GACT_FN i64 first_plane_position() {
   const int lane = static_cast<int>(lane_id());
-  const int element = lane / 4 * 32;
-  return (element / GROUP * BITS + lane % 4) * (GROUP / 8) + element % GROUP / 8;
+  const int joined = kJoinedChunks<BITS> > 1 ? lane % 4 / BITS : 0;
+  const int plane = kJoinedChunks<BITS> > 1 ? lane % 4 % BITS : lane % 4;
+  const int element = joined * kChunkElements + lane / 4 * 32;
+  return (element / GROUP * BITS + plane) * (GROUP / 8) + element % GROUP / 8;
 }
 
-// Bytes from a lane's word for planes 0 .. 3 of the first chunk to that for planes 4 * set .. 4 * set + 3 of a chunk.
+// Bytes from there to a lane's word for planes 4 * set .. 4 * set + 3 of a chunk, the first of those that share a set.
 template <int BITS, int GROUP>
 GACT_FN int plane_distance(int chunk, int set) {
   const int first = chunk * kChunkElements;
@@ -248,11 +253,12 @@ GACT_FN int plane_distance(int chunk, int set) {
 // Whether this lane has a plane in a set.
 template <int BITS>
 GACT_FN bool has_plane(int set) {
-  return 4 * set + static_cast<int>(lane_id()) % 4 < BITS;
+  return kJoinedChunks<BITS> > 1 || 4 * set + static_cast<int>(lane_id()) % 4 < BITS;
 }
 
-// Byte e of codes[0], and of codes[1] for the second half, holds the code of an element; stored as bits of planes. Here
-// and in load_planes, `planes` is the address of this lane's first word.
+// Byte e of codes[0], and of codes[1] for the second half, holds the code of an element, with those of chunks that
+// share the set above one another; stored as bits of planes. Here and in load_planes, `planes` is this lane's first
+// word.
 template <class T, int BITS, int GROUP>
 GACT_FN void store_planes(const u32 codes[2], int chunk, u8* planes) {
 #pragma unroll
