@@ -1,7 +1,8 @@
 """Builds the native CPU library. Metadata is in pyproject.toml.
 
-The library uses torch's stable ABI only, so one build serves torch 2.11 and newer. A machine without a C++ compiler
-still installs: the PyTorch reference then does the work, and says so at run time.
+The GPU kernels are compiled at run time, so their source is packed. The library uses torch's stable ABI only, so
+one build serves torch 2.11 and newer. A machine without a C++ compiler still installs: the PyTorch reference then does
+the work, and says so at run time.
 """
 
 import platform
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 # TORCH_TARGET_VERSION for 2.11, see torch/csrc/stable/version.h.
 STABLE_ABI = 0x020B000000000000
@@ -22,6 +24,7 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
 ]
+CUDA_HEADERS = ("codec.h", "warp.h", "tile.h", "group.h")
 ISA_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
     "kernels_avx512.cpp": [
@@ -68,6 +71,19 @@ class BuildNative(build_ext):
         )
 
 
+class BuildPython(build_py):
+    """build_py that puts the source of the GPU kernels into the package; an editable install reads it in csrc/."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "gact_dist" / "csrc"
+        self.mkpath(str(target))
+        for source in [*Path("csrc").glob("*.cu"), *(Path("csrc") / name for name in CUDA_HEADERS)]:
+            self.copy_file(str(source), str(target / source.name))
+
+
 setup(
     ext_modules=[
         Extension(
@@ -77,5 +93,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
 )

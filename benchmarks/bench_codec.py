@@ -3,10 +3,14 @@
 Kernel to kernel: pack and unpack against copy_ into a tensor that exists already. API: codec.pack and codec.unpack
 against clone, which allocates its result as they do. Beside them torch's own 4-bit operators, which round to nearest.
 What is compared runs in turns, so that a change of the machine's speed meets both; medians are reported.
+
+With --device cuda: pack_out and unpack_out against copy_ on the device, timed by CUDA events, as bytes moved per second
+(pack reads the tensor and writes the payload) over those of the copy in the same run.
 """
 
 import argparse
 import datetime
+import importlib
 import json
 import platform
 import statistics
@@ -118,6 +122,71 @@ def times_of(kernel: Times, api: Times) -> dict[str, dict[str, float]]:
     return {"median_s": kernel.median_s | api.median_s, "shortest_s": kernel.shortest_s | api.shortest_s}
 
 
+# Long enough for the host to queue a whole round, so that no event waits for a launch.
+HEAD_START_CYCLES = 4_000_000
+
+
+def measure_device_times(actions: dict[str, Callable[[], object]], rounds: int) -> Times:
+    """As measure_times, in seconds of the device between two events."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 2):
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in actions}
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        for name, action in actions.items():
+            events[name][0].record()
+            action()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        if number >= 2:
+            for name, (start, end) in events.items():
+                times[name].append(start.elapsed_time(end) / 1e3)
+    medians_s = {name: statistics.median(values) for name, values in times.items()}
+    return Times(medians_s, {name: min(values) for name, values in times.items()})
+
+
+def measure_device(mebibytes: list[int], rounds: int, bit_widths: list[int]) -> list[dict]:
+    """One row for each size, dtype and width: seconds, bytes per second, and those over the copy's."""
+    rows = []
+    for size in mebibytes:
+        for name, dtype in DTYPES.items():
+            x = torch.randn((size << 20) // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
+            for bits in bit_widths:
+                times = measure_device_times(kernel_actions(x, bits), rounds)
+                moved_bytes = x.nbytes + ops.pack(x, bits, GROUP_SIZE, 1).nbytes
+                copy_s = statistics.mean(times.median_s[copy] for copy in ("copy_", "copy_ again"))
+                speeds = {action: moved_bytes / times.median_s[action] for action in ("pack", "unpack")}
+                copy_speed = 2 * x.nbytes / copy_s
+                row = {"mebibytes": size, "dtype": name, "bits": bits, "copy_bytes_per_s": copy_speed}
+                row |= {f"{action}_bytes_per_s": speed for action, speed in speeds.items()}
+                row |= {f"{action}_to_copy": speed / copy_speed for action, speed in speeds.items()}
+                rows.append(row | {"median_s": times.median_s, "shortest_s": times.shortest_s})
+    return rows
+
+
+def device_environment() -> dict:
+    """GPU, versions and date."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cupy": importlib.import_module("cupy").__version__,
+    }
+
+
+def print_device_table(rows: list[dict]) -> None:
+    """One line for each size, dtype and width: TB/s, and the share of the copy's."""
+    print("MiB  dtype     bits  copy TB/s |  pack TB/s  to copy | unpack TB/s  to copy")
+    for row in rows:
+        print(
+            f"{row['mebibytes']:4} {row['dtype']:9} {row['bits']:4} {row['copy_bytes_per_s'] / 1e12:10.2f} |"
+            f" {row['pack_bytes_per_s'] / 1e12:10.2f} {row['pack_to_copy']:8.2f} |"
+            f" {row['unpack_bytes_per_s'] / 1e12:11.2f} {row['unpack_to_copy']:8.2f}"
+        )
+
+
 def environment() -> dict:
     """Hardware, versions and date."""
     cpu_info = Path("/proc/cpuinfo")
@@ -146,27 +215,45 @@ def print_table(rows: list[dict]) -> None:
         )
 
 
+def run_on_cpu(mebibytes: int, rounds: int, bit_widths: list[int]) -> dict:
+    """Measure, print a table; what belongs into the JSON."""
+    tensor_bytes = mebibytes << 20
+    rows = measure(tensor_bytes, rounds, bit_widths)
+    x = torch.randn(tensor_bytes // 4, generator=torch.Generator().manual_seed(0))
+    beside_torch_s = measure_times(torch_actions(x), max(3, rounds // 3)).median_s
+    print_table(rows)
+    print("float32, 4 bits, ms:", {name: round(1e3 * value, 1) for name, value in beside_torch_s.items()})
+    result = {"environment": environment(), "tensor_bytes": tensor_bytes, "group_size": GROUP_SIZE}
+    return result | {"rows": rows, "float32_4_bits_beside_torch_s": beside_torch_s}
+
+
+def run_on_device(mebibytes: list[int], rounds: int, bit_widths: list[int]) -> dict:
+    """Measure, print a table; what belongs into the JSON."""
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_codec: there is no CUDA device; leave out --device cuda")
+    rows = measure_device(mebibytes, rounds, bit_widths)
+    print_device_table(rows)
+    return {"environment": device_environment(), "group_size": GROUP_SIZE, "rows": rows}
+
+
 def main() -> None:
     """Measure, print a table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument("--mebibytes", type=int, default=256, help="size of the tensor")
+    parser.add_argument("--mebibytes", type=int, nargs="+", help="sizes of the tensor: 256; cuda: 64 256")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
     arguments = parser.parse_args()
+    if arguments.device == "cpu" and len(arguments.mebibytes or []) > 1:
+        parser.error(f"--mebibytes has {len(arguments.mebibytes)} sizes, expected one without --device cuda")
     torch.set_num_threads(arguments.threads)
-    tensor_bytes = arguments.mebibytes << 20
-
-    rows = measure(tensor_bytes, arguments.rounds, arguments.bits)
-    x = torch.randn(tensor_bytes // 4, generator=torch.Generator().manual_seed(0))
-    beside_torch_s = measure_times(torch_actions(x), max(3, arguments.rounds // 3)).median_s
-
-    print_table(rows)
-    print("float32, 4 bits, ms:", {name: round(1e3 * value, 1) for name, value in beside_torch_s.items()})
+    if arguments.device == "cuda":
+        result = run_on_device(arguments.mebibytes or [64, 256], arguments.rounds, arguments.bits)
+    else:
+        result = run_on_cpu((arguments.mebibytes or [256])[0], arguments.rounds, arguments.bits)
     if arguments.json:
-        result = {"environment": environment(), "tensor_bytes": tensor_bytes, "group_size": GROUP_SIZE}
-        result |= {"rows": rows, "float32_4_bits_beside_torch_s": beside_torch_s}
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -2,7 +2,8 @@
 
 The reference (ops_reference.py) serves every device that has no kernel of its own. The native library, built by
 setup.py from csrc/, registers the CPU kernels. GACT_DIST_ISA=reference|scalar|avx2|avx512 in the environment forces
-one implementation; without it the fastest one that the processor has is taken.
+one implementation; without it the fastest one that the processor has is taken. CUDA tensors go to cuda.py; where its
+kernels cannot be used, to the reference with a warning.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import cuda
 from . import ops_reference as reference
 
 ISAS = ("scalar", "avx2", "avx512")
@@ -22,12 +24,11 @@ _library = torch.library.Library("gact_dist", "DEF")
 _warned: set[str] = set()
 
 
-def _warn_slow(device_type: str) -> None:
+def _warn_slow(device_type: str, reason: str) -> None:
     """Say once for each kind of device that the slow reference is at work there, and why."""
     if device_type in _warned:
         return
     _warned.add(device_type)
-    reason = native_error if device_type == "cpu" else "gact_dist has no kernels for this device"
     warnings.warn(
         f"gact_dist compresses {device_type} tensors with its slow PyTorch reference: {reason}",
         RuntimeWarning,
@@ -39,8 +40,22 @@ def _serve_reference(function: Callable) -> Callable:
     """``function`` as a kernel: it warns where it stands in for a native one."""
 
     def kernel(tensor: Tensor, *args):
-        _warn_slow(tensor.device.type)
+        device_type = tensor.device.type
+        _warn_slow(device_type, native_error if device_type == "cpu" else "gact_dist has no kernels for this device")
         return function(tensor, *args)
+
+    return kernel
+
+
+def _serve_cuda(function: Callable, definition: Callable) -> Callable:
+    """``function`` of cuda.py as a kernel, and ``definition`` in its place where GPU kernels cannot be used."""
+
+    def kernel(tensor: Tensor, *args):
+        try:
+            return function(tensor, *args)
+        except cuda.KernelsUnavailableError as error:
+            _warn_slow("cuda", str(error))
+            return definition(tensor, *args)
 
     return kernel
 
@@ -91,6 +106,7 @@ def _define(schema: str, definition: Callable, fake: Callable) -> None:
     name = schema.split("(")[0]
     _library.define(schema)
     _library.impl(name, _serve_reference(definition), "CompositeExplicitAutograd")
+    _library.impl(name, _serve_cuda(getattr(cuda, name), definition), "CUDA")
     torch.library.register_fake(f"gact_dist::{name}", fake, lib=_library)
 
 

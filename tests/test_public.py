@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "wrappers": set(),
     "recomputation": set(),
     "naming": {"wrappers"},
-    "ops": {"ops_reference"},
+    "cuda": {"ops_reference"},
+    "ops": {"cuda", "ops_reference"},
     "codec": {"ops", "ops_reference"},
     "operators": set(),
     "standins": {"operators"},
@@ -224,7 +225,8 @@ AFTER_IMPORT = """
 import sys, torch
 before = torch.get_rng_state()
 import gact_dist
-held = [name for name in ("deepspeed", "transformers", "matplotlib", "accelerate", "lightning") if name in sys.modules]
+frameworks = ("deepspeed", "transformers", "matplotlib", "accelerate", "lightning", "cupy")
+held = [name for name in frameworks if name in sys.modules]
 state = torch.cuda.is_initialized(), torch.distributed.is_available() and torch.distributed.is_initialized()
 print(*state, torch.equal(before, torch.get_rng_state()), held)
 """

@@ -1,0 +1,106 @@
+// What the .cu files need of a GPU beyond C++: the lanes of a warp and instructions that have no operator.
+// tests/emulated_warp.h has the same functions for a CPU and defines the guard below; add a function to both.
+#ifndef GACT_WARP_H
+#define GACT_WARP_H
+
+#include "codec.h"
+
+#define GACT_KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define GACT_SHARED __shared__
+
+namespace gact {
+
+constexpr u32 kAllLanes = 0xFFFFFFFFu;
+
+GACT_FN u32 thread_of_block() { return threadIdx.x; }
+
+GACT_FN u32 block_of_grid() { return blockIdx.x; }
+
+GACT_FN u32 blocks_of_grid() { return gridDim.x; }
+
+// Read from one lane, so that the compiler knows that a warp does not part where it depends on this.
+GACT_FN u32 warp_of_block() { return __shfl_sync(kAllLanes, threadIdx.x / 32u, 0); }
+
+GACT_FN void sync_warp() { __syncwarp(); }
+
+GACT_FN bool any_lane(bool value) { return __any_sync(kAllLanes, value); }
+
+GACT_FN u32 shuffle(u32 value, u32 source_lane) { return __shfl_sync(kAllLanes, value, source_lane); }
+
+GACT_FN u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
+
+// Byte i of the result is the byte of (low, high) whose number stands in hexadecimal digit i of the selector.
+GACT_FN u32 select_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+// `sum` and the absolute differences of four bytes.
+GACT_FN u32 add_byte_distances(u32 a, u32 b, u32 sum) {
+  u32 result;
+  asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+  return result;
+}
+
+// The smaller and the larger value, NaN if one is NaN.
+GACT_FN float smaller(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+GACT_FN float larger(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// What two 16-bit elements in one word need; the argument without a name tells their type.
+GACT_FN u32 smaller_pair(u32 a, u32 b, Bfloat) {
+  u32 result;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+GACT_FN u32 larger_pair(u32 a, u32 b, Bfloat) {
+  u32 result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+GACT_FN u32 smaller_pair(u32 a, u32 b, Half) {
+  u32 result;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+GACT_FN u32 larger_pair(u32 a, u32 b, Half) {
+  u32 result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+GACT_FN void widen_pair(u32 pair, Bfloat, float* low, float* high) {
+  *low = float_of(pair << 16);
+  *high = float_of(pair & 0xFFFF0000u);
+}
+
+GACT_FN void widen_pair(u32 pair, Half, float* low, float* high) {
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(*low), "=f"(*high)
+      : "r"(pair));
+}
+
+// Rounded to nearest even, for values that are not NaN.
+GACT_FN u32 narrow_pair(float low, float high, Bfloat) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+GACT_FN u32 narrow_pair(float low, float high, Half) {
+  u32 result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+}  // namespace gact
+
+#endif  // GACT_WARP_H
