@@ -72,16 +72,20 @@ def check(options: argparse.Namespace, world_size: int) -> RunConfig:
 def _settings(options: argparse.Namespace, config: RunConfig):
     """gact_dist's own settings of this run; level L0 never comes here and never imports the library."""
     import gact_dist
+    from gact_dist.storage import require_cuda
 
     try:
-        return gact_dist.Config.from_level(
+        settings = gact_dist.Config.from_level(
             options.level,
             adapt_interval=config.adapt_interval,
             calibration_samples=config.calibration_samples,
             seed=options.seed,
         )
+        if settings.offload.enabled:
+            require_cuda()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    return settings
 
 
 def main(arguments: list[str] | None = None) -> int:
