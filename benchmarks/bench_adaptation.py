@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gact_dist
 from gact_dist import codec
-from gact_dist.controller import _PROBES
+from gact_dist.adaptation import _PROBES
 
 BLOCKS = (3, 6, 26)
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SLICE = 256, 128, 4, 32, 32, 8
