@@ -18,8 +18,8 @@ from gact_dist import Config
 from gact_dist.gradient_error import GradientProbe, SecondMoment, SquaredGradient
 from launch.data import CACHE, read_digits
 
-# Small enough that widths matter. At 0.25 these two models want about one bit for all: there the CNN had 0.250 and 0.262
-# on fresh batches, over the promise, and the MLP kept more bytes than one bit for all.
+# Small enough that widths matter. At 0.25 these two models want about one bit for all: there the CNN had 0.250 and
+# 0.262 on fresh batches, over the promise, and the MLP kept more bytes than one bit for all.
 ERROR = 0.05
 BATCH, STEPS = 32, 24
 
