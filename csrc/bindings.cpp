@@ -66,16 +66,13 @@ void check_buffer(const Tensor& buffer, int64_t expected_bytes) {
 
 // Byte positions of the sections of a packed buffer, as in ops_reference.sections.
 struct Sections {
-  int64_t groups, scale_start, offset_start, total;
+  int64_t scale_start, offset_start, total;
 };
 
-Sections sections(int64_t numel, int64_t bits, int64_t group_size, Element element) {
-  Sections where{};
-  where.groups = (numel + group_size - 1) / group_size;
-  where.scale_start = where.groups * bits * group_size / 8;
-  where.offset_start = (where.scale_start + 2 * where.groups + 3) / 4 * 4;
-  where.total = where.offset_start + where.groups * (element == Element::kFloat ? 4 : 2);
-  return where;
+Sections sections(int64_t numel, int64_t bits, int64_t group_size) {
+  const int64_t groups = (numel + group_size - 1) / group_size;
+  const int64_t scale_start = groups * bits * group_size / 8;
+  return Sections{scale_start, scale_start + 2 * groups, scale_start + 4 * groups};
 }
 
 // Ask for huge pages under a large new tensor: first touching it page by page costs more than the kernel that fills it.
@@ -102,10 +99,9 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
   check_format(bits, group_size);
   check_flat(x, "x");
   const Element element = element_of(x.scalar_type());
-  const Sections where = sections(x.numel(), bits, group_size, element);
+  const Sections where = sections(x.numel(), bits, group_size);
   check_buffer(buffer, where.total);
   u8* bytes = static_cast<u8*>(buffer.mutable_data_ptr());
-  std::fill(bytes + where.scale_start + 2 * where.groups, bytes + where.offset_start, u8{0});
   const PackJob job{x.const_data_ptr(),
                     element,
                     x.numel(),
@@ -114,7 +110,7 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
                     static_cast<u64>(seed),
                     bytes,
                     reinterpret_cast<u16*>(bytes + where.scale_start),
-                    bytes + where.offset_start};
+                    reinterpret_cast<u16*>(bytes + where.offset_start)};
   const Kernels* kernels = active_kernels();
   torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
                               [&](int64_t first, int64_t last) { kernels->pack(job, first, last); });
@@ -122,8 +118,7 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
 
 Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
   check_format(bits, group_size);
-  Tensor buffer =
-      new_flat(x, sections(x.numel(), bits, group_size, element_of(x.scalar_type())).total, ScalarType::Byte);
+  Tensor buffer = new_flat(x, sections(x.numel(), bits, group_size).total, ScalarType::Byte);
   pack_out(x, bits, group_size, seed, buffer);
   return buffer;
 }
@@ -132,7 +127,7 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                  const Tensor& out, bool stream) {
   check_format(bits, group_size);
   const Element element = element_of(dtype);
-  const Sections where = sections(numel, bits, group_size, element);
+  const Sections where = sections(numel, bits, group_size);
   check_buffer(buffer, where.total);
   check_flat(out, "out");
   STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
@@ -140,7 +135,7 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
   const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
   const UnpackJob job{bytes,
                       reinterpret_cast<const u16*>(bytes + where.scale_start),
-                      bytes + where.offset_start,
+                      reinterpret_cast<const u16*>(bytes + where.offset_start),
                       element,
                       numel,
                       static_cast<int>(bits),

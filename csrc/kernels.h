@@ -22,15 +22,15 @@ struct PackJob {
   int bits;
   int group_size;
   u64 seed;
-  u8* planes;     // [groups, bits, group_size / 8]
-  u16* scales;    // [groups] bfloat16
-  void* offsets;  // [groups] like x
+  u8* planes;    // [groups, bits, group_size / 8]
+  u16* scales;   // [groups] bfloat16
+  u16* offsets;  // [groups]
 };
 
 struct UnpackJob {
   const u8* planes;
   const u16* scales;
-  const void* offsets;
+  const u16* offsets;
   Element element;
   i64 numel;
   int bits;

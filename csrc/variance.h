@@ -21,12 +21,12 @@ inline float sum_of(float terms[kLargestGroup], int count) {
 // sum of weight * f * (1 - f) in units of 2^-32, with f the fraction that pack rounds; or of weight / 12 where it
 // subtracts the noise again.
 inline double weighted_variance(const float* values, const float* weight, int count, const Group& group) {
-  const float low = group.low, inverse = group.inverse;
+  const float offset = group.grid.offset, inverse = group.grid.inverse;
   const i32 limit = group.limit;
   float terms[kLargestGroup];
   u32 edges = 0;
   for (int i = 0; i < count; ++i) {
-    const i32 scaled = scaled_value(values[i], low, inverse, limit);
+    const i32 scaled = scaled_value(values[i], offset, inverse, limit);
     const i32 fraction = scaled & 0xFFFF;
     terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
     edges += edge_of(scaled);
@@ -56,10 +56,11 @@ void variance_of_group(const VarianceJob& job, i64 start, int count, double tota
   for (int i = 0; i < count; ++i) weighted |= weight[i] != 0.0f;
   if (!weighted) return;
   for (int bits = 1; bits <= 8; ++bits) {
-    const Group group = describe(extent, bits, float_of(Largest<T>::bits));
+    const Group group = describe(extent, bits, T{});
     // scale^2 * f * (1 - f) with f = q / 65536
-    const double unit = static_cast<double>(group.scale) * group.scale / 4294967296.0;
+    const double scale = static_cast<double>(group.grid.scale);
     const double infinity = static_cast<double>(float_of(kInfinityBits));
+    const double unit = scale * scale / 4294967296.0;
     totals[bits - 1] += group.special ? infinity : unit * weighted_variance(values, weight, count, group);
   }
 }

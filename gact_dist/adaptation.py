@@ -211,8 +211,7 @@ class Adapter:
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
         sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, 2:]
-        dtypes = [torch.bfloat16 if bits <= 16 else torch.float32 for bits in exact_bits]
-        metadata_bits = np.array([codec.metadata_bits(self._config.group_size, dtype) for dtype in dtypes])
+        metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
         return Costs(names, variance, sizes, exact_bits, metadata_bits), dict(statistics.invalid)
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:

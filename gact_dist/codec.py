@@ -90,7 +90,7 @@ class Packed:
     def nbytes_at(self, bits: int) -> int:
         """Bytes that the tensor would take at another width, 1 to 8 bits; it must be QUANTISED."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        return sections(values, bits, self.group_size, _real_dtype(self.dtype)).total_bytes
+        return sections(values, bits, self.group_size).total_bytes
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -148,11 +148,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def metadata_bits(group_size: int, dtype: torch.dtype) -> float:
-    """Bits of scale and offset for an element, where groups are full. dtype: float32, float16 or bfloat16."""
-    groups = 4096
-    total_bytes = sections(groups * group_size, 1, group_size, dtype).total_bytes
-    return 8.0 * total_bytes / (groups * group_size) - 1.0
+def metadata_bits(group_size: int) -> float:
+    """Bits of scale and offset for an element, where groups are full."""
+    return 8.0 * sections(group_size, 1, group_size).total_bytes / group_size - 1.0
 
 
 def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:

@@ -233,7 +233,7 @@ def _check_aligned(buffer: Tensor) -> None:
 def pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
     """``ops_reference.pack`` for a CUDA tensor."""
     reference.check_format(bits, group_size, x.dtype)
-    buffer = x.new_empty(reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes, dtype=torch.uint8)
+    buffer = x.new_empty(reference.sections(x.numel(), bits, group_size).total_bytes, dtype=torch.uint8)
     pack_out(x, bits, group_size, seed, buffer)
     return buffer
 
@@ -242,7 +242,7 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> N
     """``ops_reference.pack_out`` for CUDA tensors."""
     reference.check_format(bits, group_size, x.dtype)
     reference.check_flat(x, "x")
-    where = reference.sections(x.numel(), bits, group_size, x.dtype)
+    where = reference.sections(x.numel(), bits, group_size)
     reference.check_buffer(out, where.total_bytes)
     if x.numel() == 0:
         return
@@ -272,7 +272,7 @@ def unpack_out(
 ) -> None:
     """``ops_reference.unpack_out`` for CUDA tensors."""
     reference.check_format(bits, group_size, dtype)
-    where = reference.sections(numel, bits, group_size, dtype)
+    where = reference.sections(numel, bits, group_size)
     reference.check_buffer(buffer, where.total_bytes)
     reference.check_out(out, numel, dtype)
     if numel == 0:

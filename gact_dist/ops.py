@@ -63,14 +63,14 @@ def _serve_cuda(function: Callable, definition: Callable) -> Callable:
 def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
     reference.check_format(bits, group_size, x.dtype)
     reference.check_flat(x, "x")
-    total_bytes = reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes
+    total_bytes = reference.sections(x.numel(), bits, group_size).total_bytes
     return x.new_empty(total_bytes, dtype=torch.uint8)
 
 
 def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> None:
     reference.check_format(bits, group_size, x.dtype)
     reference.check_flat(x, "x")
-    reference.check_buffer(out, reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes)
+    reference.check_buffer(out, reference.sections(x.numel(), bits, group_size).total_bytes)
 
 
 def _fake_unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -126,12 +126,12 @@ def test_gaps_are_neither_read_nor_stored() -> None:
     x = base[:, :8]
     packed = codec.pack(x, bits=8)
     assert bool(torch.isfinite(codec.unpack(packed)).all())
-    assert packed.nbytes == ops_reference.sections(512, 8, 256, torch.float32).total_bytes
+    assert packed.nbytes == ops_reference.sections(512, 8, 256).total_bytes
 
 
 def test_an_expanded_tensor_stores_its_base_only() -> None:
     x = random_tensor(512, 1).expand(512, 1000)
-    assert codec.pack(x, bits=4).nbytes == ops_reference.sections(512, 4, 256, torch.float32).total_bytes
+    assert codec.pack(x, bits=4).nbytes == ops_reference.sections(512, 4, 256).total_bytes
     assert codec.pack(x, bits=None).nbytes == 512 * 4
 
 
@@ -140,7 +140,7 @@ def test_an_expanded_tensor_stores_its_base_only() -> None:
 def test_nbytes_is_bits_and_one_scale_and_offset_for_each_group(bits: int, dtype: torch.dtype) -> None:
     x = random_tensor(64, 1024, dtype=dtype)
     groups = x.numel() // 256
-    assert codec.pack(x, bits=bits).nbytes == x.numel() * bits // 8 + groups * (2 + dtype.itemsize)
+    assert codec.pack(x, bits=bits).nbytes == x.numel() * bits // 8 + groups * (2 + 2)
 
 
 def test_float64_goes_through_float32() -> None:
@@ -227,7 +227,7 @@ def test_fake_tensors_of_more_than_32_bits_of_elements() -> None:
         packed = codec.pack(x, 2)
         decoded = codec.unpack(packed)
         assert (decoded.shape, decoded.stride()) == (x.shape, x.stride())
-        assert packed.nbytes == ops_reference.sections(3 * 2**32, 2, 256, torch.bfloat16).total_bytes
+        assert packed.nbytes == ops_reference.sections(3 * 2**32, 2, 256).total_bytes
 
 
 def test_user_mistakes_say_what_to_do() -> None:

@@ -108,7 +108,7 @@ def test_emulated_kernels_read_and_write_unaligned_memory(kernels: None, dtype: 
 
 def test_a_packed_buffer_that_is_not_aligned_is_refused() -> None:
     x = random_tensor(256, torch.float32)
-    total_bytes = reference.sections(256, 4, 256, torch.float32).total_bytes
+    total_bytes = reference.sections(256, 4, 256).total_bytes
     buffer = torch.zeros(total_bytes + 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 4 bytes"):
         cuda.pack_out(x, 4, 256, 0, buffer[1 : 1 + total_bytes])

@@ -144,9 +144,7 @@ def test_elements_beyond_32_bits_are_numbered_right() -> None:
     tail = random_tensor(numel - first * group_size, torch.bfloat16)
     x[first * group_size :] = tail.to(DEVICE)
     buffer = ops.pack(x, bits, group_size, SEED)
-    planes, scale, offset = reference._split(
-        buffer, reference.sections(numel, bits, group_size, x.dtype), bits, group_size, x.dtype
-    )
+    planes, scale, offset = reference._split(buffer, reference.sections(numel, bits, group_size), bits, group_size)
     stored = [part[first:].cpu() for part in (planes, scale, offset)]
     for part, expected in zip(stored, reference.pack_groups(tail, bits, group_size, SEED, first), strict=True):
         assert torch.equal(raw(part), raw(expected))
