@@ -210,24 +210,30 @@ struct Group {
   bool may_dither;   // half a step more on either side changes no sign and overflows nothing
 };
 
+GACT_FN Extent no_extent() { return Extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false}; }
+
+GACT_FN void extend(Extent& extent, float value) {
+  if (is_finite(value)) {
+    extent.low = value < extent.low ? value : extent.low;
+    extent.high = value > extent.high ? value : extent.high;
+  } else {
+    extent.has_nan |= is_nan(value);
+    extent.has_minus |= value < 0.0f;
+    extent.has_plus |= value > 0.0f;
+  }
+}
+
+// With a range of 0 where nothing was finite.
+GACT_FN Extent finished(Extent extent) {
+  if (extent.low > extent.high) extent.low = extent.high = 0.0f;
+  return extent;
+}
+
 template <class T>
 GACT_FN Extent extent_of(const T* x, int count) {
-  Extent extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false};
-  bool any_finite = false;
-  for (int i = 0; i < count; ++i) {
-    const float value = to_float(x[i]);
-    if (is_finite(value)) {
-      extent.low = value < extent.low ? value : extent.low;
-      extent.high = value > extent.high ? value : extent.high;
-      any_finite = true;
-    } else {
-      extent.has_nan |= is_nan(value);
-      extent.has_minus |= value < 0.0f;
-      extent.has_plus |= value > 0.0f;
-    }
-  }
-  if (!any_finite) extent.low = extent.high = 0.0f;
-  return extent;
+  Extent extent = no_extent();
+  for (int i = 0; i < count; ++i) extend(extent, to_float(x[i]));
+  return finished(extent);
 }
 
 // ---- offsets: what is stored of one, two bytes, and its value
@@ -301,21 +307,21 @@ GACT_FN float wide_scale(float low, float high, float levels) {
   return covering_scale((range + size * 0.0009765625f) * 1.0000152587890625f, levels);
 }
 
-// Whether the rounding of the scale has left room for that of the offset.
+// Whether the rounding of the scale has left room for that of the offset. Equal elements need none.
 template <class T>
-GACT_FN bool covers(const Grid&, float, float, T) {
+GACT_FN bool covers(const Grid&, float, float, float, T) {
   return true;
 }
 
-GACT_FN bool covers(const Grid& grid, float high, float levels, float) {
-  return high - grid.offset <= grid.scale * levels;
+GACT_FN bool covers(const Grid& grid, float low, float high, float levels, float) {
+  return (high - grid.offset <= grid.scale * levels) | !(high > low);
 }
 
 // The finest grid of `levels` steps from an offset that can be stored over `low` to `high`.
 template <class T>
 GACT_FN Grid finest_grid(float low, float high, float levels, T type) {
   const Grid grid = grid_at(tight_scale(low, high, levels, type), low, type);
-  if (covers(grid, high, levels, type)) return grid;
+  if (covers(grid, low, high, levels, type)) return grid;
   return grid_at(wide_scale(low, high, levels), low, type);
 }
 

@@ -1,6 +1,6 @@
-// The loops of pack and unpack around the per-ISA primitives. Each kernels_*.cpp includes this in its own translation
-// unit with its own flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction
-// sets.
+// The loops of pack and unpack around the per-ISA primitives, for groups in memory order; columns.h has the others, and
+// dispatch.h calls both. Each kernels_*.cpp includes them in its own translation unit with its own flags; everything is
+// in an unnamed namespace so that the linker never mixes code of two instruction sets.
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
 //   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
@@ -11,15 +11,12 @@
 //                                             `noise`, to its planes; the sum of edge_of its elements
 //   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group without flags
 //   decode_dithered<T, BITS>(planes, group_size, unit, base, noise, out, stream)   a whole group with kDitherFlag
-//   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
-//   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
+//   quantise_columns, decode_columns                  64 elements whose parameters stand in arrays, see columns.h
+//   byte_bits(bytes) -> u64, bit_bytes(bits, bytes)   masks.h: bit i = lowest bit of bytes[i], 64 bytes, and back
 #pragma once
 
-#include <type_traits>
-
-#include "masks.h"
+#include "kernels.h"
 #include "plain_floats.h"
-#include "variance.h"
 
 namespace gact {
 namespace {
@@ -176,7 +173,7 @@ void describe_groups(BlockGroups& groups, int count, float levels) {
     const float low = groups.low[g] + 0.0f, high = groups.high[g];  // + 0.0 turns -0.0 into 0.0
     groups.low[g] = low;
     const Grid grid = grid_at(tight_scale(low, high, levels, T{}), low, T{});
-    covered[g] = covers(grid, high, levels, T{});
+    covered[g] = covers(grid, low, high, levels, T{});
     set_group<T>(groups, g, grid, low, high, levels);
   }
   for (int g = 0; g < count; ++g) {
@@ -284,60 +281,6 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
 #endif
-}
-
-// ---- from run-time bits and element type to the template
-
-// Calls run with the width as a compile-time constant.
-template <class Run>
-void with_bits(int bits, Run&& run) {
-  switch (bits) {
-    case 1:
-      return run(std::integral_constant<int, 1>{});
-    case 2:
-      return run(std::integral_constant<int, 2>{});
-    case 3:
-      return run(std::integral_constant<int, 3>{});
-    case 4:
-      return run(std::integral_constant<int, 4>{});
-    case 5:
-      return run(std::integral_constant<int, 5>{});
-    case 6:
-      return run(std::integral_constant<int, 6>{});
-    case 7:
-      return run(std::integral_constant<int, 7>{});
-    default:
-      return run(std::integral_constant<int, 8>{});
-  }
-}
-
-// Calls run with a value of the element type.
-template <class Run>
-void with_element(Element element, Run&& run) {
-  if (element == Element::kFloat) return run(float{});
-  if (element == Element::kHalf) return run(Half{});
-  return run(Bfloat{});
-}
-
-template <class Isa>
-void pack_any(const PackJob& job, i64 first, i64 last) {
-  with_element(job.element, [&](auto element) {
-    with_bits(job.bits,
-              [&](auto bits) { pack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
-  });
-}
-
-template <class Isa>
-void unpack_any(const UnpackJob& job, i64 first, i64 last) {
-  with_element(job.element, [&](auto element) {
-    with_bits(job.bits,
-              [&](auto bits) { unpack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
-  });
-}
-
-template <class Isa>
-constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>, unpack_any<Isa>, pack_mask_units<Isa>, unpack_mask_units<Isa>, variance_any<Isa>};
 }
 
 }  // namespace

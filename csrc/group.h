@@ -28,26 +28,17 @@ GACT_FN u32 noise_of(u64 element, u64 seed) {
 // The range of a group, known to all lanes of the warp.
 template <class T>
 GACT_FN Extent extent_of_group(const T* x, int count) {
-  Extent extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false};
-  for (int i = static_cast<int>(lane_id()); i < count; i += kWarpLanes) {
-    const Extent one = extent_of(x + i, 1);
-    const bool special = one.has_nan || one.has_minus || one.has_plus;
-    extent.low = !special && one.low < extent.low ? one.low : extent.low;
-    extent.high = !special && one.high > extent.high ? one.high : extent.high;
-    extent.has_nan |= one.has_nan;
-    extent.has_minus |= one.has_minus;
-    extent.has_plus |= one.has_plus;
-  }
+  Extent extent = no_extent();
+  for (int i = static_cast<int>(lane_id()); i < count; i += kWarpLanes) extend(extent, to_float(x[i]));
 #pragma unroll
   for (u32 mask = 1; mask < kWarpLanes; mask *= 2) {
     extent.low = smaller(extent.low, float_of(shuffle_xor(bits_of(extent.low), mask)));
     extent.high = larger(extent.high, float_of(shuffle_xor(bits_of(extent.high), mask)));
   }
-  if (extent.low > extent.high) extent.low = extent.high = 0.0f;
   extent.has_nan = any_lane(extent.has_nan);
   extent.has_minus = any_lane(extent.has_minus);
   extent.has_plus = any_lane(extent.has_plus);
-  return extent;
+  return finished(extent);
 }
 
 GACT_FN u32 sum_of_lanes(u32 value) {

@@ -68,8 +68,8 @@ class Config:
     adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
-    group_size: int = 256
-    """Consecutive elements that share one scale and offset: 64, 128, 256 or 512."""
+    group_size: int = 128
+    """Consecutive elements, of memory or of one channel, that share one scale and offset: 64, 128, 256 or 512."""
     min_numel: int = 1024
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True

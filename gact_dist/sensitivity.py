@@ -148,7 +148,7 @@ def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
     """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    return ops.rounding_variance(values, weights, group_size).cpu()
+    return ops.rounding_variance(values, weights, group_size, codec.columns_of(tensor, group_size)).cpu()
 
 
 def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:

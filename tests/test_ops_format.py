@@ -119,7 +119,7 @@ def test_reference_follows_the_written_definition(bits: int, first_group: int, k
         x += 1000
     elif kind == "mostly the minimum":  # fractions of nearly zero, at 8 bits of up to 1/8: plain rounding is better
         x[:40] = x.min()
-    planes, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_group)
+    planes, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_group * 64)
     codes, wanted_scale, wanted_offset, dithered = pack_by_hand(x.numpy(), bits, first_group * 64, SEED)
     assert dithered == (kind != "mostly the minimum") or bits == 8
     for i, code in enumerate(codes):
@@ -128,7 +128,7 @@ def test_reference_follows_the_written_definition(bits: int, first_group: int, k
     assert int(scale) == int(wanted_scale.view(np.uint32) >> 16) + dithered
     assert offset.numpy().view(np.float16) == wanted_offset / (4 * wanted_scale)
 
-    decoded = reference.unpack_groups(planes, scale, offset, bits, SEED, first_group, torch.float32)[0].numpy()
+    decoded = reference.unpack_groups(planes, scale, offset, bits, SEED, first_group * 64, torch.float32).numpy()
     for i, code in enumerate(codes):
         value = wanted_offset + np.float32(code) * wanted_scale
         if dithered:
@@ -144,6 +144,40 @@ def test_the_buffer_is_planes_then_scales_then_offsets() -> None:
     assert where.scale_start_bytes == 16 * 3 * 8
     assert where.offset_start_bytes == where.scale_start_bytes + 16 * 2
     assert where.total_bytes == where.offset_start_bytes + 16 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_columns_have_the_scales_and_offsets_of_the_transposed_tensor(dtype: torch.dtype, bits: int) -> None:
+    rows = random_tensor(192 * 32, dtype).view(192, 32) * torch.logspace(-3, 3, 32).to(dtype)
+    where = reference.sections(192 * 32, bits, 64, 32)
+    assert where.total_bytes == reference.sections(192 * 32, bits, 64).total_bytes
+    _, scale, offset = reference._split(reference.pack(rows.view(-1), bits, 64, SEED, 32), where, bits, 64)
+    turned = reference.pack(rows.t().contiguous().view(-1), bits, 64, SEED)
+    _, wanted_scale, wanted_offset = reference._split(turned, where, bits, 64)
+    # group block * 32 + column of the one is group column * 3 + block of the other; the noise decides about no flag
+    assert torch.equal(scale.view(3, 32).t(), wanted_scale.view(32, 3))
+    assert torch.equal(offset.view(3, 32).t(), wanted_offset.view(32, 3))
+
+
+def test_a_short_block_of_columns_takes_no_room_for_missing_rows() -> None:
+    where = reference.sections(130 * 96, 4, 128, 96)
+    assert where.groups == 2 * 96
+    assert where.scale_start_bytes == -(-130 * 96 // 128) * 128 // 2
+    assert where.total_bytes == where.scale_start_bytes + 2 * 96 * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_an_element_of_a_column_is_no_further_away_than_a_step_of_its_column(dtype: torch.dtype, bits: int) -> None:
+    x = random_tensor(200 * 64, dtype).view(200, 64) * torch.logspace(-2, 2, 64).to(dtype)
+    decoded = ops.unpack(ops.pack(x.view(-1), bits, 128, SEED, 64), bits, 128, x.numel(), dtype, SEED, 64).view(200, 64)
+    for block in (slice(0, 128), slice(128, 200)):
+        values = x[block].double()
+        spread, size = values.amax(0) - values.amin(0), values.abs().amax(0)
+        # The scale is rounded up by at most 2^-6, a float32 offset lies 2^-10 of its size lower; half an ulp of dtype.
+        step = (spread + size * 2**-10) / (2**bits - 1) * (1 + 2**-6) + size * torch.finfo(dtype).eps
+        assert bool(((decoded[block].double() - values).abs() <= step).all())
 
 
 def test_codes_beyond_the_end_are_zero() -> None:
@@ -210,6 +244,22 @@ def test_rounding_is_unbiased(dtype: torch.dtype, bits: int, kind: str) -> None:
     arithmetic = step / 2**17 + 3 * 2.0**-24 * step * 2**bits + 2.0**-24 * float(x.abs().amax() + step)
     half_ulp = decoded.abs().amax(0) * torch.finfo(dtype).eps / 2
     assert bool(((decoded.mean(0) - x.double()).abs() <= noise + arithmetic + half_ulp).all())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_rounding_by_column_is_unbiased_and_has_the_predicted_variance(bits: int) -> None:
+    x = random_tensor(64 * 32, torch.float32).view(64, 32)
+    x[:, 1], x[:50, 2], x[:, 3] = x[:, 1] + 100, 0.0, 0.375
+    flat, weight = x.view(-1), torch.ones(64 * 32)
+    decoded = [ops.unpack(ops.pack(flat, bits, 64, s, 32), bits, 64, 2048, x.dtype, s, 32) for s in range(1024)]
+    errors = (torch.stack(decoded) - flat).double()
+    step = float(reference.pack_groups(flat, bits, 64, 0, 0, 32)[1].view(torch.bfloat16).float().max())
+    # Six standard errors of a mean over 1024 draws with a standard deviation of at most half a step.
+    assert float(errors.mean(0).abs().max()) <= 6 * step / 2 / 1024**0.5
+    squares = errors.square().sum(1)
+    predicted = float(ops.rounding_variance(flat, weight, 64, 32)[bits - 1])
+    assert abs(float(squares.mean()) - predicted) <= 6 * float(squares.std()) / 1024**0.5
+    assert bool((errors.view(-1, 64, 32)[:, :, 3] == 0).all())
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
