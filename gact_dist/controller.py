@@ -20,6 +20,7 @@ from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .pipelines import learning_shapes
 from .policies import policy_of
 from .report import MemoryReport, build_report
 from .samples import Sample
@@ -102,6 +103,7 @@ class Controller:
         self._hooks = ExitStack()
         self._forward_ran = False
         self._measuring = False
+        self._in_step = False  # between the hooks of a forward that is followed
         self._observation: Observation | None = None
         self._candidate: Observation | None = None
         self.adaptation: Adaptation | None = None
@@ -152,7 +154,8 @@ class Controller:
 
     def _begin_followed(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         self._hooks.close()  # of a forward that raised before its end
-        if self._engine is None or not torch.is_grad_enabled() or self._measuring:
+        self._in_step = False
+        if self._engine is None or not torch.is_grad_enabled() or self._measuring or learning_shapes():
             return
         self._step += 1
         if self._promise is not None:
@@ -176,15 +179,16 @@ class Controller:
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())
+        self._in_step = True
 
     def _end_followed(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
-        if self._measuring:
+        if self._measuring or not self._in_step:
             return
         self._hooks.close()
         self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
-        if self._promise is not None and torch.is_grad_enabled():
+        if self._promise is not None:
             self._promise.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
 

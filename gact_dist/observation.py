@@ -49,8 +49,7 @@ class Observation:
 
     @property
     def complete(self) -> bool:
-        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed, or where a
-        pipeline ran the stage on uninitialised memory to learn its shapes."""
+        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed."""
         return bool(self._gradients) and all(bool(g.isfinite().all()) for g in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:
