@@ -68,6 +68,7 @@ MAY_IMPORT = {
         "standins",
     },
     "observation": {"batches"},
+    "pipelines": set(),
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "samples": set(),
@@ -77,7 +78,7 @@ MAY_IMPORT = {
         "samples", "sensitivity", "sync",
     },
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "pipelines", "policies", "report",
         "samples", "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
