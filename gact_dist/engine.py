@@ -25,7 +25,7 @@ from .memory import Memory, find, is_own_relu_save, remember, span
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
 from .policies import policy_of
-from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
+from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint, watch_selective
 from .rounding_keys import RoundingKeys
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
@@ -212,8 +212,10 @@ class Engine:
         frame = behind_compiler(sys._getframe(1))
         self._region = compiled_region(frame)
         self._blocks.look(frame)
-        if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":
-            return self._pack_block_input(self._blocks.call, tensor, memory)
+        if self._blocks.call is not None:
+            watch_selective(frame, self._account_kept)
+            if tensor.is_floating_point() and self.config.policy != "exact":
+                return self._pack_block_input(self._blocks.call, tensor, memory)
         own_relu_save = self.config.policy != "exact" and is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
@@ -255,7 +257,8 @@ class Engine:
     def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
         """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""
         name = self._namer.block_input()
-        self._account_keywords(call, name)
+        for keyword, kept in keyword_tensors(call).items():
+            self._account_bypassing(kept, f"{name} (keyword {keyword})")
         known = name in self._roles or self._records is None
         role = self._role(tensor, name)
         twin = find(tensor, memory) if known and role is Role.ACTIVATION else None
@@ -380,12 +383,14 @@ class Engine:
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def _account_keywords(self, call: FrameType, name: str) -> None:
-        """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""
-        for keyword, tensor in keyword_tensors(call).items():
-            memory = self._memory_of(tensor)
-            if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
-                self.ledger.add(tensor, f"{name} (keyword {keyword})", memory, tensor)
+    def _account_bypassing(self, tensor: Tensor, name: str) -> None:
+        """Report what a checkpoint keeps exactly, out of reach of hooks."""
+        memory = self._memory_of(tensor)
+        if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
+            self.ledger.add(tensor, name, memory, tensor)
+
+    def _account_kept(self, tensor: Tensor, operator: str) -> None:
+        self._account_bypassing(tensor, self._namer.kept_by_policy(operator))
 
 
 def _unpack(handle: Any) -> Tensor:
