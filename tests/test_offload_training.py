@@ -372,6 +372,11 @@ def test_without_offload_there_is_nothing_to_report():
     assert "host memory" not in str(gact.report())
 
 
+def test_offload_of_what_compiled_graphs_pack_is_refused(fast):
+    with pytest.raises(ValueError, match=r"compile_hooks is 'inlined' and offload.enabled is true.* use 'eager'"):
+        attached(small_models.mlp()[0], "L3", compile_hooks="inlined")
+
+
 AT_EXIT = """
 import sys
 sys.path[:0] = {paths!r}
