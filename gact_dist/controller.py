@@ -390,6 +390,11 @@ def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
 
 
 def _check_inlined(config: Config, model: nn.Module) -> None:
+    if config.compile_hooks == "inlined" and config.offload.enabled:
+        raise ValueError(
+            "compile_hooks is 'inlined' and offload.enabled is true, expected one of them: what a compiled graph packs "
+            "it keeps among its own tensors, where no copy to the host can take its place; use 'eager' with offload"
+        )
     by = sharding(model) if config.compile_hooks == "inlined" else None
     if by is not None:
         raise ValueError(
