@@ -59,9 +59,9 @@ MAY_IMPORT = {
         "operators", "policies", "recomputation", "rounding_keys", "storage", "memory", "wrappers",
     },
     "graphs": set(),
-    "gradient_error": {
-        "compiled", "engine", "graphs", "isolation", "recomputation", "sensitivity", "standins",
-    },
+    "gradient_error": {"compiled", "engine", "graphs", "isolation", "recomputation", "sensitivity"},
+    "gradient_samples": set(),
+    "plan_search": {"allocation", "config", "policies"},
     "report": {"gradient_error", "handles", "storage"},
     "sensitivity": {
         "codec", "compiled", "engine", "graphs", "handles", "isolation", "operators", "ops", "recomputation",
@@ -71,7 +71,9 @@ MAY_IMPORT = {
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "samples": set(),
-    "error_budget": {"allocation", "engine", "gradient_error", "policies", "samples", "sync"},
+    "error_budget": {
+        "allocation", "engine", "gradient_error", "gradient_samples", "plan_search", "policies", "samples", "sync",
+    },
     "adaptation": {
         "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation", "policies",
         "samples", "sensitivity", "sync",
