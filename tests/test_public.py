@@ -63,9 +63,10 @@ MAY_IMPORT = {
     "gradient_samples": set(),
     "plan_search": {"allocation", "config", "policies"},
     "report": {"gradient_error", "handles", "storage"},
+    "influence": {"graphs", "handles", "recomputation"},
     "sensitivity": {
-        "codec", "compiled", "engine", "graphs", "handles", "isolation", "operators", "ops", "recomputation",
-        "standins",
+        "codec", "compiled", "engine", "graphs", "handles", "influence", "isolation", "operators", "ops",
+        "recomputation", "standins",
     },
     "observation": {"batches"},
     "policies": {"allocation", "config"},
