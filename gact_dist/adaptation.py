@@ -98,18 +98,15 @@ class Adapter:
             return Adaptation({}, {}, 0.0, 0.0, invalid)
         error: GradientError | None = None
         if self.error_budget is not None:
-            within = self.error_budget.allocate(costs, sample, step, self._seed(step))
+            within = self.error_budget.allocate(costs, sample, step)
             if within is None:
                 return Adaptation({}, {}, 0.0, 0.0, invalid)
-            allocation, error = within
+            allocation, error, kept = within.allocation, within.error, within.kept
         else:
             costs = costs if weighed is None else policies.with_bytes(costs, weighed)
             allocation = policies.allocate(self._config, costs)
-        settled = policies.settled(self._config, costs, self.engine.plan, allocation)
-        if settled is not None and error is not None and self.error_budget is not None:
-            settled, error = self.error_budget.kept(settled, error)
-        if settled is not None:
-            allocation = settled
+            settled = policies.settled(self._config, costs, self.engine.plan, allocation)
+            kept, allocation = settled is not None, settled or allocation
         if weighed is not None:
             # a tensor that is new after this is stored like the average one
             widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
@@ -117,9 +114,7 @@ class Adapter:
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
         plan = costs.plan(allocation)
-        return Adaptation(
-            plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept=settled is not None
-        )
+        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept)
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.

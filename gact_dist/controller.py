@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import sync
 from .adaptation import Adaptation, Adapter
-from .batches import first_samples, tensors_of
+from .batches import first_samples
 from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
@@ -127,11 +127,12 @@ class Controller:
         if self._engine is None:
             yield
             return
-        if loss_fn is not None and self._due():
-            self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
-        elif loss_fn is not None and self._promise is not None and self._promise.sampling_due(self._step):
-            with self._measurement():
-                self._promise.sample(self._step, partial(loss_fn, batch))
+        if loss_fn is not None:
+            if self._promise is not None and self._sampling_due() and not self._due():
+                with self._measurement():
+                    self._promise.sample(self._step, partial(loss_fn, batch))
+            if self._due():
+                self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         self._engine.begin(self._step)
         with self._engine.hooks():
             yield
@@ -158,24 +159,22 @@ class Controller:
         if self._engine is None or not torch.is_grad_enabled() or self._measuring or learning_shapes():
             return
         self._step += 1
-        if self._promise is not None:
-            self._promise.before_forward()
-        if self._observation is not None and self._due():
+        if self._observation is not None and (self._due() or self._sampling_due()):
             complete = self._observation.complete
             for group in self._groups:
                 complete = sync.everywhere(complete, group)
             if complete:
                 observation, self._observation = self._observation, None
-                loss = partial(observation.loss, self._model)
-                whole = partial(self._model, *args, **kwargs)
-                self._adapt(Sample(loss, observation.fraction, whole, whole_is_loss=False))
+                self._use(observation, partial(self._model, *args, **kwargs))
         if self._step == 1 and self._adapter is not None:
             with self._measurement():
                 self._adapter.start(partial(self._model, *args, **kwargs))
         # one whose backward has not come by (two forwards before one backward) gives way to this forward
         self._candidate = None
-        if self._due(in_steps=1):
-            self._candidate = Observation((args, kwargs), self._probe_samples(self.config.calibration_samples))
+        if self._due(in_steps=1) or self._sampling_due(in_steps=1):
+            # a promise about the gradient is measured on whole batches
+            samples = self.config.calibration_samples if self._promise is None else sys.maxsize
+            self._candidate = Observation((args, kwargs), self._probe_samples(samples))
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())
@@ -188,9 +187,21 @@ class Controller:
         self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
-        if self._promise is not None:
-            self._promise.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
+
+    def _use(self, observation: Observation, whole: Callable[[], Any]) -> None:
+        """Sample the gradient of an observed step, or adapt. whole: runs the forward to come."""
+        loss = partial(observation.loss, self._model)
+        if self._promise is None:
+            self._adapt(Sample(loss, observation.fraction, whole, loss))
+            return
+        if not self._due():
+            with self._measurement():
+                self._promise.sample(self._step, loss, observation.squared_gradient)
+        if self._due():
+            part = observation.first(self._probe_samples(self.config.calibration_samples))
+            loss_of_part = partial(part.loss, self._model)
+            self._adapt(Sample(loss_of_part, part.fraction, whole, loss, observation.squared_gradient))
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
@@ -202,7 +213,7 @@ class Controller:
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         part, fraction = first_samples(batch, self._probe_samples(samples))
-        self._adapt(Sample(lambda: loss_fn(part), fraction, lambda: loss_fn(batch), whole_is_loss=True))
+        self._adapt(Sample(lambda: loss_fn(part), fraction, partial(loss_fn, batch), partial(loss_fn, batch)))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
@@ -215,7 +226,12 @@ class Controller:
     def _due(self, in_steps: int = 0) -> bool:
         if self._adapter is None:
             return False
+        if self._promise is not None and self._promise.broken:
+            return True
         return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
+
+    def _sampling_due(self, in_steps: int = 0) -> bool:
+        return self._promise is not None and self._promise.sampling_due(self._step + in_steps)
 
     @contextmanager
     def _measurement(self) -> Iterator[None]:
@@ -270,7 +286,7 @@ class Controller:
         self._watch()
         self._step += 1
         if self._due():
-            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, whole_is_loss=True))
+            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, fwdbwdprop))
         self._open_iteration()
         if closure_is_the_iteration:
             fwdbwdprop()

@@ -149,13 +149,19 @@ class Engine:
                 self.begin(0)
 
     @contextmanager
-    def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
-        """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
-        plan = self.plan, self.unmeasured_bits
+    def rehearsal(
+        self, plan: Mapping[str, int | None] | None = None, all_bits: int | None = None, draw: int = 0
+    ) -> Iterator[Footprint]:
+        """Compress as a step would, note what that keeps, and leave no trace of it.
+
+        plan: in place of the one in force. all_bits: one width for all. draw: another number rounds differently.
+        """
+        in_force = self.plan, self.unmeasured_bits
         storage, self._storage = self._storage, None  # what is rehearsed need not leave the device
         footprint = Footprint()
         with self.ledger.set_aside(footprint):
-            self.begin(0)
+            self.begin(-draw)  # no step of the job has its keys
+            self.plan = self.plan if plan is None else plan
             if all_bits is not None:
                 self.plan, self.unmeasured_bits = {}, all_bits
             try:
@@ -165,7 +171,7 @@ class Engine:
             finally:
                 self.begin(0)
                 self._storage = storage
-                self.plan, self.unmeasured_bits = plan
+                self.plan, self.unmeasured_bits = in_force
 
     def _cloned_buffers(self) -> AbstractContextManager[None]:
         """See [Note: isolation] in isolation.py."""

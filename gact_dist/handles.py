@@ -66,13 +66,17 @@ class Stored:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "replacement", "tensor")
+    __slots__ = ("__weakref__", "on_restore", "replacement", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.replacement: Tensor | None = None
+        self.on_restore: Callable[[], None] | None = None
+        """told of every use"""
 
     def restore(self) -> Tensor:
+        if self.on_restore is not None:
+            self.on_restore()
         return (self.tensor if self.replacement is None else self.replacement).detach()
 
 

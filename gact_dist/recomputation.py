@@ -88,6 +88,16 @@ def _is_checkpoint_call(frame: FrameType) -> bool:
     return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
 
 
+def recomputing() -> bool:
+    """Whether a checkpoint is fetching what it recomputes a block from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_FILES):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def keyword_tensors(call: FrameType) -> dict[str, Tensor]:
     """Tensors that a checkpoint() call was given by keyword: its closure keeps them, past all hooks."""
     return {name: value for name, value in call.f_locals.get("kwargs", {}).items() if isinstance(value, Tensor)}

@@ -18,14 +18,15 @@ the squared gradient: the plan from the exact point has variance 420 and predict
 
 [Note: perturbation] GACT's own estimator (section 4 of the paper) takes half the squared difference of two gradients
 between which only the rounding of tensor l has another seed; its expectation is c_l(b). Here all tensors are rounded to
-PROBE_BITS, and it costs one backward of the recorded graph for each tensor and one for all, without another forward.
+PROBE_BITS, and it costs one backward of the recorded graph for all and one for each tensor, without another forward;
+tensors that move the gradients of different parameters share one ([Note: influence] in influence.py).
 It measures every tensor with Config(estimator="perturbation"), else those that the one pass does not reach: an input
 without a graph, an operator whose backward is not differentiable.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ from .compiled import has_compiled_parts
 from .engine import PROBE_BITS, Engine
 from .graphs import nodes_below, parameters_among
 from .handles import Recorded
+from .influence import Influence, disjoint
 from .isolation import untouched
 from .operators import OperatorObserver
 from .recomputation import measurable
@@ -266,19 +268,33 @@ class _Probe:
     def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
         """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""
         compressible = [record for record in self.records if record.compressible]
-        found = []
+        others = {record: number for number, record in enumerate(compressible, start=len(compressible))}
+        wanted = [record for record in compressible if names is None or record.name in names]
+        change = dict.fromkeys(wanted, 0.0)
+
+        def other(record: Recorded) -> Tensor:
+            return self._round(record, PROBE_BITS, others[record])
+
         with self._rounded(compressible, lambda _: PROBE_BITS):
-            base = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-            for number, record in enumerate(compressible, start=len(compressible)):
-                if names is not None and record.name not in names:
-                    continue
-                rounded = record.replacement
-                record.replacement = self._round(record, PROBE_BITS, number)
-                moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-                record.replacement = rounded
-                rounding = _rounding(record.tensor, None, self.group_size)
-                found.append(_from_change(record, square_distance(moved, base), rounding))
-        return found
+            influence = Influence(self.nodes, self.leaves, other)
+            base = influence.backward(self.loss, wanted)
+            for group in disjoint(influence.moved):
+                moved = self._gradients_with({record: other(record) for record in group})
+                for record in group:
+                    own = [k for k in range(len(self.leaves)) if influence.moved[record] >> k & 1]
+                    change[record] = square_distance([moved[k] for k in own], [base[k] for k in own])
+        return [_from_change(r, change[r], _rounding(r.tensor, None, self.group_size)) for r in wanted]
+
+    def _gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
+        """With some tensors in place of those that backward sees."""
+        rounded = {record: record.replacement for record in others}
+        for record, replacement in others.items():
+            record.replacement = replacement
+        try:
+            return torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+        finally:
+            for record, before in rounded.items():
+                record.replacement = before
 
     @contextmanager
     def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], int | None]) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """What ranks tell each other: the mean of their statistics, and that they hold the same plan.
 
 The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan (two more
-for a budget in bytes, two for each plan that is tried against a tolerated error), none on any other step. Without
-torch.distributed, or in a group of one rank, the same results come without a collective.
+for a budget in bytes, two for each plan that is tried against a tolerated error, and for each sample that is taken of
+it), none on any other step. Without torch.distributed, or in a group of one rank, the same results come without a
+collective.
 """
 
 from __future__ import annotations
