@@ -222,7 +222,7 @@ class Controller:
     def _due(self, in_steps: int = 0) -> bool:
         if self._adapter is None:
             return False
-        if self._promise is not None and self._promise.broken:
+        if self._promise is not None and self._promise.due:
             return True
         return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
 
