@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import policies, sync
 from .allocation import WIDTHS, Allocation
@@ -113,7 +113,7 @@ class ErrorBudget:
         """Whether this step's gradient should be a sample: ten times an interval, more often in the first steps."""
         return step - self._sampled_at >= max(1, min(self._config.adapt_interval // SAMPLES, self._sampled_at))
 
-    def sample(self, step: int, loss: Callable[[], Tensor], unit: float | None = None) -> None:
+    def sample(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Take a sample from the batch of a step. loss, unit: as loss_of_whole in Sample. A collective call."""
         self._sampled_at = step
         moments, _ = self._agreed(lambda: self._moments(loss, None, step, _SAMPLE_PASSES), unit)

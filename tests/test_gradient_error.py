@@ -243,6 +243,27 @@ def test_a_plan_of_one_sample_is_replaced_once_there_are_more():
     assert second["average_bits"] <= first["average_bits"]
 
 
+def test_a_closure_that_is_iterated_is_sampled_and_left_alone():
+    job = Digits("cnn")
+    gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
+    gact.install_hook()
+
+    def closure():
+        loss = job.loss_fn(job.batch(0))
+        job.model.zero_grad()
+        loss.backward()
+
+    for step in range(1, 10):
+        closure()
+        before = small_models.gradient(job.model).clone()
+        gact.iterate(closure)
+        assert torch.equal(small_models.gradient(job.model), before), step
+    gact.detach()
+    # one in steps 1, 2, 4 and 8, and one of the adaptation that those before step 4 bring
+    assert [entry["step"] for entry in gact.history] == [1, 4]
+    assert len(gact._promise.state_dict()["samples"]["squares"]) == 5
+
+
 def test_variance_that_the_sensitivities_do_not_see_raises_bits(monkeypatch):
     """Predictions a tenth of the truth, as where a backward answers more than linearly: measured, then mended."""
     job = Digits("cnn")
