@@ -61,7 +61,7 @@ class Config:
     perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
     """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
-    well."""
+    well, and with acgc the next one wherever the error is found to be exceeded."""
     adapt_tolerance: float = 0.1
     """What an adaptation may gain at most for the plan in force to be kept: less gradient variance, or fewer bits with
     policy acgc, as a fraction. With policy gact the steps to the next adaptation are then doubled, up to 8 times

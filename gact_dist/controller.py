@@ -128,9 +128,7 @@ class Controller:
             yield
             return
         if loss_fn is not None:
-            if self._promise is not None and self._sampling_due() and not self._due():
-                with self._measurement():
-                    self._promise.sample(self._step, partial(loss_fn, batch))
+            self._sample_gradient(partial(loss_fn, batch))
             if self._due():
                 self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         self._engine.begin(self._step)
@@ -195,9 +193,7 @@ class Controller:
         if self._promise is None:
             self._adapt(Sample(loss, observation.fraction, whole, loss))
             return
-        if not self._due():
-            with self._measurement():
-                self._promise.sample(self._step, loss, observation.squared_gradient)
+        self._sample_gradient(loss, observation.squared_gradient)
         if self._due():
             part = observation.first(self._probe_samples(self.config.calibration_samples))
             loss_of_part = partial(part.loss, self._model)
@@ -226,12 +222,18 @@ class Controller:
     def _due(self, in_steps: int = 0) -> bool:
         if self._adapter is None:
             return False
-        if self._promise is not None and self._promise.broken:
+        if self._promise is not None and self._promise.due:
             return True
         return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
 
     def _sampling_due(self, in_steps: int = 0) -> bool:
         return self._promise is not None and self._promise.sampling_due(self._step + in_steps)
+
+    def _sample_gradient(self, loss: Callable[[], Any], unit: float | None = None) -> None:
+        """Look whether a promise about the gradient holds, if that is due and no adaptation is, which looks as well."""
+        if self._promise is not None and self._sampling_due() and not self._due():
+            with self._measurement():
+                self._promise.sample(self._step, loss, unit)
 
     @contextmanager
     def _measurement(self) -> Iterator[None]:
@@ -285,6 +287,7 @@ class Controller:
         self._hooks.close()
         self._watch()
         self._step += 1
+        self._sample_gradient(fwdbwdprop)
         if self._due():
             self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, fwdbwdprop))
         self._open_iteration()

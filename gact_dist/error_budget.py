@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import policies, sync
 from .allocation import WIDTHS, Allocation
@@ -28,6 +28,7 @@ from .samples import Sample
 _log = logging.getLogger(__name__)
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _SAMPLE_PASSES = 2
+_SURER = 0.45  # of the standard error that a plan was made with: one sample's falls to it with the third to fifth
 _GRADIENT = "gradient"
 
 
@@ -52,12 +53,15 @@ class ErrorBudget:
         self._tolerated = engine.config.error or 0.0
         self._samples = GradientSamples()
         self._promised = False
+        self._standard_error = 0.0
         self._sampled_at = 0
 
     @property
-    def broken(self) -> bool:
-        """Whether the samples since the plan was made say that it does not keep to the error; the same on all ranks."""
-        return self._promised and self._samples.increase > self._tolerated
+    def due(self) -> bool:
+        """Whether the samples since the plan was made ask for another, the same on all ranks: they say that it does not
+        keep to the error, or they are so many more that it may take fewer bits."""
+        broken = self._samples.increase > self._tolerated
+        return self._promised and (broken or self._samples.standard_error <= _SURER * self._standard_error)
 
     def allocate(self, costs: Costs, sample: Sample, step: int) -> Outcome | None:
         """The fewest bits whose measured error is tolerated; None if nothing can be measured. A collective call."""
@@ -78,7 +82,8 @@ class ErrorBudget:
         self._warn_of(measured_before)
         # of the batches since the plan in force was made, compared with this one
         usual = samples.noise / before.noise if before.noise > 0.0 else 1.0
-        limit = self._tolerated * second_moment / (1.0 + samples.standard_error) / usual
+        self._standard_error = samples.standard_error
+        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / usual
 
         def noise_of(plan: Allocation) -> float:
             measured = self._measured(sample, costs.plan(plan), step)[0].noise
@@ -108,7 +113,7 @@ class ErrorBudget:
         """Whether this step's gradient should be a sample: ten times an interval, more often in the first steps."""
         return step - self._sampled_at >= max(1, min(self._config.adapt_interval // SAMPLES, self._sampled_at))
 
-    def sample(self, step: int, loss: Callable[[], Tensor], unit: float | None = None) -> None:
+    def sample(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Take a sample from the batch of a step. loss, unit: as loss_of_whole in Sample. A collective call."""
         self._sampled_at = step
         moments, _ = self._agreed(lambda: self._moments(loss, None, step, _SAMPLE_PASSES), unit)
@@ -116,12 +121,18 @@ class ErrorBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """The samples, and what they need to go on."""
-        return {"samples": self._samples.state_dict(), "sampled_at": self._sampled_at, "promised": self._promised}
+        return {
+            "samples": self._samples.state_dict(),
+            "sampled_at": self._sampled_at,
+            "promised": self._promised,
+            "standard_error": self._standard_error,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave."""
         self._samples.load_state_dict(state["samples"])
         self._sampled_at, self._promised = state["sampled_at"], state["promised"]
+        self._standard_error = state["standard_error"]
 
     def _settled(self, costs: Costs, found: Found) -> Allocation | None:
         """The plan in force where another would gain too little; never against a uniform width that takes less."""

@@ -224,10 +224,44 @@ def test_a_gradient_that_falls_while_bits_stand_still_brings_an_adaptation_at_on
             found.append(step)
     gact.detach()
     assert found[0] == (2 if follow else 1)
+    increases = [entry["gradient_error"]["measured_before"] for entry in gact.history]
+    broken = [step for step, increase in zip(found, increases, strict=True) if increase > ERROR]
     # samples are 4 steps apart, and the first or second of them that is small shows that the gradient has fallen
-    assert 12 < found[1] <= 12 + 2 * 4 + 1
-    assert gact.history[1]["gradient_error"]["measured_before"] > ERROR
+    assert 12 < broken[0] <= 12 + 2 * 4 + 1
     assert gact.adaptation.gradient_error.holds
+
+
+def test_a_plan_of_one_sample_is_replaced_once_there_are_more():
+    job = Digits("mlp")
+    gact = gact_dist.attach(job.model, config=acgc(0.25, adapt_interval=1000, adapt_tolerance=0))
+    for step in range(20):  # without an optimizer: only what is known of the gradient changes
+        with gact.step(job.loss_fn, job.batch(step)):
+            job.loss_fn(job.batch(step))
+    first, second = gact.history[:2]
+    assert second["step"] in (4, 8, 16)  # samples are taken at the powers of two
+    assert second["gradient_error"]["measured_before"] <= 0.25
+    assert second["average_bits"] <= first["average_bits"]
+
+
+def test_a_closure_that_is_iterated_is_sampled_and_left_alone():
+    job = Digits("cnn")
+    gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
+    gact.install_hook()
+
+    def closure():
+        loss = job.loss_fn(job.batch(0))
+        job.model.zero_grad()
+        loss.backward()
+
+    for step in range(1, 10):
+        closure()
+        before = small_models.gradient(job.model).clone()
+        gact.iterate(closure)
+        assert torch.equal(small_models.gradient(job.model), before), step
+    gact.detach()
+    # one in steps 1, 2, 4 and 8, and one of the adaptation that those before step 4 bring
+    assert [entry["step"] for entry in gact.history] == [1, 4]
+    assert len(gact._promise.state_dict()["samples"]["squares"]) == 5
 
 
 def test_variance_that_the_sensitivities_do_not_see_raises_bits(monkeypatch):
