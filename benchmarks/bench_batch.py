@@ -96,7 +96,7 @@ def probe_here(shape: Shape, row: Row, batch: int, device: torch.device) -> Prob
     if not machine.is_gpu:  # by now all is imported, which takes memory of the same kind
         limit_memory(device, row.gib)
     machine.settle()
-    training.warm_up()
+    training.warm_up(shape.calibration_samples)
     step_s = statistics.median(machine.seconds(training.step) for _ in range(_TIMED_STEPS))
     return Probe(batch=batch, fits=True, peak_bytes=machine.allocated_bytes(peak=True), step_s=step_s)
 
@@ -172,7 +172,7 @@ def print_row(results: Results, row: Row) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=list(SHAPES), default=["bert-large", "gpt-2048"])
+    parser.add_argument("--part", nargs="+", choices=list(SHAPES), default=["bert-large"])
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(PROBED))
     parser.add_argument("--gib", type=float, default=16.0, help="memory that a probe may use")
     parser.add_argument("--first", type=int, default=8, help="the batch to begin with")

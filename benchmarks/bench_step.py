@@ -104,9 +104,9 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def warm_up(self) -> None:
-        """Adapt, compile, plan."""
-        self.run.adapt(self._batch)
+    def warm_up(self, samples: int) -> None:
+        """Adapt on so many samples, compile, plan."""
+        self.run.adapt(self._batch, samples)
         for _ in range(WARM_UP_STEPS):
             self.step()
 
@@ -195,6 +195,7 @@ class Part:
 
     def __init__(self, shape: Shape, batch_size: int, device: torch.device) -> None:
         self.machine = Machine(device)
+        self.samples = shape.calibration_samples
         self.model = shape.model(device)
         self.batch = shape.inputs(batch_size, device)
         self.optimizer = optimizer_of(self.model, device)
@@ -206,7 +207,7 @@ class Part:
         """Set up a strategy and measure its memory; what fails becomes a row, for the others' minutes are lent ones."""
         try:
             training = Training(name, self.model, self.optimizer, self.batch)
-            training.warm_up()
+            training.warm_up(self.samples)
             self.rows[name] = training.memory(self.machine)
         except Exception:
             self.rows[name] = {"error": traceback.format_exc()}

@@ -112,10 +112,10 @@ class Run:
         elif strategy.offload == "async":
             self._contexts = AsyncOffload(model.parameters()).hooks
 
-    def adapt(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Let levels that adapt do so once, on this batch; no step does."""
+    def adapt(self, batch: tuple[Tensor, Tensor], samples: int) -> None:
+        """Let levels that adapt do so once, on the first samples of this batch; no step does."""
         if self.gact is not None:
-            self.gact.calibrate(self._loss, batch, samples=self.gact.config.calibration_samples)
+            self.gact.calibrate(self._loss, batch, samples=samples)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss of a step, whose backward may follow."""

@@ -88,7 +88,7 @@ def test_a_level_that_adapts_has_a_plan_after_the_warm_up_and_keeps_it():
     shape = SMALL_SHAPES["gpt-1024"]
     model = shape.model(CPU)
     training = Training("L2", model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
-    training.warm_up()
+    training.warm_up(2)
     assert len(training.run.gact.history) == 1
     training.step()
     assert len(training.run.gact.history) == 1
@@ -103,7 +103,7 @@ def test_offload_is_reported(monkeypatch):
     shape = SMALL_SHAPES["gpt-1024"]
     model = shape.model(CPU)
     training = Training("L4bit-swap", model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
-    training.warm_up()
+    training.warm_up(2)
     found = reported(training.run.gact.report())
     assert 0 < found["host_bytes"] < found["retained_bytes"] < found["exact_bytes"]
     assert found["stalls"] == 0
@@ -179,7 +179,7 @@ def test_a_strategy_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch
     def fail(*_):
         raise ArithmeticError("broken")
 
-    monkeypatch.setattr(bench_step.Run, "adapt", lambda run, batch: fail() if run.gact is not None else None)
+    monkeypatch.setattr(bench_step.Run, "adapt", lambda run, *_: fail() if run.gact is not None else None)
     assert run_main(tmp_path / "step.json", "L1", "untouched") == 1
     rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
     assert rows["L1"]["error"].endswith("ArithmeticError: broken\n")
