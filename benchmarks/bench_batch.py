@@ -42,7 +42,14 @@ FUSED = ("checkpoint", "checkpoint + L2")
 """under a checkpoint, measured with fused attention where the rest has the materialised one"""
 _TIMED_STEPS = 5
 # the last is all that an allocation in the native library says when it fails
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "MemoryError", '"aten::new_empty"')
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+    "MemoryError",
+    '"aten::new_empty"',
+)
 _KILLED = -9  # by the kernel, when the host has no memory left
 
 
@@ -76,10 +83,10 @@ def limit_memory(device: torch.device, gib: float) -> None:
     """Let this process have no more memory than that. Raises ValueError where the device has less."""
     limit_bytes = int(gib * 2**30)
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        if limit_bytes > total:
-            raise ValueError(f"--gib is {gib:g}, expected at most the {total / 2**30:.1f} of the device")
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        if limit_bytes > total_bytes:
+            raise ValueError(f"--gib is {gib:g}, expected at most the {total_bytes / 2**30:.1f} of the device")
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
         return
     status = Path("/proc/self/status").read_text().splitlines()
     now_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))

@@ -16,7 +16,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import LEVELS, Config
+from gact_dist.config import Offload
 
 # what a selective checkpoint keeps: results of what takes the time
 _KEPT_OPERATORS = (
@@ -64,6 +65,16 @@ def without_level(name: str) -> str:
     """The name of the strategy that leaves gact_dist out and keeps the rest."""
     rest = replace(STRATEGIES[name], level="")
     return next(other for other, strategy in STRATEGIES.items() if strategy == rest)
+
+
+def without_offload(name: str) -> str:
+    """The name of the strategy that keeps on the device what this one's level sends to the host."""
+    strategy = STRATEGIES[name]
+    if not strategy.level:
+        return name
+    wanted = replace(Config.from_level(strategy.level), offload=Offload())
+    level = next(level for level in LEVELS if Config.from_level(level) == wanted)
+    return next(other for other, found in STRATEGIES.items() if found == replace(strategy, level=level))
 
 
 class Checkpointed(nn.Module):
