@@ -42,7 +42,14 @@ FUSED = ("checkpoint", "checkpoint + L2")
 """under a checkpoint, measured with fused attention where the rest has the materialised one"""
 _TIMED_STEPS = 5
 # the last is all that an allocation in the native library says when it fails
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "MemoryError", '"aten::new_empty"')
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+    "MemoryError",
+    '"aten::new_empty"',
+)
 _KILLED = -9  # by the kernel, when the host has no memory left
 
 
@@ -76,10 +83,10 @@ def limit_memory(device: torch.device, gib: float) -> None:
     """Let this process have no more memory than that. Raises ValueError where the device has less."""
     limit_bytes = int(gib * 2**30)
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        if limit_bytes > total:
-            raise ValueError(f"--gib is {gib:g}, expected at most the {total / 2**30:.1f} of the device")
-        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        if limit_bytes > total_bytes:
+            raise ValueError(f"--gib is {gib:g}, expected at most the {total_bytes / 2**30:.1f} of the device")
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
         return
     status = Path("/proc/self/status").read_text().splitlines()
     now_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
@@ -96,7 +103,7 @@ def probe_here(shape: Shape, row: Row, batch: int, device: torch.device) -> Prob
     if not machine.is_gpu:  # by now all is imported, which takes memory of the same kind
         limit_memory(device, row.gib)
     machine.settle()
-    training.warm_up()
+    training.warm_up(shape.calibration_samples)
     step_s = statistics.median(machine.seconds(training.step) for _ in range(_TIMED_STEPS))
     return Probe(batch=batch, fits=True, peak_bytes=machine.allocated_bytes(peak=True), step_s=step_s)
 
@@ -172,7 +179,7 @@ def print_row(results: Results, row: Row) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=list(SHAPES), default=["bert-large", "gpt-2048"])
+    parser.add_argument("--part", nargs="+", choices=list(SHAPES), default=["bert-large"])
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(PROBED))
     parser.add_argument("--gib", type=float, default=16.0, help="memory that a probe may use")
     parser.add_argument("--first", type=int, default=8, help="the batch to begin with")

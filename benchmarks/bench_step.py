@@ -9,10 +9,11 @@ change of the machine's speed meets all; medians over the rounds are reported. L
 
 "floor" is what the device needs to copy as many bytes as packing and unpacking move: for every tensor that is stored
 compressed two copies of (its bytes + its payload's) / 2, so that each reads and writes what one of them does. It takes
-its turn in every round as well. "added" is the median of a round's difference to the untouched job; "to floor" the
-same over the floor, for levels under a checkpoint the difference to that checkpoint. Held: device bytes between forward
-and backward; peak: the most during a step; both by the allocator and above what is there before the step (weights,
-optimizer state). On a CPU there is no such count.
+its turn in every round as well. "added" is the median of a round's difference to the untouched job, in its steps; "to
+floor" the same in floors, for levels under a checkpoint the difference to that checkpoint; "offload" the difference to
+the level that keeps its payloads on the device. Held: device bytes between forward and backward; peak: the most during
+a step; both by the allocator and above what is there before the step (weights, optimizer state). On a CPU there is no
+such count.
 
 Results are written after every part; parts of earlier runs in the same file stay. A strategy that fails is a row with
 its error, and the run ends with status 1. On an H200 each part is meant to fit into ten minutes.
@@ -30,7 +31,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shapes import SHAPES, SMALL_SHAPES, Shape
-from strategies import STRATEGIES, Run, without_level
+from strategies import STRATEGIES, Run, without_level, without_offload
 
 from gact_dist.report import MemoryReport
 
@@ -104,9 +105,9 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def warm_up(self) -> None:
-        """Adapt, compile, plan."""
-        self.run.adapt(self._batch)
+    def warm_up(self, samples: int) -> None:
+        """Adapt on so many samples, compile, plan."""
+        self.run.adapt(self._batch, samples)
         for _ in range(WARM_UP_STEPS):
             self.step()
 
@@ -159,17 +160,22 @@ def take_turns(machine: Machine, actors: Sequence[Training | Floor], rounds: int
             actor.times_s.append(elapsed_s / steps)
 
 
-def row_of(training: Training, untouched: Training | None, without: Training | None, floor: Floor | None) -> dict:
-    """What the times of a strategy say, in seconds: beside the untouched job, the one without its level, the floor."""
+def row_of(name: str, trainings: Mapping[str, Training], floor: Floor | None) -> dict[str, Any]:
+    """What the times of a strategy say, in seconds, beside those that were timed in the same rounds."""
+    training = trainings[name]
     row: dict[str, Any] = {"step_s": statistics.median(training.times_s), "times_s": training.times_s}
-    if untouched is not None:
-        row["added_s"] = _added_s(training, untouched)
-        row["added_to_step"] = row["added_s"] / statistics.median(untouched.times_s)
     if floor is not None and floor.sizes:
         row["floor_s"] = statistics.median(floor.times_s)
         row["floor_bytes_per_s"] = floor.moved_bytes / row["floor_s"]
-        if without is not None:
-            row["added_to_floor"] = _added_s(training, without) / row["floor_s"]
+        if without_level(name) in trainings:
+            row["added_to_floor"] = _added_s(training, trainings[without_level(name)]) / row["floor_s"]
+    if "untouched" in trainings:
+        step_s = statistics.median(trainings["untouched"].times_s)
+        row["added_s"] = _added_s(training, trainings["untouched"])
+        row["added_to_step"] = row["added_s"] / step_s
+        resident = without_offload(name)
+        if resident != name and resident in trainings:
+            row["offload_to_step"] = _added_s(training, trainings[resident]) / step_s
     return row
 
 
@@ -195,6 +201,7 @@ class Part:
 
     def __init__(self, shape: Shape, batch_size: int, device: torch.device) -> None:
         self.machine = Machine(device)
+        self.samples = shape.calibration_samples
         self.model = shape.model(device)
         self.batch = shape.inputs(batch_size, device)
         self.optimizer = optimizer_of(self.model, device)
@@ -206,7 +213,7 @@ class Part:
         """Set up a strategy and measure its memory; what fails becomes a row, for the others' minutes are lent ones."""
         try:
             training = Training(name, self.model, self.optimizer, self.batch)
-            training.warm_up()
+            training.warm_up(self.samples)
             self.rows[name] = training.memory(self.machine)
         except Exception:
             self.rows[name] = {"error": traceback.format_exc()}
@@ -223,8 +230,7 @@ class Part:
         self._share_scratch()
         take_turns(self.machine, [*self.trainings.values(), *self.floors.values()], rounds, steps)
         for name, training in self.trainings.items():
-            others = (self.trainings.get(other) for other in ("untouched", without_level(name)))
-            self.rows[name] |= row_of(training, *others, self.floors.get(name))
+            self.rows[name] |= row_of(name, self.trainings, self.floors.get(name))
             if training.run.gact is not None:
                 self.rows[name] |= reported(training.run.gact.report())
             training.run.close()
@@ -273,17 +279,17 @@ def environment(device: torch.device) -> dict[str, Any]:
 def print_table(name: str, part: dict[str, Any]) -> None:
     """One line for each strategy."""
     print(f"{name}, batch {part['batch_size']}:")
-    print(
-        f"  {'':20s} {'step ms':>9s} {'added %':>8s} {'to floor':>8s} {'held MiB':>9s} {'peak MiB':>9s} {'stalls':>6s}"
-    )
+    titles = ("step ms", 9), ("added %", 8), ("to floor", 8), ("offload %", 9), ("held MiB", 9), ("peak MiB", 9)
+    print(" " * 22, *(f"{title:>{width}s}" for title, width in (*titles, ("stalls", 6))))
     for strategy, row in part["rows"].items():
         if "error" in row:
             print(f"  {strategy:20s} failed: {row['error'].splitlines()[-1]}")
             continue
         cells = [
             _cell(row.get("step_s"), 9, 2, 1e3), _cell(row.get("added_to_step"), 8, 1, 100),
-            _cell(row.get("added_to_floor"), 8, 2), _cell(row["held_bytes"], 9, 1, 2**-20),
-            _cell(row["peak_bytes"], 9, 1, 2**-20), _cell(row.get("stalls"), 6, 0),
+            _cell(row.get("added_to_floor"), 8, 2), _cell(row.get("offload_to_step"), 9, 1, 100),
+            _cell(row["held_bytes"], 9, 1, 2**-20), _cell(row["peak_bytes"], 9, 1, 2**-20),
+            _cell(row.get("stalls"), 6, 0),
         ]  # fmt: skip
         print(f"  {strategy:20s} {' '.join(cells)}")
     for strategy, why in part["not_run"].items():

@@ -110,6 +110,8 @@ class Shape:
     """samples of a step whose time is measured"""
     attentions: tuple[str, ...] = ("sdpa",)
     """values that `make` takes as attention, the first where nothing else is said"""
+    calibration_samples: int = 8
+    """samples that an adaptation differentiates twice, with attention materialised: memory that must be there"""
     dtype: torch.dtype = torch.bfloat16
 
     def model(self, device: torch.device, attention: str = "") -> nn.Module:
@@ -148,13 +150,14 @@ def images(size: int, dtype: torch.dtype, samples: int, device: torch.device) ->
 
 def _gpt(batch: int, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Shape:
     inputs = partial(next_tokens, sizes["vocabulary"], sizes["length"])
-    return Shape(make=partial(GPT, **sizes), inputs=inputs, batch=batch, dtype=dtype)
+    return Shape(make=partial(GPT, **sizes), inputs=inputs, batch=batch, dtype=dtype, calibration_samples=1)
 
 
 def _bert(batch: int, length: int, dtype: torch.dtype = torch.bfloat16, **sizes: int) -> Shape:
     make = partial(bert, max_position_embeddings=length, **sizes)
     inputs = partial(sentences, sizes["vocab_size"], length)
-    return Shape(make=make, inputs=inputs, batch=batch, attentions=("sdpa", "eager"), dtype=dtype)
+    attentions = ("sdpa", "eager")
+    return Shape(make=make, inputs=inputs, batch=batch, attentions=attentions, dtype=dtype, calibration_samples=2)
 
 
 def _images(make: Callable[..., nn.Module], batch: int, size: int, dtype: torch.dtype = torch.bfloat16) -> Shape:

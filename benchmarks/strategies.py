@@ -16,7 +16,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import LEVELS, Config
+from gact_dist.config import Offload
 
 # what a selective checkpoint keeps: results of what takes the time
 _KEPT_OPERATORS = (
@@ -66,6 +67,16 @@ def without_level(name: str) -> str:
     return next(other for other, strategy in STRATEGIES.items() if strategy == rest)
 
 
+def without_offload(name: str) -> str:
+    """The name of the strategy that keeps on the device what this one's level sends to the host."""
+    strategy = STRATEGIES[name]
+    if not strategy.level:
+        return name
+    wanted = replace(Config.from_level(strategy.level), offload=Offload())
+    level = next(level for level in LEVELS if Config.from_level(level) == wanted)
+    return next(other for other, found in STRATEGIES.items() if found == replace(strategy, level=level))
+
+
 class Checkpointed(nn.Module):
     """A block under torch's checkpoint, without reentrance."""
 
@@ -112,10 +123,10 @@ class Run:
         elif strategy.offload == "async":
             self._contexts = AsyncOffload(model.parameters()).hooks
 
-    def adapt(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Let levels that adapt do so once, on this batch; no step does."""
+    def adapt(self, batch: tuple[Tensor, Tensor], samples: int) -> None:
+        """Let levels that adapt do so once, on the first samples of this batch; no step does."""
         if self.gact is not None:
-            self.gact.calibrate(self._loss, batch, samples=self.gact.config.calibration_samples)
+            self.gact.calibrate(self._loss, batch, samples=samples)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss of a step, whose backward may follow."""

@@ -38,7 +38,7 @@ class Stored:
         if not storage.takes(buffer.device, nbytes):
             return payload
         self.offloaded = storage.place(self.name, nbytes)
-        if self.offloaded.block is None:
+        if not self.offloaded.leaves:
             return payload
         packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
         self.offloaded.send(packed.payload)
@@ -47,7 +47,7 @@ class Stored:
     @property
     def host_bytes(self) -> int:
         """Bytes of the payload in host memory."""
-        return self.offloaded.nbytes if self.offloaded is not None and self.offloaded.block is not None else 0
+        return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
 
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -106,6 +108,16 @@ def test_what_counts_as_no_memory(code, reason):
 def test_a_probe_that_fails_otherwise_is_an_error_and_no_border():
     with pytest.raises(RuntimeError, match=r"(?s)batch 3 ended with status 1: .*KeyError: 'a fault'"):
         run_python("raise KeyError('a fault')", 3)
+
+
+def test_a_limit_on_a_gpu_is_a_fraction_of_its_memory(monkeypatch):
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    bench_batch.limit_memory(torch.device("cuda"), 16)
+    assert fractions == [0.2]
+    with pytest.raises(ValueError, match=r"--gib is 81, expected at most the 80\.0 of the device"):
+        bench_batch.limit_memory(torch.device("cuda"), 81)
 
 
 def test_a_real_probe_dies_by_its_limit():

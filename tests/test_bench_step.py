@@ -17,7 +17,7 @@ import bench_step
 import strategies
 from bench_step import Floor, Training, main, reported, row_of
 from shapes import SMALL_SHAPES, loss_of
-from strategies import STRATEGIES, Run, Strategy, replica, without_level
+from strategies import STRATEGIES, Run, Strategy, replica, without_level, without_offload
 
 import gact_dist
 
@@ -82,13 +82,15 @@ def test_every_strategy_with_a_level_has_one_without():
         "checkpoint + L3": "checkpoint",
         "checkpoint": "checkpoint",
     }
+    offloaded = {name: without_offload(name) for name in STRATEGIES if without_offload(name) != name}
+    assert offloaded == {"L3": "L2", "L4bit-swap": "L1", "swap": "exact", "checkpoint + L3": "checkpoint + L2"}
 
 
 def test_a_level_that_adapts_has_a_plan_after_the_warm_up_and_keeps_it():
     shape = SMALL_SHAPES["gpt-1024"]
     model = shape.model(CPU)
     training = Training("L2", model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
-    training.warm_up()
+    training.warm_up(2)
     assert len(training.run.gact.history) == 1
     training.step()
     assert len(training.run.gact.history) == 1
@@ -103,7 +105,7 @@ def test_offload_is_reported(monkeypatch):
     shape = SMALL_SHAPES["gpt-1024"]
     model = shape.model(CPU)
     training = Training("L4bit-swap", model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
-    training.warm_up()
+    training.warm_up(2)
     found = reported(training.run.gact.report())
     assert 0 < found["host_bytes"] < found["retained_bytes"] < found["exact_bytes"]
     assert found["stalls"] == 0
@@ -137,12 +139,20 @@ class Timed:
 
 
 def test_differences_are_taken_within_a_round():
-    level, untouched, floor = Timed(3.0, 13.0, 5.0), Timed(2.0, 11.0, 2.0), Timed(1.0, 2.0, 4.0)
-    row = row_of(level, untouched, untouched, floor)
+    floor = Timed(1.0, 2.0, 4.0)
+    times = {"untouched": Timed(2.0, 11.0, 2.0), "L1": Timed(3.0, 13.0, 5.0), "L4bit-swap": Timed(3.5, 16.0, 5.0)}
+    row = row_of("L1", times, floor)
     assert (row["step_s"], row["added_s"], row["added_to_step"]) == (5.0, 2.0, 1.0)
     assert (row["floor_s"], row["added_to_floor"], row["floor_bytes_per_s"]) == (2.0, 1.0, 20.0)
-    assert "added_s" not in row_of(level, None, None, None)
-    assert row_of(level, untouched, Timed(1.0, 1.0, 1.0), floor)["added_to_floor"] == 2.0
+    assert "offload_to_step" not in row
+    assert row_of("L4bit-swap", times, None)["offload_to_step"] == 0.25
+    assert set(row_of("L1", {"L1": times["L1"]}, None)) == {"step_s", "times_s"}
+
+
+def test_a_level_under_a_checkpoint_is_held_against_that_checkpoint():
+    times = {"untouched": Timed(1.0), "checkpoint": Timed(3.0), "checkpoint + L2": Timed(4.5)}
+    row = row_of("checkpoint + L2", times, Timed(0.5))
+    assert (row["added_s"], row["added_to_floor"]) == (3.5, 3.0)
 
 
 # -- the script --------------------------------------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def test_a_strategy_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch
     def fail(*_):
         raise ArithmeticError("broken")
 
-    monkeypatch.setattr(bench_step.Run, "adapt", lambda run, batch: fail() if run.gact is not None else None)
+    monkeypatch.setattr(bench_step.Run, "adapt", lambda run, *_: fail() if run.gact is not None else None)
     assert run_main(tmp_path / "step.json", "L1", "untouched") == 1
     rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
     assert rows["L1"]["error"].endswith("ArithmeticError: broken\n")

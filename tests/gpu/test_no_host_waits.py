@@ -58,7 +58,7 @@ def job(level: str | None, checkpointed: bool) -> tuple[Callable[[], None], gact
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(20):  # kernels are compiled, roles found, and the plan of what leaves is a second one
+    for _ in range(40):  # kernels are compiled, roles found, and what the first plans of offload took is given back
         step()
     return step, gact
 

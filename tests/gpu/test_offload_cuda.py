@@ -71,7 +71,7 @@ def test_payloads_come_back_bit_by_bit(dtype, nbytes):
     del sent
     torch.cuda.synchronize()
     other = place.place("other", 8)  # by then the device memory has been dropped
-    assert payload.place is Place.HOST
+    assert payload.held.place is Place.HOST
     assert torch.equal(payload.fetch(), expected)
     del other
 
@@ -136,7 +136,7 @@ def test_a_copy_is_over_while_the_computation_behind_it_still_runs():
     for _ in range(200):  # a second or more
         weight @ weight
     computed = device.record(device.current_stream())
-    while not payload.block.written.done():
+    while not payload.held.block.written.done():
         pass
     assert not computed.done()
 
