@@ -55,7 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"gact {bits}": {"policy": "gact", "bits": bits} for bits in (2, 3, 4, 8)},
     **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
 }
-SAME_BYTES = (2, 3, 4, 8)  # uniform widths whose bytes an adaptive plan is given
+UNIFORM = tuple(range(1, 9))  # widths that are compared
+SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
 MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
 BATCHES, DRAWS = 3, 3
 
@@ -100,10 +101,10 @@ def trained(config: RunConfig, setting: str, seed: int) -> tuple[dict[str, Any],
     """A training run: what it reached and kept, and what was recorded for gradients."""
     recorder = Recorder(config.steps)
     settings = settings_of(config, seed, **SETTINGS[setting]) if SETTINGS[setting] else None
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     measured = train(config, Ranks(), torch.device("cpu"), seed=seed, settings=settings, after_step=recorder)
     found = {"accuracy": measured.accuracy, "test_loss": measured.test_loss}
-    found |= {"final_loss": statistics.mean(measured.losses[-10:]), "time_s": time.perf_counter() - started_s}
+    found |= {"final_loss": statistics.mean(measured.losses[-10:]), "time_s": time.process_time() - started_s}
     if recorder.bytes:
         columns = [statistics.mean(column) for column in zip(*recorder.bytes, strict=True)]
         found |= dict(zip(("retained_bytes", "exact_bytes", "average_bits"), columns, strict=True))
@@ -146,7 +147,7 @@ def compare(config: RunConfig, recorder: Recorder, seed: int) -> Iterator[dict[s
         def noise(point: Point = point, **choice: Any) -> Noise:
             return point.noise(settings_of(config, seed, **choice), draws=DRAWS)
 
-        uniform = {bits: noise(policy="uniform", bits=bits) for bits in range(1, 9)}
+        uniform = {bits: noise(policy="uniform", bits=bits) for bits in UNIFORM}
         for bits, found in uniform.items():
             yield {"setting": f"uniform {bits}"} | entry(step, found)
         for bits in SAME_BYTES:

@@ -29,6 +29,7 @@ class Noise:
     average_bits: float
     """payload bits of an element, over the tensors whose width is chosen"""
     retained_bytes: int
+    """of the batch that takes the most"""
     exact_bytes: int
 
 
@@ -58,8 +59,11 @@ class Point:
                     gact.calibrate(self._fixed(0), self._batches[0], samples=config.calibration_samples)
             with gact.step():  # the first step only learns which tensors are what
                 self.loss(0)
-            measured = sum(self._distance(gact, number, draws) for number in range(len(self._batches)))
-            report, plan = gact.report(), gact.plan
+            measured, reports = 0.0, []
+            for number in range(len(self._batches)):
+                measured += self._distance(gact, number, draws)
+                reports.append(gact.report())
+            report, plan = max(reports, key=lambda report: report.retained_bytes), gact.plan
             gact.detach()
             predicted = self._predicted(config, plan)
         return Noise(
