@@ -41,7 +41,7 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     assert list(runs) == list(fidelity.SETTINGS)
     for setting in ("uniform 4", "gact 2", "acgc 0.05"):
         assert [moment["step"] for moment in runs[setting]["moments"]] == [1, 3]
-        # three draws of a squared norm over hundreds of dimensions and a prediction from four probes, both within 0.2
+        # three draws of a squared norm over hundreds of dimensions and a prediction from one probe, both within 0.2
         last = runs[setting]["moments"][-1]
         assert last["predicted"] == pytest.approx(last["measured"], rel=0.6)
     assert runs["uniform 4"]["average_bits"] == 4
