@@ -8,7 +8,7 @@ One process and one thread for each. A run trains a model with one setting, from
 batches as the untouched run of its seed; a third into it and at its end, the variance that its plan adds to the
 gradient is predicted and measured on the batches that come next. A comparison takes the untouched job's weights at the
 same two moments and sets uniform widths against adaptive ones in the same bytes, and against policy acgc. Every run and
-every comparison is written as soon as it is done and not repeated.
+every comparison is written as soon as it is done and not repeated: after a change of the library, remove the file.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def trained(config: RunConfig, setting: str, seed: int) -> tuple[dict[str, Any],
         columns = [statistics.mean(column) for column in zip(*recorder.sizes, strict=True)]
         found |= dict(zip(("retained_bytes", "exact_bytes", "average_bits"), columns, strict=True))
     numbers = ("step", "kept", "average_bits", "predicted_variance", "gradient_error")
-    return found | {"history": [{key: entry[key] for key in numbers} for entry in measured.history]}, recorder
+    return found | {"history": [{key: adaptation[key] for key in numbers} for adaptation in measured.history]}, recorder
 
 
 def point_of(config: RunConfig, recorder: Recorder, step: int, seed: int) -> Point:

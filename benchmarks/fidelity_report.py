@@ -135,7 +135,7 @@ def narrowest_uniform(rows: Rows, error: float) -> dict[str, Any] | None:
 
 def _geometric_mean(values: Iterable[float]) -> float:
     found = list(values)
-    usable = all(0 < value < math.inf for value in found)
+    usable = all(value > 0 for value in found)  # and no NaN
     return math.exp(statistics.mean(math.log(value) for value in found)) if usable else math.nan
 
 
@@ -227,6 +227,7 @@ def _plot_variance(axes: Any, _: Rows, comparisons: Rows) -> None:
             if policy != "acgc":
                 axes.plot(shares, [row["predicted"] for row in rows], "-", label=f"{policy}, predicted", **look)
     axes.set_yscale("log")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 100))
     axes.set(xlabel="retained bytes (% of exact)", ylabel="variance added / squared gradient")
 
 
