@@ -66,7 +66,7 @@ def same_bytes_table(comparisons: Rows) -> str:
         cells = []
         for bits in _compared_bits(comparisons):
             gains = [gain for name, gain in gains_in_same_bytes(comparisons, bits) if name == model]
-            cells.append(f"{_geometric_mean(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})" if gains else "")
+            cells.append(_range(gains, ".3g"))
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -94,8 +94,8 @@ def promise_table(held: dict[str, Any]) -> str:
     """Policy acgc: the increase of the gradient's second moment in its runs, and its bytes against uniform widths."""
     lines = [
         "| model | e^2 | increase in the runs, mean (worst) | moments within | bits, mean of the runs | "
-        "bytes at the untouched weights, over those of the narrowest uniform width within (its bits) |",
-        "|---|---|---|---|---|---|",
+        "at the untouched weights: within | bytes, over those of the narrowest uniform width within | its bits |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for model, setting in dict.fromkeys((row["model"], row["setting"]) for row in held["runs"]):
         if not setting.startswith("acgc"):
@@ -105,28 +105,26 @@ def promise_table(held: dict[str, Any]) -> str:
         increases = [moment["measured"] for row in chosen for moment in row["moments"]]
         within = sum(increase <= error for increase in increases)
         bits = statistics.mean(row["average_bits"] for row in chosen)
+        comparisons = [row for row in held["comparisons"] if row["model"] == model]
         lines.append(
             f"| {model} | {error:g} | {statistics.mean(increases):.3g} ({max(increases):.3g}) | "
-            f"{within} of {len(increases)} | {bits:.2f} | {_against_uniform(held['comparisons'], model, setting)} |"
+            f"{within} of {len(increases)} | {bits:.2f} | {_against_uniform(comparisons, setting, error)} |"
         )
     return "\n".join(lines)
 
 
-def _against_uniform(comparisons: Rows, model: str, setting: str) -> str:
-    """Ratio of bytes at each seed and moment, where both keep to the error."""
-    error, cells = float(setting.split()[1]), []
+def _against_uniform(comparisons: Rows, setting: str, error: float) -> str:
+    """Three cells: how often it kept to the error, its bytes over the uniform width's where one does, and the width."""
+    within, ratios, widths = [], [], []
     for point, found in _by_point(comparisons, setting).items():
-        if point[0] != model:
-            continue
+        within.append(found["measured"] <= error)
         beside = [row for row in comparisons if (row["model"], row["seed"], row["step"]) == point]
         uniform = narrowest_uniform(beside, error)
-        if uniform is None:
-            cells.append("no width keeps to it")
-            continue
-        bits = uniform["setting"].split()[1]
-        over = "" if found["measured"] <= error else f", itself over: {found['measured']:.3g}"
-        cells.append(f"{found['retained_bytes'] / uniform['retained_bytes']:.2f} ({bits}{over})")
-    return ", ".join(cells)
+        if uniform is not None:
+            ratios.append(found["retained_bytes"] / uniform["retained_bytes"])
+            widths.append(int(uniform["setting"].split()[1]))
+    cells = [f"{sum(within)} of {len(within)}", _range(ratios, ".2f"), ", ".join(map(str, sorted(set(widths))))]
+    return " | ".join(cells)
 
 
 def narrowest_uniform(rows: Rows, error: float) -> dict[str, Any] | None:
@@ -137,8 +135,13 @@ def narrowest_uniform(rows: Rows, error: float) -> dict[str, Any] | None:
 
 def _geometric_mean(values: Iterable[float]) -> float:
     found = list(values)
-    usable = all(0 < value < math.inf for value in found)
+    usable = all(value > 0 for value in found)  # and no NaN
     return math.exp(statistics.mean(math.log(value) for value in found)) if usable else math.nan
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """The geometric mean, and the smallest and largest value."""
+    return f"{_geometric_mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if values else ""
 
 
 def _deviation(values: Sequence[float]) -> float:
@@ -166,23 +169,26 @@ def plot(held: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _figure(held: dict[str, Any], draw: Any, path: Path) -> None:
+    """One panel for each model, and one legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(row["model"] for row in held["runs"]))
-    figure = Figure(figsize=(13, 3.9 * math.ceil(len(models) / 3)), layout="constrained")
+    rows, columns = math.ceil(len(models) / 3), min(3, len(models))
+    figure = Figure(figsize=(4.4 * columns, 3.8 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(math.ceil(len(models) / 3), min(3, len(models)), squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, model in zip(panels, models, strict=False):
         axes.set_title(model)
         axes.grid(alpha=0.25)
-        draw(
-            axes,
-            [row for row in held["runs"] if row["model"] == model],
-            [row for row in held["comparisons"] if row["model"] == model],
-        )
-    for axes in list(panels)[len(models) :]:
+        draw(axes, *([row for row in held[kind] if row["model"] == model] for kind in ("runs", "comparisons")))
+    for axes in panels[len(models) :]:
         axes.set_axis_off()
+    entries = [axes.get_legend_handles_labels() for axes in panels]
+    unique = {label: handle for handles, labels in entries for handle, label in zip(handles, labels, strict=True)}
+    seeds = len({row["seed"] for row in held["runs"]})
+    title = f"{held['date']}, seeds: {seeds}"
+    figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=6, frameon=False, title=title)
     figure.savefig(path, dpi=110)
 
 
@@ -206,7 +212,6 @@ def _plot_accuracy(axes: Any, runs: Rows, _: Rows) -> None:
         axes.plot(*where, "o", color=COLOURS[policy], label=policy)
         axes.annotate(setting.split()[1], where, textcoords="offset points", xytext=(5, 4), fontsize=8)
     axes.set(xlabel="exact / retained bytes", ylabel="accuracy against untouched (points)")
-    _legend(axes)
 
 
 def _plot_variance(axes: Any, _: Rows, comparisons: Rows) -> None:
@@ -222,8 +227,8 @@ def _plot_variance(axes: Any, _: Rows, comparisons: Rows) -> None:
             if policy != "acgc":
                 axes.plot(shares, [row["predicted"] for row in rows], "-", label=f"{policy}, predicted", **look)
     axes.set_yscale("log")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 100))
     axes.set(xlabel="retained bytes (% of exact)", ylabel="variance added / squared gradient")
-    _legend(axes)
 
 
 def _plot_promise(axes: Any, runs: Rows, _: Rows) -> None:
@@ -242,13 +247,7 @@ def _plot_promise(axes: Any, runs: Rows, _: Rows) -> None:
         axes.plot([place] * len(increases), increases, "o", color=COLOURS["acgc"], label="on batches to come")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
+    axes.set_ylim(0.01, 20)
     axes.set_xticks(range(len(settings)), [f"e² = {setting.split()[1]}" for setting in settings])
     axes.margins(x=0.4)
     axes.set_ylabel("measured increase / tolerated")
-    _legend(axes)
-
-
-def _legend(axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=8)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import gact_dist
-from gact_dist.batches import first_samples
 from gact_dist.engine import Engine
 from gact_dist.policies import policy_of
 from gact_dist.sensitivity import measure
 
-PROBES = 4
+PROBES = 1  # random directions for each batch
+_NO_CHOICE = ("exact", "mask", "binary", "narrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,11 @@ class Noise:
 
     measured: float
     predicted: float
-    """from the sensitivities under the same plan"""
+    """from the sensitivities of the same batches under the same plan"""
     average_bits: float
     """payload bits of an element, over the tensors whose width is chosen"""
     retained_bytes: int
+    """of the batch that takes the most"""
     exact_bytes: int
 
 
@@ -58,8 +59,11 @@ class Point:
                     gact.calibrate(self._fixed(0), self._batches[0], samples=config.calibration_samples)
             with gact.step():  # the first step only learns which tensors are what
                 self.loss(0)
-            measured = sum(self._distance(gact, number, draws) for number in range(len(self._batches)))
-            report, plan = gact.report(), gact.plan
+            measured, reports = 0.0, []
+            for number in range(len(self._batches)):
+                measured += self._distance(gact, number, draws)
+                reports.append(gact.report())
+            report, plan = max(reports, key=lambda report: report.retained_bytes), gact.plan
             gact.detach()
             predicted = self._predicted(config, plan)
         return Noise(
@@ -83,12 +87,10 @@ class Point:
         engine = Engine(self._model, config, 0)
         engine.plan = plan
         total = 0.0
-        for number, batch in enumerate(self._batches):
-            part, fraction = first_samples(batch, config.calibration_samples)
-            forward = partial(self._fixed(number), part)
-            found = measure(engine, self._model, forward, seed=number, fraction=fraction, probes=PROBES)
+        for number in range(len(self._batches)):
+            found = measure(engine, self._model, partial(self.loss, number), seed=number, probes=PROBES)
             widths = [(item, engine.bits_of(item.name)) for item in found]
-            total += fraction * sum(float(item.variance[bits - 1]) for item, bits in widths if bits is not None)
+            total += sum(float(item.variance[bits - 1]) for item, bits in widths if bits is not None)
         engine.close()
         return total / len(self._batches)
 
@@ -114,6 +116,6 @@ def gradient(model: nn.Module, loss: Tensor) -> Tensor:
 
 def average_bits(report: gact_dist.MemoryReport, plan: dict[str, int | None]) -> float:
     """Payload bits of an element, over the tensors whose width a policy chooses; 32 where there is none."""
-    chosen = [row for row in report.rows if row.bytes and (row.codec == "quantised" or row.name in plan)]
+    chosen = [row for row in report.rows if row.bytes and (row.codec not in _NO_CHOICE or row.name in plan)]
     elements = sum(torch.Size(row.shape).numel() for row in chosen)
     return sum(torch.Size(row.shape).numel() * row.bits for row in chosen) / elements if elements else 32.0

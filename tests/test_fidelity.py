@@ -28,6 +28,7 @@ def small(monkeypatch):
     chosen = (fidelity.UNTOUCHED, "uniform 4", "gact 2", "acgc 0.05")
     monkeypatch.setattr(fidelity, "MODELS", {"language": SMALL})
     monkeypatch.setattr(fidelity, "SETTINGS", {name: fidelity.SETTINGS[name] for name in chosen})
+    monkeypatch.setattr(fidelity, "UNIFORM", (2, 4))
     monkeypatch.setattr(fidelity, "SAME_BYTES", (4,))
     monkeypatch.setattr(fidelity, "BATCHES", 1)
 
@@ -40,7 +41,7 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     assert list(runs) == list(fidelity.SETTINGS)
     for setting in ("uniform 4", "gact 2", "acgc 0.05"):
         assert [moment["step"] for moment in runs[setting]["moments"]] == [1, 3]
-        # three draws of a squared norm over hundreds of dimensions and a prediction from four probes, both within 0.2
+        # three draws of a squared norm over hundreds of dimensions and a prediction from one probe, both within 0.2
         last = runs[setting]["moments"][-1]
         assert last["predicted"] == pytest.approx(last["measured"], rel=0.6)
     assert runs["uniform 4"]["average_bits"] == 4
@@ -98,5 +99,5 @@ def test_acgc_is_held_to_its_error_and_to_the_narrowest_uniform_width_that_keeps
     ]
     runs = [_run("acgc 0.25", 0, 0.8, measured=0.2), _run("acgc 0.25", 1, 0.8, measured=0.4)]
     table = fidelity_report.promise_table({"runs": runs, "comparisons": comparisons})
-    assert "| m | 0.25 | 0.3 (0.4) | 1 of 2 | 2.00 | 0.80 (2) |" in table
+    assert "| m | 0.25 | 0.3 (0.4) | 1 of 2 | 2.00 | 1 of 1 | 0.80 (0.80 to 0.80) | 2 |" in table
     assert fidelity_report.gains_in_same_bytes(comparisons, 2) == [("m", pytest.approx(4.0))]
