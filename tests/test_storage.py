@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import random
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
@@ -588,6 +590,63 @@ def test_a_backward_as_expected_looks_at_the_next_name_only():
     assert Name.compared <= 100
     trace.advance(names[50])  # a second backward begins there
     assert trace.position == 51
+
+
+class AnyJob:
+    """Whatever a job may do with a storage, in an order that chance makes."""
+
+    def __init__(self, seed: int) -> None:
+        chance = self.chance = random.Random(seed)
+        settings = {"prefetch": chance.randrange(4), "max_device_bytes": chance.choice([0, 1, 6 * SIZE])}
+        lead_s = chance.choice([0.0, 3 * COPY_S, 1.0])
+        device = Simulated(BANDWIDTH * chance.uniform(0.1, 4), BANDWIDTH * chance.uniform(0.1, 4), lead_s=lead_s)
+        host_bytes = chance.choice([2**40, 2**40, 9 * SIZE])
+        self.job = Job(storage_on(device, host_bytes, **settings), device, every_s=COPY_S)
+        self.streams = [device.compute, Stream("other")]
+        self.graphs: list[tuple[dict[str, Payload], int]] = []
+
+    def act(self) -> None:
+        actions = [self.forward, self.forward, self.backward, self.backward, self.backward]
+        actions += [self.drop, self.job.storage.statistics, self.change_stream]
+        self.chance.choice(actions)()
+
+    def forward(self) -> None:
+        if len(self.graphs) < 3:
+            first, count = self.chance.randrange(3), self.chance.randrange(1, 16)
+            self.job.nbytes = self.chance.choice([SIZE, SIZE, SIZE // 3])
+            self.graphs.append((self.job.forward([f"t{i}" for i in range(first, first + count)]), self.job.nbytes))
+
+    def backward(self) -> None:
+        """In reverse or by chance, of all or a part, which is dropped at once or kept for another backward."""
+        if self.graphs:
+            payloads, self.job.nbytes = self.chance.choice(self.graphs)
+            order = list(reversed(payloads))
+            if self.chance.random() < 0.3:
+                self.chance.shuffle(order)
+            if self.chance.random() < 0.3:
+                order = order[: self.chance.randrange(len(order) + 1)]
+            self.job.backward(payloads, order, keep=self.chance.random() < 0.5)
+
+    def drop(self) -> None:
+        if self.graphs:
+            self.graphs.pop(self.chance.randrange(len(self.graphs)))
+
+    def change_stream(self) -> None:
+        """As a job does it: the new one waits for what the old one computed."""
+        device = self.job.device
+        before, device.current = device.current, self.chance.choice(self.streams)
+        device.wait(device.current, device.record(before))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_a_job_does_it_gets_its_bytes_and_leaves_nothing(seed):
+    case = AnyJob(seed)
+    for _ in range(40):
+        case.act()
+    case.graphs.clear()
+    case.job.storage.begin()
+    assert_empty(case.job)
+    assert case.job.storage.trace.resident == deque()
 
 
 def test_memory_follows_the_payloads_when_their_sizes_change():
