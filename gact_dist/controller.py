@@ -20,6 +20,7 @@ from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .per_sample import Bits, plan_from
 from .policies import policy_of
 from .report import MemoryReport, build_report
 from .samples import Sample
@@ -96,7 +97,7 @@ class Controller:
         self._step = 0
         self._adapted_at: int | None = None
         self._interval = self.config.adapt_interval
-        self._plan: dict[str, int | None] = {}
+        self._plan: dict[str, Bits] = {}
         self._sensitivity: dict[str, float] = {}
         self._installed = ExitStack()
         self._hooks = ExitStack()
@@ -294,8 +295,11 @@ class Controller:
     # -- what is known ------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> dict[str, int | None]:
-        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform)."""
+    def plan(self) -> dict[str, Bits]:
+        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform).
+
+        With policy actnn bits may be a tuple: the widths of equal shares of the samples, those ranked first at first.
+        """
         return dict(self._plan)
 
     def report(self) -> MemoryReport:
@@ -331,7 +335,8 @@ class Controller:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
         loaded = _read(state)
         self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
-        self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
+        self._plan = plan_from(loaded["plan"], shares=self.config.policy == "actnn")
+        self._sensitivity = loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan
             self._engine.load_state_dict(loaded["engine"])

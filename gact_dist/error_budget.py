@@ -20,6 +20,7 @@ from . import policies, sync
 from .allocation import Allocation
 from .engine import Engine
 from .gradient_error import GradientError, GradientProbe, SecondMoment, SquaredGradient, second_moment_of_batch
+from .per_sample import one_width
 from .policies import Costs
 from .samples import Sample
 
@@ -55,7 +56,7 @@ class ErrorBudget:
         tolerated, fraction = self._tolerated, sample.fraction
         self._sampled_at = step
         probe = GradientProbe(self._engine, self._model, sample.loss, seed=seed, fraction=fraction)
-        in_force = {name: self._engine.bits_of(name) for name in costs.names}
+        in_force = {name: one_width(self._engine.bits_of(name)) for name in costs.names}
         before, second_moment = self._agreed(lambda: self._error_of(in_force, probe, sample), 2)
         if not second_moment > 0.0:
             _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")

@@ -155,7 +155,7 @@ class SavedTensorRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mask, binary, narrow or exact"""
+    """quantised, mixed, mask, binary, narrow or exact"""
     bits: float
     """payload bits for an element"""
     bytes: int

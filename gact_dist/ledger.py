@@ -59,8 +59,7 @@ class Ledger:
             retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
             memory.aliased = True
         else:
-            kind, retained = payload.scheme.name.lower(), payload.nbytes
-            bits = bits if payload.bits is None else payload.bits
+            kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
         self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, host_bytes))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)

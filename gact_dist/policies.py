@@ -3,6 +3,7 @@
 | policy | sensitivities | budget | unit |
 |---|---|---|---|
 | gact (Liu et al., ICML 2022, section 4) | Config.estimator | average bits, or bytes of a rank | tensor |
+| actnn (Chen et al., ICML 2021, section 4) | Config.estimator | average bits | share of a tensor's samples |
 | acgc (Evans and Aamodt, NeurIPS 2021) | Config.estimator | increase of the gradient's second moment | tensor |
 | uniform | none | the same bits for every tensor | job |
 | exact, off | none | none | job |
@@ -95,7 +96,7 @@ def policy_of(config: Config) -> Policy:
     if config.retained_bytes is not None:
         return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS, config.estimator)
     bits = None if config.bits is None else int(config.bits)
-    if config.policy == "gact":
+    if config.policy in ("gact", "actnn"):
         return Policy(Budget.AVERAGE_BITS, bits, config.estimator)
     return Policy(Budget.NONE, bits)
 

@@ -136,15 +136,15 @@ def maximum_over(
     return union, values
 
 
-def check_agreement(plan: Mapping[str, int | None], *, group: ProcessGroup | None = None) -> str:
+def check_agreement(plan: Mapping[str, int | tuple[int, ...] | None], *, group: ProcessGroup | None = None) -> str:
     """Hex digest of the plan's names and bits, in whatever order, once every rank of the group is known to share it.
 
-    plan: name -> bits, where None and 0 both mean exact.
+    plan: name -> bits, where None and 0 both mean exact, or the widths of equal shares of its samples.
     Collectives: one all_gather of 8 bytes; the plans themselves travel only when the digests differ.
     Raises PlanMismatchError on every rank, naming the ranks that agree with one another and the first tensor, by
     name, whose bits differ.
     """
-    entries = {name: int(bits or 0) for name, bits in sorted(plan.items())}
+    entries = {name: bits if isinstance(bits, tuple) else int(bits or 0) for name, bits in sorted(plan.items())}
     digest = _digest(tuple(entries.items()))
     digests = _gather_digests(digest, group)
     if len(set(digests)) > 1:
@@ -226,7 +226,9 @@ def _reduced(values: torch.Tensor, operation: Any, group: ProcessGroup | None) -
     return reduced.cpu()
 
 
-def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks: list[int]) -> str:
+def _describe_mismatch(
+    digests: list[bytes], plans: Sequence[Mapping[str, int | tuple[int, ...]]], ranks: list[int]
+) -> str:
     """The same text on every rank; ranks holds the global rank of each member of the group."""
     by_digest = _ranks_by_value((digest.hex() for digest in digests), ranks)
     names = sorted({name for plan in plans for name in plan})
@@ -239,7 +241,7 @@ def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks:
     )
 
 
-def _describe_bits(bits: int | None) -> str:
+def _describe_bits(bits: int | tuple[int, ...] | None) -> str:
     if bits is None:
         return "no entry"
     return f"{bits} bits" if bits else "exact"
