@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -114,25 +114,35 @@ class Controller:
     # -- a step -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, loss_fn: Callable[[Any], Tensor] | None = None, batch: Any = None) -> Iterator[None]:
+    def step(
+        self,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        batch: Any = None,
+        *,
+        sample_index: Tensor | Sequence[int] | None = None,
+    ) -> Iterator[None]:
         """Compress what autograd saves inside the context, which should hold one forward; backward may follow after it.
 
         loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
         samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays
         as it is (uniform at first).
+        sample_index: integers [samples of the batch] on the CPU, their numbers in the data set. With policy actnn the
+        size of each sample's gradient is then remembered and says, when the sample comes again, how many bits it gets;
+        other policies have no use for it.
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         self._step += 1
         if self._engine is None:
             yield
             return
+        watched = self._engine.sample_widths.begin(sample_index, batch)
         if loss_fn is not None and self._due():
             self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         elif loss_fn is not None and self._promise is not None and self._promise.sampling_due(self._step):
             with self._measurement():
                 self._promise.sample(self._step, partial(loss_fn, batch))
         self._engine.begin(self._step)
-        with self._engine.hooks():
+        with self._engine.hooks(), watched:
             yield
         self._watch()
 

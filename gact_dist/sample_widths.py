@@ -3,6 +3,8 @@
 See [Note: widths by rank] in per_sample.py.
 """
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from . import codec, mixed_widths
 from .batches import batch_size
 from .per_sample import Bits, counts_of, one_width
+from .sample_gradients import SampleGradients, numbers_of
 from .wrappers import unwrap
 
 
@@ -44,8 +47,8 @@ class SampleWidths:
         self.enabled = enabled
         self.samples: int | None = None
         """of the forward that runs or ran last; None where its inputs share no first dimension"""
-        self.gradient_sizes: Tensor | None = None
-        """float [samples]: squared norm of each sample's gradient, on the device; None counts them as equal"""
+        self.gradients = SampleGradients(model)
+        self._gradient_sizes: Tensor | None = None
         self._handle = None
         if enabled:
             self._handle = unwrap(model).register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
@@ -53,6 +56,18 @@ class SampleWidths:
     def _note(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_dynamo_compiling():
             self.samples = batch_size((args, kwargs))
+
+    def begin(self, sample_index: Tensor | Sequence[int] | None, batch: Any) -> AbstractContextManager[None]:
+        """Start a step: what is known of its samples, if it says which they are. Within the context, more is learnt.
+
+        Raises ValueError or TypeError for numbers that are none of the batch's.
+        """
+        self._gradient_sizes = None
+        if not self.enabled or sample_index is None:
+            return nullcontext()
+        index = numbers_of(sample_index, None if batch is None else batch_size(batch))
+        self._gradient_sizes = self.gradients.of(index)
+        return self.gradients.watched(index)
 
     def remove(self) -> None:
         """Take the hook off the model."""
@@ -75,7 +90,7 @@ class SampleWidths:
         """float32 [samples] by which the samples are ranked: about proportional to what rounding each adds to the
         gradient's variance. The tensor must be made of samples."""
         keys = mixed_widths.squared_ranges(codec.stored_values(tensor), self.samples or 1, group_size)
-        sizes = self.gradient_sizes
+        sizes = self._gradient_sizes
         if sizes is None or len(sizes) < len(keys):
             return keys
         return keys * sizes[: len(keys)]  # a measurement sees the batch's first samples

@@ -1,7 +1,8 @@
 """What ranks tell each other: the mean of their statistics, and that they hold the same plan.
 
 The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan (two more
-for a budget in bytes, two for each plan that is tried against a tolerated error), none on any other step. Without
+for a budget in bytes or for the gradients of samples, two for each plan that is tried against a tolerated error), none
+on any other step. Without
 torch.distributed, or in a group of one rank, the same results come without a collective.
 """
 
@@ -134,6 +135,28 @@ def maximum_over(
         values = torch.stack([known.get(name, torch.zeros(values.shape[1])) for name in union]).to(torch.float64)
         values = _reduced(values, dist.ReduceOp.MAX, group)
     return union, values
+
+
+def mean_of_positive(values: torch.Tensor | None, groups: Sequence[ProcessGroup | None]) -> torch.Tensor | None:
+    """float [N]: the mean of each value over the ranks that have one above 0, over several groups in turn; None if no
+    rank has any.
+
+    values: [N], which may be shorter or None on some ranks. Collectives in each group: an all_reduce of 8 bytes, and
+    one of 2 N values.
+    """
+    for group in groups:
+        length = torch.tensor([[0 if values is None else len(values)]], dtype=torch.int64)
+        longest = int(_reduced(length, dist.ReduceOp.MAX, group))
+        if longest == 0 or world_size(group) == 1:
+            continue
+        rows = torch.zeros(2, longest)
+        if values is not None:
+            rows[0, : len(values)] = values
+            rows[1] = rows[0] > 0
+        total, ranks = _reduced(rows, dist.ReduceOp.SUM, group)
+        mean = total / ranks.clamp(min=1)
+        values = mean if values is None else mean.to(values.device)
+    return values
 
 
 def check_agreement(plan: Mapping[str, int | tuple[int, ...] | None], *, group: ProcessGroup | None = None) -> str:
