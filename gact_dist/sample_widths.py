@@ -21,22 +21,20 @@ def made_of_samples(tensor: Tensor, samples: int | None) -> bool:
     """Whether a tensor's memory is `samples` equal parts, one for each sample of the batch.
 
     So it is where the first dimension is the batch, flattened with the next one ([samples * length, channels]) or not,
-    and has the widest stride.
+    and has the widest stride. Dimensions of one are passed over.
     """
-    if samples is None or samples < 2 or tensor.numel() == 0 or tensor.dim() == 0 or tensor.is_conj():
+    dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    if samples is None or samples < 2 or not dimensions or tensor.numel() == 0 or tensor.is_conj():
         return False
-    rows = tensor.shape[0]
-    if rows != samples and (tensor.dim() != 2 or rows % samples):
+    (stride, rows), inner = dimensions[0], dimensions[1:]
+    if rows != samples and (len(inner) != 1 or rows % samples):
         return False
-    if tensor.is_contiguous():
-        return True
     span = 1  # elements between the first and the last of one row
-    inner = zip(tensor.stride()[1:], tensor.shape[1:], strict=True)
-    for stride, size in sorted(dimension for dimension in inner if dimension[1] > 1):
-        if stride < span:
+    for inner_stride, size in sorted(inner):
+        if inner_stride < span:
             return False
-        span += stride * (size - 1)
-    return tensor.stride(0) >= span
+        span += inner_stride * (size - 1)
+    return stride >= span
 
 
 class SampleWidths:

@@ -100,6 +100,8 @@ def test_shape_strides_and_dtype_come_back_in_private_memory(shaped) -> None:
     [
         (torch.empty(6, 3, 4), 6, True),
         (torch.empty(24, 5), 6, True),  # [samples * length, channels]
+        (torch.empty(1, 24, 5), 6, True),
+        (torch.empty(24), 6, False),
         (torch.empty(24, 5, 2), 6, False),  # 24 may be a length
         (torch.empty(3, 6, 4).transpose(0, 1), 6, False),
         (torch.empty(1, 4).expand(6, 4), 6, False),
