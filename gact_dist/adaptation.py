@@ -90,7 +90,7 @@ class Adapter:
         Raises ValueError when the loss is no scalar with a graph, and on every rank when the budget cannot be reached.
         """
         if self._config.policy == "actnn":
-            gradients = self.engine.sample_widths.gradients
+            gradients = self.engine.packer.gradients
             sizes = sync.mean_of_positive(gradients.sizes, self._groups)
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
         weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
@@ -160,13 +160,13 @@ class Adapter:
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""
         promised = self.error_budget.state_dict() if self.error_budget is not None else None
-        gradients = self.engine.sample_widths.gradients.state_dict()
+        gradients = self.engine.packer.gradients.state_dict()
         return {"heaviest_bytes": self._heaviest_bytes, "error_budget": promised, "sample_gradients": gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave, under another policy as well."""
         self._heaviest_bytes = state.get("heaviest_bytes", 0)
-        self.engine.sample_widths.gradients.load_state_dict(state.get("sample_gradients"))
+        self.engine.packer.gradients.load_state_dict(state.get("sample_gradients"))
         promised = state.get("error_budget")
         if self.error_budget is not None and promised is not None:
             self.error_budget.load_state_dict(promised)

@@ -69,6 +69,7 @@ class Packed:
         group_size: elements that share a scale and an offset (QUANTISED, MIXED).
         seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
         counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
+        one_width_bytes: what it would take at the one width that allows the same error, 0 where that is not known.
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
     """
@@ -83,6 +84,7 @@ class Packed:
     group_size: int = DEFAULT_GROUP_SIZE
     seed: int = 0
     counts: tuple[int, ...] = ()
+    one_width_bytes: int = 0
     constant: Tensor | None = None
     conjugate: bool = False
 
@@ -98,10 +100,10 @@ class Packed:
         """Bytes of all buffers that this object owns."""
         return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
 
-    def nbytes_at(self, bits: int) -> int:
-        """Bytes that the tensor would take at another width, 1 to 8 bits; it must be QUANTISED."""
+    def nbytes_at(self, bits: int, group_size: int | None = None) -> int:
+        """Bytes that the tensor would take at one width, 1 to 8 bits; it must be QUANTISED or MIXED."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        return sections(values, bits, self.group_size, _real_dtype(self.dtype)).total_bytes
+        return sections(values, bits, group_size or self.group_size, _real_dtype(self.dtype)).total_bytes
 
 
 def _product(sizes: tuple[int, ...]) -> int:
@@ -316,6 +318,11 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
             bits = 8 * narrow.itemsize
             return Packed(flat.to(narrow), Scheme.NARROW, bits, data.dtype, data.shape, data.stride(), layout)
     return None
+
+
+def in_parts(tensor: Tensor) -> bool:
+    """Whether ``pack`` takes widths for parts of the memory of a strided tensor."""
+    return tensor.numel() > 0 and _layout_of(tensor).fill is not _Fill.TANGLED
 
 
 def stored_values(tensor: Tensor) -> Tensor:

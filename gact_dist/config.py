@@ -10,6 +10,7 @@ POLICIES = ("gact", "actnn", "uniform", "acgc", "exact", "off")
 _MEASURING = ("gact", "actnn", "acgc")  # policies that adapt bits to sensitivities
 ESTIMATORS = ("one-pass", "perturbation")
 GROUP_SIZES = (64, 128, 256, 512)
+COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
 _DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies
 
@@ -59,6 +60,10 @@ class Config:
     error: float | None = None
     """Tolerated relative increase of the gradient's second moment through compression, e^2 in AC-GC; needed with policy
     acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
+    compressor: str = "fixed-point"
+    """With policy acgc, how a tensor uses the variance it is allowed: fixed-point: the same width for all of its
+    groups; error-bounded: each group as wide as one bound for the tensor asks for, none for zeros (on a CPU; elsewhere
+    as fixed-point, for the size would have to be waited for)."""
     estimator: str = "one-pass"
     """How sensitivities are measured (policies gact, actnn and acgc): one-pass: all tensors from one double backward;
     perturbation: GACT's own, one backward for each tensor."""
@@ -93,6 +98,7 @@ class Config:
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
         self._check_budget()
+        self._check_compressor()
         _check_tolerance(self.adapt_tolerance)
         if self.estimator not in ESTIMATORS:
             raise ValueError(
@@ -122,6 +128,18 @@ class Config:
             object.__setattr__(self, "offload", Offload(**self.offload))
         if self.policy == "off" and self.offload.enabled:
             raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
+
+    def _check_compressor(self) -> None:
+        if self.compressor not in COMPRESSORS:
+            raise ValueError(
+                f"compressor is {self.compressor!r}, expected one of {', '.join(COMPRESSORS)}"
+                f"{_nearest(self.compressor, COMPRESSORS)}"
+            )
+        if self.compressor == "error-bounded" and (self.policy != "acgc" or self.compile_hooks == "inlined"):
+            raise ValueError(
+                f"compressor is 'error-bounded' with policy {self.policy!r} and compile_hooks {self.compile_hooks!r}, "
+                "expected policy 'acgc', which allows an error, and compile_hooks 'eager'"
+            )
 
     def _check_budget(self) -> None:
         """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""

@@ -135,7 +135,7 @@ class Controller:
         if self._engine is None:
             yield
             return
-        watched = self._engine.sample_widths.begin(sample_index, batch)
+        watched = self._engine.packer.begin(sample_index, batch)
         if loss_fn is not None and self._due():
             self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         elif loss_fn is not None and self._promise is not None and self._promise.sampling_due(self._step):

@@ -25,11 +25,11 @@ from .ledger import Ledger
 from .memory import Memory, find, is_own_relu_save, remember, span
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
+from .packing import Packer
 from .per_sample import Bits
 from .policies import policy_of
 from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
 from .rounding_keys import RoundingKeys
-from .sample_widths import SampleWidths
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
 
@@ -64,7 +64,7 @@ class Engine:
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
         self._keys = RoundingKeys(config.seed, rank)
-        self.sample_widths = SampleWidths(model, config.policy == "actnn")
+        self.packer = Packer(model, config)
 
     def bits_of(self, name: str) -> Bits:
         """The width of a compressible tensor: the plan's, or the policy's own until it is in a plan; None is exact."""
@@ -73,7 +73,7 @@ class Engine:
     def close(self) -> None:
         """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
         self._namer.scope.remove()
-        self.sample_widths.remove()
+        self.packer.remove()
         self._offloaded, self._storage = self.offloaded(), None
 
     def offloaded(self) -> OffloadStatistics | None:
@@ -335,7 +335,7 @@ class Engine:
         bits = self.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return _exact(tensor)
-        return self.sample_widths.pack(tensor, bits, self._keys.seed(name), config.group_size)
+        return self.packer.pack(tensor, bits, self._keys.seed(name))
 
     def _role(self, tensor: Tensor, name: str) -> Role:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
@@ -380,9 +380,7 @@ class Engine:
         compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
-            bits, seed = self._rounded[name]
-            packed = codec.pack(tensor, bits=bits, seed=seed, group_size=self.config.group_size)
-            handle.replacement = codec.unpack(packed)
+            handle.replacement = codec.unpack(self.packer.pack(tensor, *self._rounded[name]))
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 

@@ -162,3 +162,5 @@ class SavedTensorRow:
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
     host_bytes: int = 0
     """of these, in pinned host memory"""
+    one_width_bytes: int = 0
+    """what the tensor would take at one width with the same error, where it was stored within a bound; else 0"""

@@ -60,6 +60,8 @@ class Ledger:
             memory.aliased = True
         else:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
-        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, host_bytes))
+        one_width = 0 if isinstance(payload, Tensor) else payload.one_width_bytes
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        self.rows.append(SavedTensorRow(name, shape, dtype, kind, bits, retained, host_bytes, one_width))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)

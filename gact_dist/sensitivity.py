@@ -185,7 +185,7 @@ class _Probe:
         self.records = records
         self.group_size = engine.config.group_size
         self.operating_bits = engine.bits_of
-        self.sample_widths = engine.sample_widths
+        self.packer = engine.packer
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
         self.nodes = nodes_below([loss])
@@ -278,9 +278,9 @@ class _Probe:
     def _samples(self, record: Recorded, weight: Tensor | None = None) -> NDArray[np.float64] | None:
         """Of a tensor that is made of samples, what per_sample.statistics says of them."""
         tensor = record.tensor
-        if not self.sample_widths.applies_to(tensor):
+        if not self.packer.applies_to(tensor):
             return None
-        keys = self.sample_widths.keys(tensor, self.group_size).cpu().numpy()
+        keys = self.packer.keys(tensor).cpu().numpy()
         if weight is None:
             return statistics(keys, None)
         values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
@@ -320,7 +320,7 @@ class _Probe:
                 record.replacement = None
 
     def _round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
-        return codec.unpack(self.sample_widths.pack(record.tensor, bits, self.seed + number, self.group_size))
+        return codec.unpack(self.packer.pack(record.tensor, bits, self.seed + number))
 
 
 def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:

@@ -149,7 +149,7 @@ def test_the_size_of_a_samples_gradient_is_learnt_with_its_number():
     variance, kept, gact = measured(confident, "actnn", 2, draws=12, index=index)
     assert kept <= 1.02 * budget
     assert variance < 0.5 * expected
-    sizes = gact._engine.sample_widths.gradients.sizes[index]
+    sizes = gact._engine.packer.gradients.sizes[index]
     model, (inputs, labels) = confident()
     output = model(inputs)
     gradient = torch.autograd.grad(nn.functional.cross_entropy(output, labels), output)[0]
@@ -161,7 +161,7 @@ def test_the_size_of_a_samples_gradient_is_learnt_with_its_number():
 def test_a_sample_that_was_not_seen_counts_as_an_average_one():
     model, batch = small_models.mlp(batch=8)
     gact = gact_dist.attach(model, config=Config(policy="actnn", **SETTINGS))
-    gradients = gact._engine.sample_widths.gradients
+    gradients = gact._engine.packer.gradients
     assert gradients.of(torch.arange(8)) is None
     with gact.step(sample_index=[5, 3, 0, 1, 2, 4, 6, 7]):
         loss = small_models.loss_of(model)(batch)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gact_dist import codec, mixed_widths, ops
 from gact_dist import ops_reference as reference
 from gact_dist.mixed_widths import UnitWidths
-from gact_dist.sample_widths import made_of_samples
+from gact_dist.packing import made_of_samples
 
 SEED = 2**40 + 7
 

@@ -42,7 +42,10 @@ MAY_IMPORT = {
     "codec": {"mixed_widths", "ops", "ops_reference"},
     "per_sample": {"allocation", "policies"},
     "sample_gradients": {"batches", "wrappers"},
-    "sample_widths": {"batches", "codec", "mixed_widths", "per_sample", "sample_gradients", "wrappers"},
+    "error_bounded": {"mixed_widths", "ops_reference"},
+    "packing": {
+        "batches", "codec", "config", "error_bounded", "mixed_widths", "per_sample", "sample_gradients", "wrappers",
+    },
     "operators": set(),
     "standins": {"operators"},
     "identity": {"naming"},
@@ -60,7 +63,7 @@ MAY_IMPORT = {
     "engine": {
         "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "ledger",
         "naming",
-        "operators", "per_sample", "policies", "recomputation", "rounding_keys", "sample_widths", "storage", "memory",
+        "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
         "wrappers",
     },
     "graphs": set(),
