@@ -96,7 +96,7 @@ class Adapter:
         weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
         if weighed is not None and not self.engine.plan:
             self.engine.unmeasured_bits = weighed.largest_uniform_bits(self._config)
-        costs, samples, invalid = self._reduced(self._measure(sample, step), sample.fraction)
+        costs, invalid = self._reduced(self._measure(sample, step), sample.fraction)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
@@ -105,7 +105,7 @@ class Adapter:
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
         in_force: Mapping[str, Any] = self.engine.plan
-        split = SampleCosts.build(costs, samples) if self._config.policy == "actnn" else None
+        split = SampleCosts.build(costs) if self._config.policy == "actnn" else None
         if split is not None:
             costs, in_force = split.costs, split.expanded(in_force)
         error: GradientError | None = None
@@ -211,9 +211,8 @@ class Adapter:
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
-    def _reduced(self, measured: Sequence[Sensitivity], fraction: float) -> tuple[Costs, Any, dict[str, int]]:
-        """The mean over ranks, of the tensors that have one: what they cost, and per_sample.statistics [L, COLUMNS];
-        and how many ranks were left out of it, by name.
+    def _reduced(self, measured: Sequence[Sensitivity], fraction: float) -> tuple[Costs, dict[str, int]]:
+        """The mean over ranks, of the tensors that have one; and how many ranks were left out of it, by name.
 
         A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
         """
@@ -231,8 +230,9 @@ class Adapter:
         sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, -WIDTHS:]
         dtypes = [torch.bfloat16 if bits <= 16 else torch.float32 for bits in exact_bits]
         metadata_bits = np.array([codec.metadata_bits(self._config.group_size, dtype) for dtype in dtypes])
-        costs = Costs(names, variance, sizes, exact_bits, metadata_bits)
-        return costs, mean[:, 2:-WIDTHS], dict(statistics.invalid)
+        samples = mean[:, 2:-WIDTHS] if columns else None
+        costs = Costs(names, variance, sizes, exact_bits, metadata_bits, samples=samples)
+        return costs, dict(statistics.invalid)
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come."""

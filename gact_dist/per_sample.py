@@ -93,8 +93,9 @@ class SampleCosts:
     """0 to 1: how far the shares follow the keys; see [Note: shares]"""
 
     @staticmethod
-    def build(costs: Costs, table: NDArray[np.float64]) -> SampleCosts:
-        """table: [L, COLUMNS], the mean of statistics() over the ranks; zeros for a tensor not made of samples."""
+    def build(costs: Costs) -> SampleCosts:
+        """Split what was measured of whole tensors by costs.samples."""
+        table = np.zeros((len(costs.names), COLUMNS)) if costs.samples is None else costs.samples
         agreement, spread = table[:, QUANTILES:].sum(axis=0)
         trust = float(np.clip(agreement / spread, 0.0, 1.0)) if spread > 0.0 else 1.0
         shares = trust * table[:, :QUANTILES] + (1.0 - trust) / QUANTILES

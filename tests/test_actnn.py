@@ -33,9 +33,10 @@ def test_units_get_their_shares_and_never_more_bits(widths):
         assert math.floor(sum(widths) * units / 8) == stored  # all that whole bits can use
 
 
-def costs_of(names, variance, sizes):
+def costs_of(names, variance, sizes, samples):
     count = len(names)
-    return Costs(tuple(names), np.array(variance), np.array(sizes), np.full(count, 32.0), np.zeros(count))
+    exact_bits, metadata_bits = np.full(count, 32.0), np.zeros(count)
+    return Costs(tuple(names), np.array(variance), np.array(sizes), exact_bits, metadata_bits, samples=samples)
 
 
 def test_costs_are_split_by_the_shares_of_the_quantiles():
@@ -43,7 +44,7 @@ def test_costs_are_split_by_the_shares_of_the_quantiles():
     row = statistics(keys, keys)
     assert row[:QUANTILES] == pytest.approx([(31 - 4 * part - 2) / 120 for part in range(QUANTILES)])
     curves = np.outer([1.0, 3.0], (2.0 ** np.arange(1, 9) - 1) ** -2)
-    split = SampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0]), np.stack([row, np.zeros(10)]))
+    split = SampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0], np.stack([row, np.zeros(10)])))
     assert split.trust == pytest.approx(1.0)
     assert len(split.costs.names) == 9
     assert split.costs.variance[:8, 1] == pytest.approx(curves[0, 1] * row[:8])
@@ -61,7 +62,7 @@ def test_keys_count_for_as_much_as_they_explain(agreement, trust):
     keys = np.arange(16.0)
     row = statistics(keys, np.maximum(7.5 + agreement * (keys - 7.5), 0.0) if agreement <= 1 else keys)
     row[QUANTILES] = agreement * row[QUANTILES + 1]
-    split = SampleCosts.build(costs_of(["a"], np.ones((1, 8)), [80.0]), row[None])
+    split = SampleCosts.build(costs_of(["a"], np.ones((1, 8)), [80.0], row[None]))
     assert split.trust == pytest.approx(trust)
     equal = np.full(QUANTILES, 1 / QUANTILES)
     assert split.costs.variance[:, 0] == pytest.approx(trust * row[:QUANTILES] + (1 - trust) * equal)
