@@ -3,8 +3,8 @@
 See [Note: widths by rank] in per_sample.py, and error_bounded.py.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,8 @@ class Packer:
             self.samples = batch_size((args, kwargs))
 
     def begin(self, sample_index: Tensor | Sequence[int] | None, batch: Any) -> AbstractContextManager[None]:
-        """Start a step: what is known of its samples, if it says which they are. Within the context, more is learnt.
+        """Start a step: what is known of its samples, if it says which they are. Within the context more is learnt, and
+        after it the numbers are forgotten.
 
         Raises ValueError or TypeError for numbers that are none of the batch's.
         """
@@ -68,7 +69,15 @@ class Packer:
             return nullcontext()
         index = numbers_of(sample_index, None if batch is None else batch_size(batch))
         self._gradient_sizes = self.gradients.of(index)
-        return self.gradients.watched(index)
+        return self._watched(index)
+
+    @contextmanager
+    def _watched(self, index: Tensor) -> Iterator[None]:
+        try:
+            with self.gradients.watched(index):
+                yield
+        finally:
+            self._gradient_sizes = None
 
     def remove(self) -> None:
         """Take the hook off the model."""
