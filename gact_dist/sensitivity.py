@@ -186,6 +186,7 @@ class _Probe:
         self.group_size = engine.config.group_size
         self.operating_bits = engine.bits_of
         self.packer = engine.packer
+        self.average_bits = engine.config.bits or 0.0
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
         self.nodes = nodes_below([loss])
@@ -280,13 +281,13 @@ class _Probe:
         tensor = record.tensor
         if not self.packer.applies_to(tensor):
             return None
-        keys = self.packer.keys(tensor).cpu().numpy()
+        keys, average_bits = self.packer.keys(tensor).cpu().numpy(), self.average_bits
         if weight is None:
-            return statistics(keys, None)
+            return statistics(keys, None, average_bits)
         values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
         pairs = zip(values, weights, strict=True)
         variance = [ops.rounding_variance(x, w, self.group_size)[_SAMPLE_BITS - 1] for x, w in pairs]
-        return statistics(keys, torch.stack(variance).cpu().numpy())
+        return statistics(keys, torch.stack(variance).cpu().numpy(), average_bits)
 
     def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
         """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""

@@ -41,13 +41,15 @@ def costs_of(names, variance, sizes, samples):
 
 def test_costs_are_split_by_the_shares_of_the_quantiles():
     keys = np.arange(16.0)
-    row = statistics(keys, keys)
-    assert row[:QUANTILES] == pytest.approx([(31 - 4 * part - 2) / 120 for part in range(QUANTILES)])
+    row = statistics(keys, keys, 4.0)
+    by_key = np.array([(31 - 4 * part - 2) / 120 for part in range(QUANTILES)])
+    assert row[:QUANTILES] == pytest.approx(by_key)
     curves = np.outer([1.0, 3.0], (2.0 ** np.arange(1, 9) - 1) ** -2)
-    split = SampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0], np.stack([row, np.zeros(10)])))
-    assert split.trust == pytest.approx(1.0)
+    table = np.stack([row, np.zeros(per_sample.COLUMNS)])
+    split = SampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0], table))
+    assert split.split == (1.0, 1.0)
     assert len(split.costs.names) == 9
-    assert split.costs.variance[:8, 1] == pytest.approx(curves[0, 1] * row[:8])
+    assert split.costs.variance[:8, 1] == pytest.approx(curves[0, 1] * by_key)
     assert split.costs.sizes.tolist() == [10.0] * 8 + [40.0]
     plan = {"a": (8, 4, 4, 2, 2, 2, 1, 1), "b": None}
     assert split.folded(split.expanded(plan)) == plan
@@ -57,20 +59,40 @@ def test_costs_are_split_by_the_shares_of_the_quantiles():
     assert split.folded(exact)["a"] == (8, 2, 2, 2, 2, 2, 2, 2)
 
 
-@pytest.mark.parametrize(("agreement", "trust"), [(1.0, 1.0), (0.25, 0.25), (-0.5, 0.0), (2.0, 1.0)])
-def test_keys_count_for_as_much_as_they_explain(agreement, trust):
-    keys = np.arange(16.0)
-    row = statistics(keys, np.maximum(7.5 + agreement * (keys - 7.5), 0.0) if agreement <= 1 else keys)
-    row[QUANTILES] = agreement * row[QUANTILES + 1]
-    split = SampleCosts.build(costs_of(["a"], np.ones((1, 8)), [80.0], row[None]))
-    assert split.trust == pytest.approx(trust)
-    equal = np.full(QUANTILES, 1 / QUANTILES)
-    assert split.costs.variance[:, 0] == pytest.approx(trust * row[:QUANTILES] + (1 - trust) * equal)
+KEYS = 1.3 ** np.arange(16)  # at 5 bits widths from 1 to 8 can follow, and 2^b - 1 is nearly 2^b
+
+
+@pytest.mark.parametrize(
+    ("variance", "expected"),
+    [
+        (KEYS, (1.0, 1.0)),
+        (KEYS**0.5, (0.5, 1.0)),
+        (KEYS**0.25, (0.25, 1.0)),
+        (np.ones(16), (1.0, 0.0)),
+        (KEYS[::-1], (1.0, 0.0)),
+        (None, (1.0, 1.0)),  # nothing was measured: as ActNN does
+    ],
+)
+def test_keys_count_for_as_much_as_they_explain(variance, expected):
+    costs = costs_of(["a"], np.ones((1, 8)), [80.0], statistics(KEYS, variance, 5.0)[None])
+    split = SampleCosts.build(costs)
+    assert split.split == expected
+    assert split.costs.variance.sum(axis=0) == pytest.approx(1.0)
+    if expected[1] == 0.0:
+        assert split.costs.variance[:, 0] == pytest.approx(1 / QUANTILES)
+
+
+def test_the_cost_of_a_split_is_that_of_its_widths():
+    # two samples of which one has 64 times the variance: 3 bits more, at 3 on average 4.5 and 1.5
+    row = statistics([64.0, 1.0], [64.0, 1.0], 3.0)
+    expected = (np.array([64, 1]) / 65 / (2.0 ** np.array([4.5, 1.5]) - 1) ** 2).sum() * 49
+    assert row[4 * QUANTILES :][:2] == pytest.approx([1.0, expected], rel=1e-4)
 
 
 @pytest.mark.parametrize("keys", [[0.0] * 6, [math.nan, 1.0, 2.0], [math.inf, 1.0]])
 def test_keys_that_say_nothing_make_equal_shares(keys):
-    assert statistics(keys, None) == pytest.approx([1 / QUANTILES] * QUANTILES + [0.0, 0.0])
+    row = statistics(keys, None, 2.0)
+    assert row == pytest.approx([1 / QUANTILES] * (4 * QUANTILES) + [0.0] * (per_sample.COLUMNS - 4 * QUANTILES))
 
 
 def test_a_plan_goes_through_json_and_to_other_policies():
