@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_adaptation import VOCABULARY, LanguageModel
 from benchmarks.white_box import LayerBounds
 from gact_dist import Config, codec
 from gact_dist.engine import Engine
@@ -37,9 +36,10 @@ from gact_dist.handles import Recorded
 from gact_dist.isolation import untouched
 from gact_dist.sensitivity import measure
 from gact_dist.standins import StandInMode
-from launch.models import GraphNetwork, ResNet
+from launch.models import GraphNetwork, LanguageModel, ResNet
 
 NODES, EDGES, WORDS, CLASSES = 400, 2000, 64, 7
+VOCABULARY, LENGTH = 256, 32
 BOUND = "white-box"
 
 
@@ -74,8 +74,8 @@ def images() -> Job:
 
 def language() -> Job:
     """A transformer block: layer norm, fused attention, GELU."""
-    model = LanguageModel(1)
-    tokens = torch.randint(0, VOCABULARY, (4, 33))
+    model = LanguageModel(VOCABULARY, LENGTH, width=128, layers=1, heads=4, dropout=0.0)
+    tokens = torch.randint(0, VOCABULARY, (4, LENGTH + 1))
     return Job(model, lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
 

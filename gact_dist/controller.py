@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -20,6 +20,7 @@ from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .per_sample import Bits, plan_from
 from .pipelines import learning_shapes
 from .policies import policy_of
 from .report import MemoryReport, build_report
@@ -97,7 +98,7 @@ class Controller:
         self._step = 0
         self._adapted_at: int | None = None
         self._interval = self.config.adapt_interval
-        self._plan: dict[str, int | None] = {}
+        self._plan: dict[str, Bits] = {}
         self._sensitivity: dict[str, float] = {}
         self._installed = ExitStack()
         self._hooks = ExitStack()
@@ -115,24 +116,34 @@ class Controller:
     # -- a step -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, loss_fn: Callable[[Any], Tensor] | None = None, batch: Any = None) -> Iterator[None]:
+    def step(
+        self,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        batch: Any = None,
+        *,
+        sample_index: Tensor | Sequence[int] | None = None,
+    ) -> Iterator[None]:
         """Compress what autograd saves inside the context, which should hold one forward; backward may follow after it.
 
         loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
         samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays
         as it is (uniform at first).
+        sample_index: integers [samples of the batch] on the CPU, their numbers in the data set. With policy actnn the
+        size of each sample's gradient is then remembered and says, when the sample comes again, how many bits it gets;
+        other policies have no use for it.
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         self._step += 1
         if self._engine is None:
             yield
             return
+        watched = self._engine.packer.begin(sample_index, batch)
         if loss_fn is not None:
             self._sample_gradient(partial(loss_fn, batch))
             if self._due():
                 self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         self._engine.begin(self._step)
-        with self._engine.hooks():
+        with self._engine.hooks(), watched:
             yield
         self._watch()
 
@@ -317,8 +328,11 @@ class Controller:
     # -- what is known ------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> dict[str, int | None]:
-        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform)."""
+    def plan(self) -> dict[str, Bits]:
+        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform).
+
+        With policy actnn bits may be a tuple: the widths of equal shares of the samples, those ranked first at first.
+        """
         return dict(self._plan)
 
     def report(self) -> MemoryReport:
@@ -354,7 +368,8 @@ class Controller:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
         loaded = _read(state)
         self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
-        self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
+        self._plan = plan_from(loaded["plan"], shares=self.config.policy == "actnn")
+        self._sensitivity = loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan
             self._engine.load_state_dict(loaded["engine"])

@@ -21,6 +21,7 @@ from .allocation import WIDTHS, Allocation
 from .engine import Engine
 from .gradient_error import GradientError, Moments, rounded_moments
 from .gradient_samples import SAMPLES, GradientSamples
+from .per_sample import Bits, one_width
 from .plan_search import Found, fewest_bits
 from .policies import Costs
 from .samples import Sample
@@ -136,7 +137,8 @@ class ErrorBudget:
 
     def _settled(self, costs: Costs, found: Found) -> Allocation | None:
         """The plan in force where another would gain too little; never against a uniform width that takes less."""
-        settled = policies.settled(self._config, costs, self._engine.plan, found.allocation)
+        in_force = {name: one_width(bits) for name, bits in self._engine.plan.items()}
+        settled = policies.settled(self._config, costs, in_force, found.allocation)
         if settled is None or (found.uniform and settled.average_bits > found.allocation.average_bits):
             return None
         return settled
@@ -154,9 +156,7 @@ class ErrorBudget:
         whole = None if plan is None else {**self._engine.plan, **plan}
         return self._agreed(lambda: self._moments(sample.loss_of_whole, whole, step, self._passes), sample.unit)
 
-    def _moments(
-        self, forward: Callable[[], Any], plan: Mapping[str, int | None] | None, step: int, passes: int
-    ) -> Moments:
+    def _moments(self, forward: Callable[[], Any], plan: Mapping[str, Bits] | None, step: int, passes: int) -> Moments:
         return rounded_moments(self._engine, self._model, forward, plan, passes=passes, draw=step)
 
     def _agreed(self, measure: Callable[[], Moments], unit: float | None) -> tuple[Moments, float]:

@@ -27,6 +27,7 @@ from .compiled import has_compiled_parts
 from .engine import Engine
 from .graphs import nodes_below, parameters_among
 from .isolation import untouched
+from .per_sample import Bits
 from .recomputation import measurable
 from .sensitivity import scalar
 
@@ -66,7 +67,7 @@ def rounded_moments(
     engine: Engine,
     model: nn.Module,
     forward: Callable[[], Any],
-    plan: Mapping[str, int | None] | None = None,
+    plan: Mapping[str, Bits] | None = None,
     *,
     passes: int,
     draw: int,
@@ -90,7 +91,7 @@ def rounded_moments(
 
 
 def _rounded_gradient(
-    engine: Engine, model: nn.Module, forward: Callable[[], Any], plan: Mapping[str, int | None] | None, draw: int
+    engine: Engine, model: nn.Module, forward: Callable[[], Any], plan: Mapping[str, Bits] | None, draw: int
 ) -> list[Tensor]:
     # what is compiled is compiled anew under a mode, and has no closure that calls backward
     root = None if has_compiled_parts(model) else _BackwardRoot()

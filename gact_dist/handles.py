@@ -159,10 +159,12 @@ class SavedTensorRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mask, binary, narrow or exact"""
+    """quantised, mixed, mask, binary, narrow or exact"""
     bits: float
     """payload bits for an element"""
     bytes: int
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
     host_bytes: int = 0
     """of these, in pinned host memory"""
+    one_width_bytes: int = 0
+    """what the tensor would take at one width with the same error, where it was stored within a bound; else 0"""

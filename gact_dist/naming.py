@@ -90,6 +90,11 @@ class ModuleScope:
 
         return leave
 
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The module whose forward is running; None outside of the model."""
+        return self.stack[-1][1] if self.stack else None
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -31,7 +31,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -44,10 +46,12 @@ from .handles import Recorded
 from .influence import Influence, disjoint
 from .isolation import untouched
 from .operators import OperatorObserver
+from .per_sample import Bits, statistics
 from .recomputation import measurable
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
+_SAMPLE_BITS = 2  # the width at which samples of one tensor are compared
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 
 
@@ -61,6 +65,8 @@ class Sensitivity:
     variance: Tensor
     """float64 [8]: variance added to the gradient, summed over all parameters, if stored in 1, 2 .. 8 bits"""
     by_perturbation: bool
+    samples: NDArray[np.float64] | None = None
+    """per_sample.statistics; None for a tensor that is not made of samples, or whose samples have no widths"""
 
 
 def measure(
@@ -136,14 +142,16 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
-def _from_change(record: Recorded, change: float, rounding: Tensor) -> Sensitivity:
+def _from_change(
+    record: Recorded, change: float, rounding: Tensor, samples: NDArray[np.float64] | None = None
+) -> Sensitivity:
     """From what another seed for one tensor's rounding to PROBE_BITS did to the gradient; see [Note: perturbation].
 
     To other widths it is carried by their rounding.
     """
     at_probe = float(rounding[PROBE_BITS - 1])
     variance = rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
-    return _sensitivity(record, variance, by_perturbation=True)
+    return _sensitivity(record, variance, by_perturbation=True, samples=samples)
 
 
 def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
@@ -153,9 +161,11 @@ def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
     return ops.rounding_variance(values, weights, group_size).cpu()
 
 
-def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:
+def _sensitivity(
+    record: Recorded, variance: Tensor, by_perturbation: bool, samples: NDArray[np.float64] | None = None
+) -> Sensitivity:
     tensor = record.tensor
-    return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
+    return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation, samples)
 
 
 def scalar(loss: Any) -> Tensor:
@@ -177,6 +187,8 @@ class _Probe:
         self.records = records
         self.group_size = engine.config.group_size
         self.operating_bits = engine.bits_of
+        self.packer = engine.packer
+        self.average_bits = engine.config.bits or 0.0
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
         self.nodes = nodes_below([loss])
@@ -262,8 +274,22 @@ class _Probe:
         return outputs
 
     def _by_rule(self, record: Recorded, square: Tensor) -> Sensitivity:
-        rounding = _rounding(record.tensor, _seen_through(record, square), self.group_size)
-        return _sensitivity(record, rounding, by_perturbation=False)
+        weight = _seen_through(record, square)
+        rounding = _rounding(record.tensor, weight, self.group_size)
+        return _sensitivity(record, rounding, by_perturbation=False, samples=self._samples(record, weight))
+
+    def _samples(self, record: Recorded, weight: Tensor | None = None) -> NDArray[np.float64] | None:
+        """Of a tensor that is made of samples, what per_sample.statistics says of them."""
+        tensor = record.tensor
+        if not self.packer.applies_to(tensor):
+            return None
+        keys, average_bits = self.packer.keys(tensor).cpu().numpy(), self.average_bits
+        if weight is None:
+            return statistics(keys, None, average_bits)
+        values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
+        pairs = zip(values, weights, strict=True)
+        variance = [ops.rounding_variance(x, w, self.group_size)[_SAMPLE_BITS - 1] for x, w in pairs]
+        return statistics(keys, torch.stack(variance).cpu().numpy(), average_bits)
 
     def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
         """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""
@@ -283,7 +309,11 @@ class _Probe:
                 for record in group:
                     own = [k for k in range(len(self.leaves)) if influence.moved[record] >> k & 1]
                     change[record] = square_distance([moved[k] for k in own], [base[k] for k in own])
-        return [_from_change(r, change[r], _rounding(r.tensor, None, self.group_size)) for r in wanted]
+        roundings = [_rounding(record.tensor, None, self.group_size) for record in wanted]
+        return [
+            _from_change(record, change[record], rounding, self._samples(record))
+            for record, rounding in zip(wanted, roundings, strict=True)
+        ]
 
     def _gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
         """With some tensors in place of those that backward sees."""
@@ -297,7 +327,7 @@ class _Probe:
                 record.replacement = before
 
     @contextmanager
-    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], int | None]) -> Iterator[None]:
+    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], Bits]) -> Iterator[None]:
         """Backward sees every tensor rounded to a width of its own; None leaves it exact."""
         for number, record in enumerate(records):
             bits = bits_of(record.name)
@@ -309,9 +339,8 @@ class _Probe:
             for record in records:
                 record.replacement = None
 
-    def _round(self, record: Recorded, bits: int, number: int) -> Tensor:
-        packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
-        return codec.unpack(packed)
+    def _round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
+        return codec.unpack(self.packer.pack(record.tensor, bits, self.seed + number))
 
 
 def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:

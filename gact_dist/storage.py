@@ -346,5 +346,6 @@ def require_cuda() -> None:
     if not torch.cuda.is_available():
         raise ValueError(
             "offload is enabled and torch finds no CUDA device, expected one to copy from: use the level without "
-            'offload ("L2" for "L3", "L1" for "L4bit-swap", "exact" for "swap"), or offload.enabled false'
+            'offload ("L2" for "L3", "L1" for "L4bit-swap", "exact" for "swap", "actnn-L3" for "actnn-L4"), or '
+            "offload.enabled false"
         )

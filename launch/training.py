@@ -69,9 +69,10 @@ def train(
     for step in (
         bar := tqdm(range(config.steps), desc=title, disable=ranks.rank != 0 or not title, dynamic_ncols=True)
     ):
-        batch = _train_batch(task, config, ranks, seed, step)
+        rows = _train_rows(task, config, ranks, seed, step)
+        batch = select(task.train, rows)
         started = _now_s(device)
-        with job.step(loss_fn, batch):
+        with job.step(loss_fn, batch, rows):
             loss = loss_fn(batch)
         job.backward(loss)
         job.update()
@@ -103,8 +104,8 @@ def train(
     )
 
 
-def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Batch:
-    rows = batch_rows(
+def _train_rows(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Tensor:
+    return batch_rows(
         step,
         examples=len(task.train["labels"]),
         batch_size=config.batch_size,
@@ -112,7 +113,6 @@ def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: i
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    return select(task.train, rows)
 
 
 @torch.no_grad()

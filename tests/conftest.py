@@ -14,8 +14,8 @@ import pytest
 # Test modules say `from ranks import ...`; spawned ranks receive this path as well.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
-# DeepSpeed compiles operators at their first use. What they are built in is this checkout's own, for torch waits without
-# end for the lock that a killed build leaves there, whoever's it was.
+# DeepSpeed compiles operators at their first use. The folder for it is this checkout's own: torch waits without end for
+# the lock that a killed build leaves there, whoever's it was.
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".cache/extensions")))
 LONGEST_BUILD_S = 300
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import gact_dist
 from gact_dist import Config
 
-PAIRS = [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact")]
+PAIRS = [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact"), ("actnn-L4", "actnn-L3")]
 LINKS = {  # bytes a second, and how far the host runs ahead
     "fast": (1e9, 0.0),
     "slow": (2e7, 0.0),
