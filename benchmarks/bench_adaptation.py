@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,46 +30,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import gact_dist
 from gact_dist import codec
 from gact_dist.adaptation import _PROBES
+from launch.models import LanguageModel
 
 BLOCKS = (3, 6, 26)
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SLICE = 256, 128, 4, 32, 32, 8
 GACT_BITS = 4
 GACT_PASSES = 3
 BATCH_OF_TOKENS = tuple[Tensor, Tensor]
-
-
-class Block(nn.Module):
-    """A transformer block with the norms in front (Xiong et al., 2020)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, width] -> the same."""
-        split = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*split, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class LanguageModel(nn.Module):
-    """Tokens [batch, length] -> logits [batch, length, vocabulary]."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every position."""
-        return self.head(self.norm(self.blocks(self.embedding(tokens))))
 
 
 class GactProcedure:
@@ -129,7 +102,7 @@ class Row:
 def measure(blocks: int, rounds: int) -> Row:
     """Times of one model, everything once in each round."""
     torch.manual_seed(0)
-    model = LanguageModel(blocks)
+    model = LanguageModel(VOCABULARY, LENGTH, WIDTH, blocks, HEADS, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
     batch = tokens[:, :-1], tokens[:, 1:]

@@ -21,6 +21,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
+from benchmarks.gradients import Point
 from gact_dist.allocation import minimum_variance
 from gact_dist.engine import Engine
 from gact_dist.sensitivity import measure
@@ -50,44 +51,16 @@ def trained(name: str, steps: int):
         optimizer.step()
         optimizer.zero_grad()
 
-    # the same dropout masks in every pass: what is measured is the rounding alone
-    def fixed_masks(batch):
-        torch.manual_seed(11)
-        return loss_fn(batch)
-
-    return task.model, fixed_masks, batch_of(steps)
-
-
-def gradient(model, loss):
-    return torch.cat(
-        [g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
-    )
-
-
-def measured_variance(model, loss_fn, batch, config, draws):
-    """(mean squared distance to the exact gradient, ratio of exact to retained bytes)"""
-    exact = gradient(model, loss_fn(batch))
-    gact = gact_dist.attach(model, config=config)
-    if config.policy == "gact":
-        gact.calibrate(loss_fn, batch, samples=64)
-    with gact.step():
-        loss_fn(batch)
-    total = 0.0
-    for _ in range(draws):
-        with gact.step():
-            loss = loss_fn(batch)
-        total += float((gradient(model, loss) - exact).square().sum()) / draws
-    ratio = gact.report().ratio
-    gact.detach()
-    return total, ratio
+    return task.model, loss_fn, batch_of(steps)
 
 
 def rows_of(name, steps, draws, probes):
     model, loss_fn, batch = trained(name, steps)
-    size = float(gradient(model, loss_fn(batch)).square().sum())
+    point = Point(model, loss_fn, [batch])
+    size = point.second_moment
     # the exact point as nearly as widths allow: what a 4-bit allocation could reach at best is asked of linear costs
     engine = Engine(model, gact_dist.Config(bits=8), 0)
-    found = measure(engine, model, lambda: loss_fn(batch), seed=1, probes=probes)
+    found = measure(engine, model, lambda: point.loss(0), seed=1, probes=probes)
     engine.close()
     costs = np.array([item.variance.numpy() for item in found])
     sizes = np.array([item.numel for item in found], dtype=float)
@@ -96,10 +69,10 @@ def rows_of(name, steps, draws, probes):
     print(f"{name:8s} predicted: no 4-bit allocation has less than {bound:.3e}, uniform 8 bits have {uniform:.3e}")
     yield {"model": name, "bound_at_4_bits": bound, "uniform_8_predicted": uniform}
     for policy, bits in SETTINGS:
-        config = gact_dist.Config(policy=policy, bits=bits)
-        variance, ratio = measured_variance(model, loss_fn, batch, config, draws)
+        noise = point.noise(gact_dist.Config(policy=policy, bits=bits, calibration_samples=64), draws=draws)
+        ratio = noise.exact_bytes / noise.retained_bytes
         predicted = sum(float(item.variance[bits - 1]) for item in found) if policy == "uniform" else None
-        row = {"model": name, "policy": policy, "bits": bits, "ratio": ratio, "relative_variance": variance / size}
+        row = {"model": name, "policy": policy, "bits": bits, "ratio": ratio, "relative_variance": noise.measured}
         yield row | {"predicted": None if predicted is None else predicted / size}
 
 

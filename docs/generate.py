@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gact_dist.config import (
     COMPILE_HOOKS,
+    COMPRESSORS,
     ESTIMATORS,
     GROUP_SIZES,
     LEVELS,
@@ -31,6 +32,7 @@ START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
 JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
 LIMITS = {
     "policy": {"enum": list(POLICIES)},
+    "compressor": {"enum": list(COMPRESSORS)},
     "estimator": {"enum": list(ESTIMATORS)},
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import codec, policies, sync
+from . import codec, per_sample, policies, sync
 from .allocation import EXACT, WIDTHS
 from .engine import Engine
 from .error_budget import ErrorBudget
 from .footprint import Footprint
 from .gradient_error import GradientError
 from .isolation import untouched
+from .per_sample import Bits, SampleCosts
 from .policies import Budget, Costs, StepBytes, policy_of
 from .samples import Sample
 from .sensitivity import Sensitivity, measure
@@ -36,8 +37,9 @@ _OTHER = ""  # the row of bytes that belong to no compressible tensor
 class Adaptation:
     """The outcome of one adaptation, the same on every rank."""
 
-    plan: dict[str, int | None]
-    """bits of every tensor that was measured; None: stored exactly"""
+    plan: dict[str, Bits]
+    """bits of every tensor that was measured; None: stored exactly; with policy actnn also the widths of equal shares
+    of its samples"""
     sensitivity: dict[str, float]
     """c_l of each: the variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4)"""
     predicted_variance: float
@@ -87,6 +89,10 @@ class Adapter:
 
         Raises ValueError when the loss is no scalar with a graph, and on every rank when the budget cannot be reached.
         """
+        if self._config.policy == "actnn":
+            gradients = self.engine.packer.gradients
+            sizes = sync.mean_of_positive(gradients.sizes, self._groups)
+            gradients.sizes = None if sizes is None else sizes.to(gradients.device)
         weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
         if weighed is not None and not self.engine.plan:
             self.engine.unmeasured_bits = weighed.largest_uniform_bits(self._config)
@@ -96,30 +102,31 @@ class Adapter:
         self._warned = False
         if not costs.names:
             return Adaptation({}, {}, 0.0, 0.0, invalid)
+        curves = zip(costs.names, costs.variance, strict=True)
+        sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
+        in_force: Mapping[str, Any] = self.engine.plan
+        split = SampleCosts.build(costs) if self._config.policy == "actnn" else None
+        if split is not None:
+            costs, in_force = split.costs, split.expanded(in_force)
         error: GradientError | None = None
         if self.error_budget is not None:
-            within = self.error_budget.allocate(costs, sample, step, self._seed(step))
+            within = self.error_budget.allocate(costs, sample, step)
             if within is None:
                 return Adaptation({}, {}, 0.0, 0.0, invalid)
-            allocation, error = within
+            allocation, error, kept = within.allocation, within.error, within.kept
         else:
             costs = costs if weighed is None else policies.with_bytes(costs, weighed)
             allocation = policies.allocate(self._config, costs)
-        settled = policies.settled(self._config, costs, self.engine.plan, allocation)
-        if settled is not None and error is not None and self.error_budget is not None:
-            settled, error = self.error_budget.kept(settled, error)
-        if settled is not None:
-            allocation = settled
+            settled = policies.settled(self._config, costs, in_force, allocation)
+            kept, allocation = settled is not None, settled or allocation
         if weighed is not None:
             # a tensor that is new after this is stored like the average one
             widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
             self.engine.unmeasured_bits = math.floor(np.average(widths, weights=costs.sizes))
-        curves = zip(costs.names, costs.variance, strict=True)
-        sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
-        plan = costs.plan(allocation)
-        return Adaptation(
-            plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept=settled is not None
-        )
+        plan: dict[str, Bits] = {**costs.plan(allocation)}
+        if split is not None:
+            plan = split.folded(costs.plan(allocation))
+        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept)
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
@@ -148,11 +155,13 @@ class Adapter:
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""
         promised = self.error_budget.state_dict() if self.error_budget is not None else None
-        return {"heaviest_bytes": self._heaviest_bytes, "error_budget": promised}
+        gradients = self.engine.packer.gradients.state_dict()
+        return {"heaviest_bytes": self._heaviest_bytes, "error_budget": promised, "sample_gradients": gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave, under another policy as well."""
         self._heaviest_bytes = state.get("heaviest_bytes", 0)
+        self.engine.packer.gradients.load_state_dict(state.get("sample_gradients"))
         promised = state.get("error_budget")
         if self.error_budget is not None and promised is not None:
             self.error_budget.load_state_dict(promised)
@@ -202,17 +211,22 @@ class Adapter:
 
         A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
         """
-        values = torch.zeros(len(measured), 10, dtype=torch.float64)
+        columns = per_sample.COLUMNS if self._config.policy == "actnn" else 0
+        values = torch.zeros(len(measured), 10 + columns, dtype=torch.float64)
         for row, item in zip(values, measured, strict=True):
             row[0], row[1] = item.numel / fraction, item.itemsize_bits
-            row[2:] = item.variance * fraction
+            row[-WIDTHS:] = item.variance * fraction
+            if columns and item.samples is not None:
+                row[2:-WIDTHS] = torch.from_numpy(item.samples)
         statistics = sync.reduce_over([item.name for item in measured], values, self._groups)
         valid = statistics.valid_ranks > 0
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
-        sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, 2:]
+        sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, -WIDTHS:]
         metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
-        return Costs(names, variance, sizes, exact_bits, metadata_bits), dict(statistics.invalid)
+        samples = mean[:, 2:-WIDTHS] if columns else None
+        costs = Costs(names, variance, sizes, exact_bits, metadata_bits, samples=samples)
+        return costs, dict(statistics.invalid)
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come."""

@@ -10,8 +10,9 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from . import ops
+from . import mixed_widths, ops
 from .memory_layout import Fill, Layout, flatten, layout_of, restore
+from .mixed_widths import UnitWidths
 from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 
 DEFAULT_GROUP_SIZE = 128
@@ -31,6 +32,7 @@ class Scheme(Enum):
     MASK = auto()  # one bit each: zero or not
     BINARY = auto()  # one bit each: zero or `constant`
     NARROW = auto()  # integers in a smaller integer type
+    MIXED = auto()  # as QUANTISED, samples or groups at widths of their own: see mixed_widths.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Packed:
     Attributes:
         payload: uint8 buffer, or for EXACT the elements in memory order.
         scheme: how ``payload`` is to be read.
-        bits: bits for each element, None when exact.
+        bits: bits for each element, None when exact and for MIXED.
         dtype, shape, strides: of the tensor that was packed.
         layout: how its elements lay in memory.
-        group_size: elements that share a scale and an offset (QUANTISED).
-        columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED).
-        seed: of the rounding noise, part of which is subtracted again (QUANTISED).
+        group_size: elements that share a scale and an offset (QUANTISED, MIXED).
+        columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED, MIXED).
+        seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
+        counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
+        one_width_bytes: what it would take at the one width that allows the same error, 0 where that is not known.
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
     """
@@ -60,18 +64,30 @@ class Packed:
     group_size: int = DEFAULT_GROUP_SIZE
     columns: int = 1
     seed: int = 0
+    counts: tuple[int, ...] = ()
+    one_width_bytes: int = 0
     constant: Tensor | None = None
     conjugate: bool = False
+
+    @property
+    def average_bits(self) -> float:
+        """Payload bits for an element."""
+        if self.counts:
+            return sum(width * count for width, count in enumerate(self.counts)) / sum(self.counts)
+        return 8.0 * self.dtype.itemsize if self.bits is None else float(self.bits)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers that this object owns."""
         return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
 
-    def nbytes_at(self, bits: int) -> int:
-        """Bytes that the tensor would take at another width, 1 to 8 bits; it must be QUANTISED."""
+    def nbytes_at(self, bits: int, group_size: int | None = None) -> int:
+        """Bytes that the tensor would take at one width, 1 to 8 bits; it must be QUANTISED or MIXED."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        return sections(values, bits, self.group_size, self.columns).total_bytes
+        size, columns = group_size or self.group_size, self.columns
+        if self.scheme is Scheme.MIXED:
+            columns = _columns(self.layout, size, self.dtype, self.payload.device)
+        return sections(values, bits, size, columns).total_bytes
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -93,7 +109,7 @@ def metadata_bits(group_size: int) -> float:
     return 8.0 * sections(group_size, 1, group_size).total_bytes / group_size - 1.0
 
 
-def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
+def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
     """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
 
     A group is ``group_size`` elements of one column where ``columns_of`` finds columns, otherwise in a row of memory.
@@ -104,7 +120,8 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
 
     Args:
         tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
-        bits: 1 to 8, or None for an exact private copy of any dtype.
+        bits: 1 to 8, or None for an exact private copy of any dtype; or widths for the equal parts of the tensor's
+            memory, which is then stored in parts (exactly if its elements share memory between gaps).
         seed: 64-bit integer that selects the random bits.
         group_size: 64, 128, 256 or 512.
 
@@ -112,7 +129,7 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
         ValueError: bits, seed or group_size out of range.
         TypeError: a dtype or layout that cannot be packed; the message says what to do.
     """
-    _check_numbers(bits, seed, group_size)
+    _check_numbers(None if isinstance(bits, UnitWidths) else bits, seed, group_size)
     data = _plain(tensor)
     layout = layout_of(data)
     if data.dtype == torch.bool and bits == 1:
@@ -127,20 +144,13 @@ def pack(tensor: Tensor, bits: int | None, seed: int = 0, group_size: int = DEFA
     flat = flatten(physical, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     columns = _columns(layout, group_size, data.dtype, data.device)
+    about = data.dtype, data.shape, data.stride(), layout, group_size
+    if isinstance(bits, UnitWidths):
+        columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
+        payload = mixed_widths.pack(values.to(part), bits, group_size, seed, columns)
+        return Packed(payload, Scheme.MIXED, None, *about, columns, seed, bits.counts, conjugate=conjugate)
     payload = ops.pack(values.to(part), bits, group_size, seed, columns)
-    return Packed(
-        payload,
-        Scheme.QUANTISED,
-        bits,
-        data.dtype,
-        data.shape,
-        data.stride(),
-        layout,
-        group_size,
-        columns,
-        seed,
-        conjugate=conjugate,
-    )
+    return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
 
 
 def columns_of(tensor: Tensor, group_size: int) -> int:
@@ -266,6 +276,11 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
     return None
 
 
+def in_parts(tensor: Tensor) -> bool:
+    """Whether ``pack`` takes widths for parts of the memory of a strided tensor."""
+    return tensor.numel() > 0 and layout_of(tensor).fill is not Fill.TANGLED
+
+
 def stored_values(tensor: Tensor) -> Tensor:
     """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
     data = _plain(tensor).resolve_conj()
@@ -286,7 +301,7 @@ def _decode(packed: Packed) -> Tensor:
         return packed.payload.clone()
     if packed.scheme is Scheme.NARROW:
         return packed.payload.to(packed.dtype)
-    if packed.scheme is Scheme.QUANTISED:
+    if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
         return _dequantise(packed, packed.layout.stored_numel)
     flat = ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
     return flat if packed.constant is None else flat.mul_(packed.constant)
@@ -296,7 +311,11 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
     part = _COMPLEX_PARTS.get(packed.dtype, packed.dtype)
     values = numel * 2 if packed.dtype.is_complex else numel
     stored = _real_dtype(packed.dtype)
-    flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, stored, packed.seed, packed.columns)
+    form = packed.group_size, values, stored, packed.seed, packed.columns
+    if packed.scheme is Scheme.MIXED:
+        flat = mixed_widths.unpack(packed.payload, packed.counts, *form)
+    else:
+        flat = ops.unpack(packed.payload, packed.bits, *form)
     flat = flat.to(part)
     return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat
 
@@ -307,9 +326,9 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
 def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
     """(buffer, header) that from_tensors() reads: uint8 [bytes] on the device, int64 [4] on the CPU.
 
-    Raises ValueError for BINARY and for conjugated tensors, which hold more than that.
+    Raises ValueError for BINARY, MIXED and conjugated tensors, which hold more than that.
     """
-    if packed.constant is not None or packed.conjugate:
+    if packed.constant is not None or packed.conjugate or packed.counts:
         raise ValueError(f"got {packed.scheme} (conjugate: {packed.conjugate}), expected one buffer and its format")
     buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
     header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
@@ -326,8 +345,6 @@ def from_tensors(
         buffer = buffer.view(dtype)
     elif scheme is Scheme.NARROW:
         buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
-    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    columns = 1 if buffer.is_cuda else columns_of(like, group_size)
-    return unpack(
-        Packed(buffer, scheme, bits or None, dtype, shape, strides, layout_of(like), group_size, columns, seed)
-    )
+    layout = layout_of(torch.empty_strided(shape, strides, device="meta"))
+    columns = _columns(layout, group_size, dtype, buffer.device)
+    return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, columns, seed))

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-POLICIES = ("gact", "uniform", "acgc", "exact", "off")
+POLICIES = ("gact", "actnn", "uniform", "acgc", "exact", "off")
+_MEASURING = ("gact", "actnn", "acgc")  # policies that adapt bits to sensitivities
 ESTIMATORS = ("one-pass", "perturbation")
 GROUP_SIZES = (64, 128, 256, 512)
+COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
-_DEFAULT_BITS = 4.0
+_DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +47,33 @@ class Config:
 
     policy: str = "gact"
     """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
+    actnn: the same for each sample of each tensor (ActNN, Chen et al., ICML 2021, section 4);
     uniform: the same bits for every tensor; acgc: the fewest bits that keep to an error (AC-GC, Evans and Aamodt,
     NeurIPS 2021); exact: all the machinery, every tensor stored exactly; off: nothing."""
     bits: float | None = None
-    """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policy gact; 4
-    where neither it nor another budget is given. Only with policies gact and uniform."""
+    """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policies gact and
+    actnn; where neither it nor another budget is given 2 with policy actnn, 4 with others. Only with policies gact,
+    actnn and uniform."""
     retained_bytes: int | None = None
     """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
     follow (policy gact, in place of bits). Holds from the first adaptation on."""
     error: float | None = None
     """Tolerated relative increase of the gradient's second moment through compression, e^2 in AC-GC; needed with policy
     acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
+    compressor: str = "fixed-point"
+    """With policy acgc, how a tensor uses the variance it is allowed: fixed-point: the same width for all of its
+    groups; error-bounded: each group as wide as one bound for the tensor asks for, none for zeros (on a CPU; elsewhere
+    as fixed-point, for the size would have to be waited for)."""
     estimator: str = "one-pass"
-    """How sensitivities are measured (policies gact and acgc): one-pass: all tensors from one double backward;
+    """How sensitivities are measured (policies gact, actnn and acgc): one-pass: all tensors from one double backward;
     perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
-    """Steps between two adaptations (policies gact and acgc); the first step that is given a loss function adapts as
-    well."""
+    """Steps between two adaptations (policies gact, actnn and acgc); the first step that is given a loss function
+    adapts as well, and with acgc the next one wherever the error is found to be exceeded."""
     adapt_tolerance: float = 0.1
     """What an adaptation may gain at most for the plan in force to be kept: less gradient variance, or fewer bits with
-    policy acgc, as a fraction. With policy gact the steps to the next adaptation are then doubled, up to 8 times
-    adapt_interval. 0: never kept."""
+    policy acgc, as a fraction. With policies gact and actnn the steps to the next adaptation are then doubled, up to 8
+    times adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 128
@@ -74,6 +82,8 @@ class Config:
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
+    batch_norm_inputs: bool = True
+    """Compress what modules of batch normalisation save of their input; false keeps it exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"
     """What torch.compile has compiled is packed when its forward is over (eager), or by operators inside its graphs
     (inlined: a lower peak, for models that are not sharded; docs/compile.md)."""
@@ -88,22 +98,24 @@ class Config:
                 f"policy is {self.policy!r}, expected one of {', '.join(POLICIES)}{_nearest(self.policy, POLICIES)}"
             )
         self._check_budget()
+        self._check_compressor()
         _check_tolerance(self.adapt_tolerance)
         if self.estimator not in ESTIMATORS:
             raise ValueError(
                 f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
                 f"{_nearest(self.estimator, ESTIMATORS)}"
             )
-        if self.estimator != "one-pass" and self.policy not in ("gact", "acgc"):
+        if self.estimator != "one-pass" and self.policy not in _MEASURING:
             raise ValueError(
                 f"policy {self.policy!r} was given and estimator is {self.estimator!r}, expected one of them: only "
-                "policies 'gact' and 'acgc' measure sensitivities"
+                "policies 'gact', 'actnn' and 'acgc' measure sensitivities"
             )
         for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
+        _check_flag("batch_norm_inputs", self.batch_norm_inputs)
         if self.compile_hooks not in COMPILE_HOOKS:
             raise ValueError(
                 f"compile_hooks is {self.compile_hooks!r}, expected one of {', '.join(COMPILE_HOOKS)}"
@@ -116,6 +128,18 @@ class Config:
             object.__setattr__(self, "offload", Offload(**self.offload))
         if self.policy == "off" and self.offload.enabled:
             raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
+
+    def _check_compressor(self) -> None:
+        if self.compressor not in COMPRESSORS:
+            raise ValueError(
+                f"compressor is {self.compressor!r}, expected one of {', '.join(COMPRESSORS)}"
+                f"{_nearest(self.compressor, COMPRESSORS)}"
+            )
+        if self.compressor == "error-bounded" and (self.policy != "acgc" or self.compile_hooks == "inlined"):
+            raise ValueError(
+                f"compressor is 'error-bounded' with policy {self.policy!r} and compile_hooks {self.compile_hooks!r}, "
+                "expected policy 'acgc', which allows an error, and compile_hooks 'eager'"
+            )
 
     def _check_budget(self) -> None:
         """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
@@ -140,7 +164,7 @@ class Config:
             _refuse_with(f"policy {self.policy!r}", "bits", self.bits, "leave bits out, or choose policy 'gact'")
             return
         if self.bits is None:
-            object.__setattr__(self, "bits", _DEFAULT_BITS)
+            object.__setattr__(self, "bits", _DEFAULT_BITS.get(self.policy, 4.0))
         _check_bits(self.policy, self.bits)
 
     @classmethod
@@ -193,9 +217,17 @@ LEVELS: dict[str, dict[str, Any]] = {
     "L3": {"policy": "gact", "bits": 4, "offload": {"enabled": True}},
     "L4bit-swap": {"policy": "uniform", "bits": 4, "offload": {"enabled": True}},
     "swap": {"policy": "exact", "offload": {"enabled": True}},
+    "actnn-L0": {"policy": "off"},
+    "actnn-L1": {"policy": "uniform", "bits": 4, "batch_norm_inputs": False},
+    "actnn-L2": {"policy": "uniform", "bits": 4},
+    "actnn-L3": {"policy": "actnn", "bits": 2},
+    "actnn-L3.1": {"policy": "actnn", "bits": 2},  # and settings of the CUDA allocator: docs/actnn.md
+    "actnn-L4": {"policy": "actnn", "bits": 2, "offload": {"enabled": True}},
+    "actnn-L5": {"policy": "actnn", "bits": 2, "offload": {"enabled": True}},  # as L3.1 is to L3
     "exact": {"policy": "exact"},
 }
-"""The optimisation levels of GACT's published code (its conf.py), and "exact" for parity tests and finding faults."""
+"""The optimisation levels of the published code of GACT and, as "actnn-...", of ActNN (their conf.py), and "exact" for
+parity tests and finding faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,5 +315,5 @@ def _check_bits(policy: str, bits: object) -> None:
         raise ValueError(f"bits is {bits}, expected a number from 1 to 8 (policy 'exact' stores tensors exactly)")
     if policy == "uniform" and bits != int(bits):
         raise ValueError(
-            f"bits is {bits}, expected an integer with policy 'uniform'; policy 'gact' reaches any average"
+            f"bits is {bits}, expected an integer with policy 'uniform'; policies 'gact' and 'actnn' reach any average"
         )

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from . import sync
 from .adaptation import Adaptation, Adapter
-from .batches import first_samples, tensors_of
+from .batches import first_samples
 from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
 from .observation import Observation
+from .per_sample import Bits, plan_from
+from .pipelines import learning_shapes
 from .policies import policy_of
 from .report import MemoryReport, build_report
 from .samples import Sample
@@ -96,12 +98,13 @@ class Controller:
         self._step = 0
         self._adapted_at: int | None = None
         self._interval = self.config.adapt_interval
-        self._plan: dict[str, int | None] = {}
+        self._plan: dict[str, Bits] = {}
         self._sensitivity: dict[str, float] = {}
         self._installed = ExitStack()
         self._hooks = ExitStack()
         self._forward_ran = False
         self._measuring = False
+        self._in_step = False  # between the hooks of a forward that is followed
         self._observation: Observation | None = None
         self._candidate: Observation | None = None
         self.adaptation: Adaptation | None = None
@@ -113,25 +116,34 @@ class Controller:
     # -- a step -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def step(self, loss_fn: Callable[[Any], Tensor] | None = None, batch: Any = None) -> Iterator[None]:
+    def step(
+        self,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        batch: Any = None,
+        *,
+        sample_index: Tensor | Sequence[int] | None = None,
+    ) -> Iterator[None]:
         """Compress what autograd saves inside the context, which should hold one forward; backward may follow after it.
 
         loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
         samples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays
         as it is (uniform at first).
+        sample_index: integers [samples of the batch] on the CPU, their numbers in the data set. With policy actnn the
+        size of each sample's gradient is then remembered and says, when the sample comes again, how many bits it gets;
+        other policies have no use for it.
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         self._step += 1
         if self._engine is None:
             yield
             return
-        if loss_fn is not None and self._due():
-            self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
-        elif loss_fn is not None and self._promise is not None and self._promise.sampling_due(self._step):
-            with self._measurement():
-                self._promise.sample(self._step, partial(loss_fn, batch))
+        watched = self._engine.packer.begin(sample_index, batch)
+        if loss_fn is not None:
+            self._sample_gradient(partial(loss_fn, batch))
+            if self._due():
+                self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
         self._engine.begin(self._step)
-        with self._engine.hooks():
+        with self._engine.hooks(), watched:
             yield
         self._watch()
 
@@ -152,41 +164,51 @@ class Controller:
 
     def _begin_followed(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         self._hooks.close()  # of a forward that raised before its end
-        if self._engine is None or not torch.is_grad_enabled() or self._measuring:
+        self._in_step = False
+        if self._engine is None or not torch.is_grad_enabled() or self._measuring or learning_shapes():
             return
         self._step += 1
-        if self._promise is not None:
-            self._promise.before_forward()
-        if self._observation is not None and self._due():
+        if self._observation is not None and (self._due() or self._sampling_due()):
             complete = self._observation.complete
             for group in self._groups:
                 complete = sync.everywhere(complete, group)
             if complete:
                 observation, self._observation = self._observation, None
-                loss = partial(observation.loss, self._model)
-                whole = partial(self._model, *args, **kwargs)
-                self._adapt(Sample(loss, observation.fraction, whole, whole_is_loss=False))
+                self._use(observation, partial(self._model, *args, **kwargs))
         if self._step == 1 and self._adapter is not None:
             with self._measurement():
                 self._adapter.start(partial(self._model, *args, **kwargs))
         # one whose backward has not come by (two forwards before one backward) gives way to this forward
         self._candidate = None
-        if self._due(in_steps=1):
-            self._candidate = Observation((args, kwargs), self._probe_samples(self.config.calibration_samples))
+        if self._due(in_steps=1) or self._sampling_due(in_steps=1):
+            # a promise about the gradient is measured on whole batches
+            samples = self.config.calibration_samples if self._promise is None else sys.maxsize
+            self._candidate = Observation((args, kwargs), self._probe_samples(samples))
         self._engine.begin(self._step)
         self._hooks = ExitStack()
         self._hooks.enter_context(self._engine.hooks())
+        self._in_step = True
 
     def _end_followed(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
-        if self._measuring:
+        if self._measuring or not self._in_step:
             return
         self._hooks.close()
         self._watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
-        if self._promise is not None and torch.is_grad_enabled():
-            self._promise.watch_gradient(self._step, tensors_of(outputs), self._candidate is not None)
         self._candidate = None
+
+    def _use(self, observation: Observation, whole: Callable[[], Any]) -> None:
+        """Sample the gradient of an observed step, or adapt. whole: runs the forward to come."""
+        loss = partial(observation.loss, self._model)
+        if self._promise is None:
+            self._adapt(Sample(loss, observation.fraction, whole, loss))
+            return
+        self._sample_gradient(loss, observation.squared_gradient)
+        if self._due():
+            part = observation.first(self._probe_samples(self.config.calibration_samples))
+            loss_of_part = partial(part.loss, self._model)
+            self._adapt(Sample(loss_of_part, part.fraction, whole, loss, observation.squared_gradient))
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
@@ -198,7 +220,7 @@ class Controller:
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         part, fraction = first_samples(batch, self._probe_samples(samples))
-        self._adapt(Sample(lambda: loss_fn(part), fraction, lambda: loss_fn(batch), whole_is_loss=True))
+        self._adapt(Sample(lambda: loss_fn(part), fraction, partial(loss_fn, batch), partial(loss_fn, batch)))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
@@ -211,7 +233,18 @@ class Controller:
     def _due(self, in_steps: int = 0) -> bool:
         if self._adapter is None:
             return False
+        if self._promise is not None and self._promise.due:
+            return True
         return self._adapted_at is None or self._step + in_steps - self._adapted_at >= self._interval
+
+    def _sampling_due(self, in_steps: int = 0) -> bool:
+        return self._promise is not None and self._promise.sampling_due(self._step + in_steps)
+
+    def _sample_gradient(self, loss: Callable[[], Any], unit: float | None = None) -> None:
+        """Look whether a promise about the gradient holds, if that is due and no adaptation is, which looks as well."""
+        if self._promise is not None and self._sampling_due() and not self._due():
+            with self._measurement():
+                self._promise.sample(self._step, loss, unit)
 
     @contextmanager
     def _measurement(self) -> Iterator[None]:
@@ -265,8 +298,9 @@ class Controller:
         self._hooks.close()
         self._watch()
         self._step += 1
+        self._sample_gradient(fwdbwdprop)
         if self._due():
-            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, whole_is_loss=True))
+            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, fwdbwdprop))
         self._open_iteration()
         if closure_is_the_iteration:
             fwdbwdprop()
@@ -294,8 +328,11 @@ class Controller:
     # -- what is known ------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> dict[str, int | None]:
-        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform)."""
+    def plan(self) -> dict[str, Bits]:
+        """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform).
+
+        With policy actnn bits may be a tuple: the widths of equal shares of the samples, those ranked first at first.
+        """
         return dict(self._plan)
 
     def report(self) -> MemoryReport:
@@ -331,7 +368,8 @@ class Controller:
         """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
         loaded = _read(state)
         self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
-        self._plan, self._sensitivity = loaded["plan"], loaded["sensitivity"]
+        self._plan = plan_from(loaded["plan"], shares=self.config.policy == "actnn")
+        self._sensitivity = loaded["sensitivity"]
         if self._engine is not None:
             self._engine.plan = self._plan
             self._engine.load_state_dict(loaded["engine"])
@@ -386,6 +424,11 @@ def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
 
 
 def _check_inlined(config: Config, model: nn.Module) -> None:
+    if config.compile_hooks == "inlined" and config.offload.enabled:
+        raise ValueError(
+            "compile_hooks is 'inlined' and offload.enabled is true, expected one of them: what a compiled graph packs "
+            "it keeps among its own tensors, where no copy to the host can take its place; use 'eager' with offload"
+        )
     by = sharding(model) if config.compile_hooks == "inlined" else None
     if by is not None:
         raise ValueError(

@@ -99,7 +99,9 @@ class CudaDevice(Device):
     [Note: pinned memory] Host memory is an anonymous mapping that cudaHostRegister page-locks. torch's own pinned
     memory comes in powers of two (a payload of 33 MiB takes 64), and its pool never gives back; CuPy's would be one
     more dependency. A mapping starts on a page of its own, so that no page is registered twice. Registering takes
-    milliseconds and may hold up the device, which is why there is a pool.
+    milliseconds and may hold up the device, which is why there is a pool. A process that is forked off (a data
+    loader's worker) does not inherit the mapping: copy-on-write could part the pages that the device writes from those
+    that are read here.
     """
 
     def __init__(self) -> None:
@@ -132,6 +134,7 @@ class CudaDevice(Device):
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"the host has no {nbytes} bytes: {error}") from error
+        pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if status != 0:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import codec, inlined
 from .block_inputs import BlockInputs
@@ -24,8 +25,10 @@ from .ledger import Ledger
 from .memory import Memory, find, is_own_relu_save, remember, span
 from .naming import ModuleScope, Namer, origin
 from .operators import OperatorObserver, Role
+from .packing import Packer
+from .per_sample import Bits
 from .policies import policy_of
-from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint
+from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint, watch_selective
 from .rounding_keys import RoundingKeys
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
@@ -44,7 +47,7 @@ class Engine:
         self._storage = storage
         self._offloaded: OffloadStatistics | None = None
         self._model = model
-        self.plan: Mapping[str, int | None] = {}
+        self.plan: Mapping[str, Bits] = {}
         self.unmeasured_bits = policy_of(config).unmeasured_bits
         self.ledger = Ledger()
         self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
@@ -61,14 +64,16 @@ class Engine:
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
         self._keys = RoundingKeys(config.seed, rank)
+        self.packer = Packer(model, config)
 
-    def bits_of(self, name: str) -> int | None:
+    def bits_of(self, name: str) -> Bits:
         """The width of a compressible tensor: the plan's, or the policy's own until it is in a plan; None is exact."""
         return self.plan.get(name, self.unmeasured_bits)
 
     def close(self) -> None:
         """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
         self._namer.scope.remove()
+        self.packer.remove()
         self._offloaded, self._storage = self.offloaded(), None
 
     def offloaded(self) -> OffloadStatistics | None:
@@ -149,13 +154,19 @@ class Engine:
                 self.begin(0)
 
     @contextmanager
-    def rehearsal(self, all_bits: int | None = None) -> Iterator[Footprint]:
-        """Compress as a step would, by the plan or all at one width, note what that keeps, and leave no trace of it."""
-        plan = self.plan, self.unmeasured_bits
+    def rehearsal(
+        self, plan: Mapping[str, Bits] | None = None, all_bits: int | None = None, draw: int = 0
+    ) -> Iterator[Footprint]:
+        """Compress as a step would, note what that keeps, and leave no trace of it.
+
+        plan: in place of the one in force. all_bits: one width for all. draw: another number rounds differently.
+        """
+        in_force = self.plan, self.unmeasured_bits
         storage, self._storage = self._storage, None  # what is rehearsed need not leave the device
         footprint = Footprint()
         with self.ledger.set_aside(footprint):
-            self.begin(0)
+            self.begin(-draw)  # no step of the job has its keys
+            self.plan = self.plan if plan is None else plan
             if all_bits is not None:
                 self.plan, self.unmeasured_bits = {}, all_bits
             try:
@@ -165,7 +176,7 @@ class Engine:
             finally:
                 self.begin(0)
                 self._storage = storage
-                self.plan, self.unmeasured_bits = plan
+                self.plan, self.unmeasured_bits = in_force
 
     def _cloned_buffers(self) -> AbstractContextManager[None]:
         """See [Note: isolation] in isolation.py."""
@@ -203,8 +214,7 @@ class Engine:
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.is_meta or in_backward():
             return Kept(tensor)  # in a backward: what is recomputed there is freed at once
-        stack = self._namer.scope.stack
-        if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
+        if self._parameters.is_parameter(tensor, self._namer.scope.innermost):
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
@@ -212,8 +222,10 @@ class Engine:
         frame = behind_compiler(sys._getframe(1))
         self._region = compiled_region(frame)
         self._blocks.look(frame)
-        if self._blocks.call is not None and tensor.is_floating_point() and self.config.policy != "exact":
-            return self._pack_block_input(self._blocks.call, tensor, memory)
+        if self._blocks.call is not None:
+            watch_selective(frame, self._account_kept)
+            if tensor.is_floating_point() and self.config.policy != "exact":
+                return self._pack_block_input(self._blocks.call, tensor, memory)
         own_relu_save = self.config.policy != "exact" and is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
@@ -255,7 +267,8 @@ class Engine:
     def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
         """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""
         name = self._namer.block_input()
-        self._account_keywords(call, name)
+        for keyword, kept in keyword_tensors(call).items():
+            self._account_bypassing(kept, f"{name} (keyword {keyword})")
         known = name in self._roles or self._records is None
         role = self._role(tensor, name)
         twin = find(tensor, memory) if known and role is Role.ACTIVATION else None
@@ -331,12 +344,14 @@ class Engine:
         bits = self.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return _exact(tensor)
-        return codec.pack(tensor, bits=bits, seed=self._keys.seed(name), group_size=config.group_size)
+        return self.packer.pack(tensor, bits, self._keys.seed(name))
 
     def _role(self, tensor: Tensor, name: str) -> Role:
         """What a floating tensor is to its operator; see operators.py for those without a graph."""
         if self._blocks.call is not None:
             return self._block_input_role(name)
+        if not self.config.batch_norm_inputs and isinstance(self._namer.scope.innermost, _BatchNorm):
+            return Role.STATISTIC
         if self._region is not None and tensor.grad_fn is None:
             return self._regions.role(self._region, name, tensor)
         if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
@@ -374,18 +389,18 @@ class Engine:
         compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
-            bits, seed = self._rounded[name]
-            packed = codec.pack(tensor, bits=bits, seed=seed, group_size=self.config.group_size)
-            handle.replacement = codec.unpack(packed)
+            handle.replacement = codec.unpack(self.packer.pack(tensor, *self._rounded[name]))
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def _account_keywords(self, call: FrameType, name: str) -> None:
-        """Report what a checkpoint was given by keyword: it is kept exactly, out of reach of hooks."""
-        for keyword, tensor in keyword_tensors(call).items():
-            memory = self._memory_of(tensor)
-            if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
-                self.ledger.add(tensor, f"{name} (keyword {keyword})", memory, tensor)
+    def _account_bypassing(self, tensor: Tensor, name: str) -> None:
+        """Report what a checkpoint keeps exactly, out of reach of hooks."""
+        memory = self._memory_of(tensor)
+        if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
+            self.ledger.add(tensor, name, memory, tensor)
+
+    def _account_kept(self, tensor: Tensor, operator: str) -> None:
+        self._account_bypassing(tensor, self._namer.kept_by_policy(operator))
 
 
 def _unpack(handle: Any) -> Tensor:

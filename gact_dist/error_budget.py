@@ -1,7 +1,8 @@
 """Policy acgc: the fewest bits whose increase of the gradient's second moment is tolerated. See gradient_error.py.
 
-Where a backward answers to rounding more than linearly the sensitivities predict too little. So an allocation is
-measured before it is put in force, and as long as it does too much it is allocated a smaller variance.
+Sensitivities rank the plans; what a plan adds is measured, on the whole batch of an adaptation, before it is put in
+force, for where a backward answers to rounding more than linearly they predict too little. Between adaptations samples
+follow the promise ([Note: what must hold] in gradient_samples.py), and one that finds it broken brings an adaptation.
 """
 
 from __future__ import annotations
@@ -9,29 +10,37 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import policies, sync
-from .allocation import Allocation
+from .allocation import WIDTHS, Allocation
 from .engine import Engine
-from .gradient_error import GradientError, GradientProbe, SecondMoment, SquaredGradient, second_moment_of_batch
+from .gradient_error import GradientError, Moments, rounded_moments
+from .gradient_samples import SAMPLES, GradientSamples
+from .per_sample import Bits, one_width
+from .plan_search import Found, fewest_bits
 from .policies import Costs
 from .samples import Sample
 
 _log = logging.getLogger(__name__)
-# Parts of a tolerated error that are planned for, and accepted when they are measured on the samples of an adaptation:
-# under one plan the increase differs by tens of percent over batches.
-_PLANNED, _ACCEPTED = 0.7, 0.85
-_TRIES = 8
-# A quarter of the variance is one bit more: where a backward overflows at some width, the next one may well do.
-_LARGEST_CUT = 0.25
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
+_SAMPLE_PASSES = 2
+_SURER = 0.45  # of the standard error that a plan was made with: one sample's falls to it with the third to fifth
 _GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an adaptation under a tolerated error comes to; the same on every rank."""
+
+    allocation: Allocation
+    error: GradientError
+    kept: bool
+    """whether it is the plan in force, since another would have gained too little"""
 
 
 class ErrorBudget:
@@ -39,127 +48,127 @@ class ErrorBudget:
 
     def __init__(self, model: nn.Module, engine: Engine, groups: Sequence[Any], draws: int) -> None:
         """groups: to reduce over, one after the other. draws: of rounding, in one measurement on this rank."""
-        self._model, self._engine, self._groups, self._draws = model, engine, groups, draws
+        self._model, self._engine, self._groups = model, engine, groups
+        self._passes = draws + 1
         self._config = engine.config
         self._tolerated = engine.config.error or 0.0
-        self._second_moment = SecondMoment()
+        self._samples = GradientSamples()
+        self._promised = False
+        self._standard_error = 0.0
         self._sampled_at = 0
-        self._increase = 0.0
-        self._gradient: SquaredGradient | None = None
 
-    def allocate(self, costs: Costs, sample: Sample, step: int, seed: int) -> tuple[Allocation, GradientError] | None:
-        """The fewest bits whose measured error is tolerated; None if nothing can be measured. A collective call.
+    @property
+    def due(self) -> bool:
+        """Whether the samples since the plan was made ask for another, the same on all ranks: they say that it does not
+        keep to the error, or they are so many more that it may take fewer bits."""
+        broken = self._samples.increase > self._tolerated
+        return self._promised and (broken or self._samples.standard_error <= _SURER * self._standard_error)
 
-        seed: of the rounding, another on every rank.
-        """
-        tolerated, fraction = self._tolerated, sample.fraction
-        self._sampled_at = step
-        probe = GradientProbe(self._engine, self._model, sample.loss, seed=seed, fraction=fraction)
-        in_force = {name: self._engine.bits_of(name) for name in costs.names}
-        before, second_moment = self._agreed(lambda: self._error_of(in_force, probe, sample), 2)
+    def allocate(self, costs: Costs, sample: Sample, step: int) -> Outcome | None:
+        """The fewest bits whose measured error is tolerated; None if nothing can be measured. A collective call."""
+        self._sampled_at, self._promised = step, False
+        samples = self._samples
+        before, unit = self._measured(sample, None, step)
+        square = before.square
+        if before.noise >= square:  # too loud for the gradient itself to be seen
+            square = self._measured(sample, dict.fromkeys(costs.names, WIDTHS), step)[0].square
+        samples.add(square, before.noise, relative=sample.unit is not None)
+        second_moment = samples.second_moment
+        if math.isnan(before.noise):
+            return None
         if not second_moment > 0.0:
             _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")
             return None
-        before /= second_moment
-        if self._engine.plan and not before <= tolerated:
+        measured_before = samples.increase
+        self._warn_of(measured_before)
+        # of the batches since the plan in force was made, compared with this one
+        usual = samples.noise / before.noise if before.noise > 0.0 else 1.0
+        self._standard_error = samples.standard_error
+        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / usual
+
+        def noise_of(plan: Allocation) -> float:
+            measured = self._measured(sample, costs.plan(plan), step)[0].noise
+            return math.inf if math.isnan(measured) else measured
+
+        found = fewest_bits(self._config, costs, limit, noise_of, start=limit * unit)
+        kept = self._settled(costs, found) if before.noise <= limit else None
+        allocation = found.allocation if kept is None else kept
+        samples.renew((found.noise if kept is None else before.noise) * usual)
+        scale = usual / (unit * second_moment)
+        error = GradientError(
+            self._tolerated, allocation.variance * scale, samples.increase, measured_before, unit * second_moment
+        )
+        self._promised = error.holds
+        _log.info("increase of the gradient's second moment: %s", error)
+        if not error.holds:
             _log.warning(
-                "compression increased the gradient's second moment by %.3g (error=%g was promised); bits are raised",
-                before,
-                tolerated,
-            )
-        share = _PLANNED
-        for _ in range(_TRIES):
-            allocation = policies.allocate(self._config, costs, tolerated * second_moment * share)
-            plan = costs.plan(allocation)
-            (measured,) = self._agreed(partial(self._variance_of, plan, probe, fraction), 1)
-            if math.isnan(measured):
-                return None
-            found = GradientError(
-                tolerated, allocation.variance / second_moment, measured / second_moment, before, second_moment
-            )
-            _log.info("increase of the gradient's second moment: %s", found)
-            self._increase = found.measured
-            if not found.measured > _ACCEPTED * tolerated:
-                return allocation, found
-            share *= max(_PLANNED * tolerated / found.measured, _LARGEST_CUT)
-        if not found.holds:
-            _log.warning(
-                "compression increases the gradient's second moment by %.3g on the samples of this adaptation, and "
+                "compression increases the gradient's second moment by %.3g on the batch of this adaptation, and "
                 "error=%g was promised: %.3g bits on average do not reach it",
-                found.measured,
-                tolerated,
+                error.measured,
+                self._tolerated,
                 allocation.average_bits,
             )
-        return allocation, found
-
-    def kept(self, settled: Allocation, error: GradientError) -> tuple[Allocation | None, GradientError]:
-        """A plan in force and its error, if that is tolerated; else None and the error of the one that replaces it."""
-        predicted = settled.variance / error.second_moment
-        if not max(error.measured_before, predicted) <= _ACCEPTED * error.tolerated:
-            return None, error
-        self._increase = error.measured_before
-        return settled, replace(error, predicted=predicted, measured=error.measured_before)
+        return Outcome(allocation, error, kept is not None)
 
     def sampling_due(self, step: int) -> bool:
-        """Whether this step's gradient should be a sample of V^2: ten times an interval."""
-        return step - self._sampled_at >= max(1, self._config.adapt_interval // SecondMoment.SAMPLES)
+        """Whether this step's gradient should be a sample: ten times an interval, more often in the first steps."""
+        return step - self._sampled_at >= max(1, min(self._config.adapt_interval // SAMPLES, self._sampled_at))
 
-    def sample(self, step: int, forward: Callable[[], Tensor]) -> None:
-        """Take a sample of V^2 from the batch of a step. forward: returns its loss. All ranks must call it, or none:
-        parameters that are sharded are gathered."""
+    def sample(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
+        """Take a sample from the batch of a step. loss, unit: as loss_of_whole in Sample. A collective call."""
         self._sampled_at = step
-        try:
-            self._sample_batch(forward)
-        except RuntimeError as error:
-            _log.warning("the gradient's second moment could not be measured here: %s", str(error).split("\n", 1)[0])
-
-    def watch_gradient(self, step: int, outputs: Sequence[Tensor], observed: bool) -> None:
-        """Make the job's next backward through these outputs a sample of V^2, if one is due or it is observed."""
-        if observed or self.sampling_due(step):
-            self._sampled_at, self._gradient = step, SquaredGradient(outputs)
-
-    def before_forward(self) -> None:
-        """Take what watch_gradient saw."""
-        if self._gradient is not None:
-            self._add_rounded(*self._gradient.moments())
-            self._gradient = None
+        moments, _ = self._agreed(lambda: self._moments(loss, None, step, _SAMPLE_PASSES), unit)
+        self._samples.add(moments.square, moments.noise, relative=unit is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The samples of V^2, and what they need to go on."""
-        samples = self._second_moment.state_dict()
-        return {"second_moment": samples, "sampled_at": self._sampled_at, "increase": self._increase}
+        """The samples, and what they need to go on."""
+        return {
+            "samples": self._samples.state_dict(),
+            "sampled_at": self._sampled_at,
+            "promised": self._promised,
+            "standard_error": self._standard_error,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what state_dict() gave."""
-        self._second_moment.load_state_dict(state["second_moment"])
-        self._sampled_at, self._increase = state["sampled_at"], state["increase"]
+        self._samples.load_state_dict(state["samples"])
+        self._sampled_at, self._promised = state["sampled_at"], state["promised"]
+        self._standard_error = state["standard_error"]
 
-    def _variance_of(self, bits: Mapping[str, int | None], probe: GradientProbe, fraction: float) -> list[float]:
-        variance = probe.variance(bits, self._draws) * fraction
-        return [variance if math.isfinite(variance) else _OVERFLOW]
+    def _settled(self, costs: Costs, found: Found) -> Allocation | None:
+        """The plan in force where another would gain too little; never against a uniform width that takes less."""
+        in_force = {name: one_width(bits) for name, bits in self._engine.plan.items()}
+        settled = policies.settled(self._config, costs, in_force, found.allocation)
+        if settled is None or (found.uniform and settled.average_bits > found.allocation.average_bits):
+            return None
+        return settled
 
-    def _error_of(self, bits: Mapping[str, int | None], probe: GradientProbe, sample: Sample) -> list[float]:
-        """[variance that rounding adds, V^2] of this rank's batch. See [Note: units] in gradient_error.py."""
-        (variance,) = self._variance_of(bits, probe, sample.fraction)
-        if sample.whole_is_loss and sample.fraction < 1.0:
-            self._sample_batch(sample.whole)
-        elif sample.whole_is_loss or self._second_moment.value is None:
-            # of a slice of independent samples this is at most V^2
-            self._second_moment.add(probe.second_moment() * sample.fraction)
-        return [variance, self._second_moment.value or math.nan]
+    def _warn_of(self, measured: float) -> None:
+        if self._engine.plan and not measured <= self._tolerated:
+            _log.warning(
+                "compression increased the gradient's second moment by %.3g (error=%g was promised); bits are raised",
+                measured,
+                self._tolerated,
+            )
 
-    def _sample_batch(self, forward: Callable[[], Any]) -> None:
-        self._add_rounded(second_moment_of_batch(self._engine, self._model, forward))
+    def _measured(self, sample: Sample, plan: Mapping[str, int | None] | None, step: int) -> tuple[Moments, float]:
+        """(moments relative to the sample's unit, the unit) under a plan for the measured tensors, None: in force."""
+        whole = None if plan is None else {**self._engine.plan, **plan}
+        return self._agreed(lambda: self._moments(sample.loss_of_whole, whole, step, self._passes), sample.unit)
 
-    def _add_rounded(self, at_parameters: float, at_outputs: float = 1.0) -> None:
-        """A sample of the rounded gradient, whose second moment is V^2 and what rounding adds."""
-        self._second_moment.add(at_parameters / (1.0 + self._increase), at_outputs)
+    def _moments(self, forward: Callable[[], Any], plan: Mapping[str, Bits] | None, step: int, passes: int) -> Moments:
+        return rounded_moments(self._engine, self._model, forward, plan, passes=passes, draw=step)
 
-    def _agreed(self, values: Callable[[], list[float]], count: int) -> list[float]:
-        """The mean over the ranks that can tell; NaN where none can."""
+    def _agreed(self, measure: Callable[[], Moments], unit: float | None) -> tuple[Moments, float]:
+        """(moments divided by the unit, the unit): means over the ranks that can tell; NaN where none can."""
+        unit = 1.0 if unit is None else unit
         try:
-            mine = values()
+            moments = measure()
+            noise = moments.noise / unit if math.isfinite(moments.noise) else _OVERFLOW
+            row = [noise, moments.square / unit, unit]
         except RuntimeError as error:
             _log.warning("the gradient's error could not be measured on this rank: %s", str(error).split("\n", 1)[0])
-            mine = [math.nan] * count
-        return sync.reduce_over([_GRADIENT], torch.tensor([mine], dtype=torch.float64), self._groups).mean[0].tolist()
+            row = [math.nan] * 3
+        values = torch.tensor([row], dtype=torch.float64)
+        noise, square, unit = sync.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
+        return Moments(noise, square), unit

@@ -1,6 +1,8 @@
 """What can be read off an autograd graph."""
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,3 +24,23 @@ def parameters_among(nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
+
+
+def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, int]:
+    """For every node the leaves that it leads to, bit k for the k-th; zero for none."""
+    bits = {id(leaf): 1 << number for number, leaf in enumerate(leaves)}
+    found: dict[Any, int] = {}
+    for start in nodes:
+        pending = [start]
+        while pending:
+            node = pending[-1]
+            below = [following for following, _ in node.next_functions if following is not None]
+            unknown = [] if node in found else [following for following in below if following not in found]
+            if unknown:
+                pending += unknown
+                continue
+            pending.pop()
+            if node not in found:
+                own = bits.get(id(node.variable), 0) if hasattr(node, "variable") else 0
+                found[node] = reduce(or_, (found[following] for following in below), own)
+    return found

@@ -38,7 +38,7 @@ class Stored:
         if not storage.takes(buffer.device, nbytes):
             return payload
         self.offloaded = storage.place(self.name, nbytes)
-        if self.offloaded.block is None:
+        if not self.offloaded.leaves:
             return payload
         packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
         self.offloaded.send(packed.payload)
@@ -47,7 +47,7 @@ class Stored:
     @property
     def host_bytes(self) -> int:
         """Bytes of the payload in host memory."""
-        return self.offloaded.nbytes if self.offloaded is not None and self.offloaded.block is not None else 0
+        return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
 
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
@@ -66,13 +66,17 @@ class Stored:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "replacement", "tensor")
+    __slots__ = ("__weakref__", "on_restore", "replacement", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.replacement: Tensor | None = None
+        self.on_restore: Callable[[], None] | None = None
+        """told of every use"""
 
     def restore(self) -> Tensor:
+        if self.on_restore is not None:
+            self.on_restore()
         return (self.tensor if self.replacement is None else self.replacement).detach()
 
 
@@ -155,10 +159,12 @@ class SavedTensorRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mask, binary, narrow or exact"""
+    """quantised, mixed, mask, binary, narrow or exact"""
     bits: float
     """payload bits for an element"""
     bytes: int
     """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
     host_bytes: int = 0
     """of these, in pinned host memory"""
+    one_width_bytes: int = 0
+    """what the tensor would take at one width with the same error, where it was stored within a bound; else 0"""

@@ -59,8 +59,9 @@ class Ledger:
             retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
             memory.aliased = True
         else:
-            kind, retained = payload.scheme.name.lower(), payload.nbytes
-            bits = bits if payload.bits is None else payload.bits
-        self.rows.append(SavedTensorRow(name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, host_bytes))
+            kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
+        one_width = 0 if isinstance(payload, Tensor) else payload.one_width_bytes
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+        self.rows.append(SavedTensorRow(name, shape, dtype, kind, bits, retained, host_bytes, one_width))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)

@@ -90,6 +90,11 @@ class ModuleScope:
 
         return leave
 
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The module whose forward is running; None outside of the model."""
+        return self.stack[-1][1] if self.stack else None
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -113,6 +118,10 @@ class Namer:
         """The name of a checkpointed block's input that is being saved right now: compiled or not, reentrant or not."""
         path = self.scope.stack[-1][0] if self.scope.stack else None
         return self._numbered(path, "BlockInput", call_site())
+
+    def kept_by_policy(self, operator: str) -> str:
+        """The name of what a selective checkpoint keeps of an operator that is running right now."""
+        return self._numbered(self.scope.stack[-1][0] if self.scope.stack else None, operator, call_site())
 
     def name(self, tensor: Tensor, region: nn.Module | None = None) -> str:
         """The name of a tensor that is being saved right now. Source of the naming: see [Note: names].

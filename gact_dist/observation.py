@@ -28,6 +28,13 @@ class Observation:
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
 
+    def first(self, samples: int) -> "Observation":
+        """The first samples of what was observed."""
+        part = Observation(self._inputs, samples)
+        part._autocast = self._autocast
+        part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
+        return part
+
     def outputs(self, outputs: Any) -> bool:
         """Watch the outputs of that forward until the job's backward reaches them; False without any: it raised."""
         watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
@@ -49,9 +56,13 @@ class Observation:
 
     @property
     def complete(self) -> bool:
-        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed, or where a
-        pipeline ran the stage on uninitialised memory to learn its shapes."""
+        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed."""
         return bool(self._gradients) and all(bool(g.isfinite().all()) for g in self._gradients.values())
+
+    @property
+    def squared_gradient(self) -> float:
+        """Of the loss at the outputs, on the remembered samples."""
+        return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:
         """A scalar with the sensitivities of the job's loss, on the remembered samples.

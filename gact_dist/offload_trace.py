@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
-from weakref import WeakValueDictionary
 
 from .config import Offload
 from .devices import Event
@@ -40,9 +39,10 @@ class Packed:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """The payloads of one forward, from packing to the end of their graph. It keeps none of them alive."""
+    """The payloads of one forward, from packing to the end of their graph."""
 
-    alive: WeakValueDictionary[str, Any] = field(default_factory=WeakValueDictionary)
+    alive: dict[str, Any] = field(default_factory=dict)
+    """what storage.py holds of each payload that the graph has still"""
     packed: list[Packed] = field(default_factory=list)
     sent: list[Copy] = field(default_factory=list)
     returned: list[Copy] = field(default_factory=list)
@@ -92,7 +92,9 @@ class Trace:
     def advance(self, name: str) -> None:
         """Note that a name of the route was asked for; a backward that starts over (retain_graph) goes back to it."""
         route = self.route or []
-        if name in route:
+        if self.position < len(route) and route[self.position] == name:  # as expected, without a look at the rest
+            self.position += 1
+        elif name in route:
             start = self.position if name in route[self.position :] else 0
             self.position = route.index(name, start) + 1
 

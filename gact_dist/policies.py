@@ -3,6 +3,7 @@
 | policy | sensitivities | budget | unit |
 |---|---|---|---|
 | gact (Liu et al., ICML 2022, section 4) | Config.estimator | average bits, or bytes of a rank | tensor |
+| actnn (Chen et al., ICML 2021, section 4) | Config.estimator | average bits | share of a tensor's samples |
 | acgc (Evans and Aamodt, NeurIPS 2021) | Config.estimator | increase of the gradient's second moment | tensor |
 | uniform | none | the same bits for every tensor | job |
 | exact, off | none | none | job |
@@ -57,7 +58,8 @@ class Costs:
     variance: float64 [L, 8], added to the gradient of one rank's batch at 1 to 8 bits. sizes: [L] elements in a step of
     one rank. exact_bits: [L] bits an element when stored exactly. metadata_bits: [L] scale and offset, for an element.
     retained_bytes: [L, 9] the most that any rank keeps of it at 1 to 8 bits and exactly, other_bytes of all that has
-    no choice; only where the budget is in bytes.
+    no choice; only where the budget is in bytes. samples: [L, COLUMNS] of per_sample.statistics, zeros for a tensor
+    that is not made of samples; only with policy actnn.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,7 @@ class Costs:
     metadata_bits: NDArray[np.float64]
     retained_bytes: NDArray[np.float64] | None = None
     other_bytes: float = 0.0
+    samples: NDArray[np.float64] | None = None
 
     def plan(self, allocation: Allocation) -> dict[str, int | None]:
         """{name: bits} of an allocation, None for exact."""
@@ -95,7 +98,7 @@ def policy_of(config: Config) -> Policy:
     if config.retained_bytes is not None:
         return Policy(Budget.RETAINED_BYTES, _UNKNOWN_BITS, config.estimator)
     bits = None if config.bits is None else int(config.bits)
-    if config.policy == "gact":
+    if config.policy in ("gact", "actnn"):
         return Policy(Budget.AVERAGE_BITS, bits, config.estimator)
     return Policy(Budget.NONE, bits)
 

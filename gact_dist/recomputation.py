@@ -24,6 +24,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
 
 _FILES = (torch_checkpoint.__file__, "deepspeed/runtime/activation_checkpointing/checkpointing.py")
 _PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
@@ -87,9 +88,47 @@ def _is_checkpoint_call(frame: FrameType) -> bool:
     return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
 
 
+def recomputing() -> bool:
+    """Whether a checkpoint is fetching what it recomputes a block from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_FILES):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def keyword_tensors(call: FrameType) -> dict[str, Tensor]:
     """Tensors that a checkpoint() call was given by keyword: its closure keeps them, past all hooks."""
     return {name: value for name, value in call.f_locals.get("kwargs", {}).items() if isinstance(value, Tensor)}
+
+
+class _WatchedPolicy:
+    """The policy function of a selective checkpoint, which says what it keeps."""
+
+    def __init__(self, policy: Callable[..., Any], note: Callable[[Tensor, str], None]) -> None:
+        self._policy, self._note = policy, note
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        decision = self._policy(context, operator, *args, **kwargs)
+        if decision is True or decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            tree_map_only(Tensor, lambda tensor: self._note(tensor, str(operator)), context.op_output)
+        return decision
+
+
+def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> None:
+    """Have note(tensor, operator) called for all that the checkpoint whose input is being saved keeps by its policy.
+
+    That bypasses every hook: it stays exact, in a cache of the checkpoint. frame: of the caller of a pack hook.
+    """
+    caller: FrameType | None = frame
+    while caller is not None and not _is_checkpoint_call(caller):
+        mode = caller.f_locals.get("forward_context") if caller.f_code.co_filename == _FILES[0] else None
+        if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
+            if not isinstance(mode.policy_fn, _WatchedPolicy):
+                mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
+            return
+        caller = caller.f_back
 
 
 @contextmanager

@@ -18,7 +18,7 @@ class ReportRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mask, binary, narrow or exact"""
+    """quantised, mixed, mask, binary, narrow or exact"""
     bits: float
     """payload bits for an element"""
     bytes: int
@@ -27,6 +27,8 @@ class ReportRow:
     """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
     host_bytes: int = 0
     """of the bytes, those in pinned host memory"""
+    one_width_bytes: int = 0
+    """compressor error-bounded: what the tensor would take at one width with the same error (fixed-point); else 0"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class MemoryReport:
         return self.retained_bytes - self.host_bytes
 
     @property
+    def fixed_point_bytes(self) -> int:
+        """what retained_bytes would be with AC-GC's other compressor; the same where none is stored within a bound"""
+        return sum(row.one_width_bytes or row.bytes for row in self.rows)
+
+    @property
     def ratio(self) -> float:
         """exact_bytes / retained_bytes; 1.0 when nothing was kept."""
         return self.exact_bytes / self.retained_bytes if self.retained_bytes else 1.0
@@ -71,6 +78,8 @@ class MemoryReport:
                 f"gradient's second moment: +{self.gradient_error.measured:.3g} measured, "
                 f"+{self.gradient_error.predicted:.3g} predicted, +{self.gradient_error.tolerated:g} tolerated"
             )
+        if self.fixed_point_bytes != self.retained_bytes:
+            lines.append(f"with compressor fixed-point: {self.fixed_point_bytes / 2**20:.2f} MiB retained")
         if self.offload is not None:
             lines.append(
                 f"of these {self.device_bytes / 2**20:.2f} MiB on the device, {self.host_bytes / 2**20:.2f} MiB in "
@@ -90,7 +99,15 @@ def build_report(
     """The report on a step from what its engine noted, what was measured last and the copies of offload."""
     full = tuple(
         ReportRow(
-            row.name, row.shape, row.dtype, row.codec, row.bits, row.bytes, sensitivity.get(row.name), row.host_bytes
+            row.name,
+            row.shape,
+            row.dtype,
+            row.codec,
+            row.bits,
+            row.bytes,
+            sensitivity.get(row.name),
+            row.host_bytes,
+            row.one_width_bytes,
         )
         for row in rows
     )

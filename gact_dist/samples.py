@@ -17,5 +17,7 @@ class Sample:
     """of the batch's samples that it has"""
     whole: Callable[[], Any]
     """runs the model on the whole batch, as the step to come will"""
-    whole_is_loss: bool
-    """whether that returns the loss; else second moments come from the job's own backward"""
+    loss_of_whole: Callable[[], Tensor | None]
+    """runs the model on a whole batch and returns its loss, or calls backward on it"""
+    unit: float | None = None
+    """where the job may have scaled that loss: its squared gradient at the model's outputs, which has the same scale"""

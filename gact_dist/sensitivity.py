@@ -18,19 +18,22 @@ the squared gradient: the plan from the exact point has variance 420 and predict
 
 [Note: perturbation] GACT's own estimator (section 4 of the paper) takes half the squared difference of two gradients
 between which only the rounding of tensor l has another seed; its expectation is c_l(b). Here all tensors are rounded to
-PROBE_BITS, and it costs one backward of the recorded graph for each tensor and one for all, without another forward.
+PROBE_BITS, and it costs one backward of the recorded graph for all and one for each tensor, without another forward;
+tensors that move the gradients of different parameters share one ([Note: influence] in influence.py).
 It measures every tensor with Config(estimator="perturbation"), else those that the one pass does not reach: an input
 without a graph, an operator whose backward is not differentiable.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -40,12 +43,16 @@ from .compiled import has_compiled_parts
 from .engine import PROBE_BITS, Engine
 from .graphs import nodes_below, parameters_among
 from .handles import Recorded
+from .influence import Influence, disjoint
 from .isolation import untouched
 from .operators import OperatorObserver
+from .packing import Packer
+from .per_sample import Bits, statistics
 from .recomputation import measurable
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
+_SAMPLE_BITS = 2  # the width at which samples of one tensor are compared
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 
 
@@ -59,6 +66,8 @@ class Sensitivity:
     variance: Tensor
     """float64 [8]: variance added to the gradient, summed over all parameters, if stored in 1, 2 .. 8 bits"""
     by_perturbation: bool
+    samples: NDArray[np.float64] | None = None
+    """per_sample.statistics; None for a tensor that is not made of samples, or whose samples have no widths"""
 
 
 def measure(
@@ -118,7 +127,7 @@ def _measure_by_rerun(
         run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})
         # before its backward, which may write into what was saved
-        measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
+        measured = [(r, _rounding(r.tensor, None, engine.packer)) for r in records if r.compressible]
         del loss
         seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
         base = gradients(run(seeds)[0])
@@ -134,26 +143,30 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
-def _from_change(record: Recorded, change: float, rounding: Tensor) -> Sensitivity:
+def _from_change(
+    record: Recorded, change: float, rounding: Tensor, samples: NDArray[np.float64] | None = None
+) -> Sensitivity:
     """From what another seed for one tensor's rounding to PROBE_BITS did to the gradient; see [Note: perturbation].
 
     To other widths it is carried by their rounding.
     """
     at_probe = float(rounding[PROBE_BITS - 1])
     variance = rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
-    return _sensitivity(record, variance, by_perturbation=True)
+    return _sensitivity(record, variance, by_perturbation=True, samples=samples)
 
 
-def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
+def _rounding(tensor: Tensor, weight: Tensor | None, packer: Packer) -> Tensor:
     """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    return ops.rounding_variance(values, weights, group_size, codec.columns_of(tensor, group_size)).cpu()
+    return ops.rounding_variance(values, weights, packer.group_size, packer.columns_of(tensor)).cpu()
 
 
-def _sensitivity(record: Recorded, variance: Tensor, by_perturbation: bool) -> Sensitivity:
+def _sensitivity(
+    record: Recorded, variance: Tensor, by_perturbation: bool, samples: NDArray[np.float64] | None = None
+) -> Sensitivity:
     tensor = record.tensor
-    return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation)
+    return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation, samples)
 
 
 def scalar(loss: Any) -> Tensor:
@@ -173,8 +186,9 @@ class _Probe:
     def __init__(self, loss: Tensor, records: Sequence[Recorded], engine: Engine, seed: int) -> None:
         self.loss = loss
         self.records = records
-        self.group_size = engine.config.group_size
         self.operating_bits = engine.bits_of
+        self.packer = engine.packer
+        self.average_bits = engine.config.bits or 0.0
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
         self.nodes = nodes_below([loss])
@@ -260,28 +274,61 @@ class _Probe:
         return outputs
 
     def _by_rule(self, record: Recorded, square: Tensor) -> Sensitivity:
-        rounding = _rounding(record.tensor, _seen_through(record, square), self.group_size)
-        return _sensitivity(record, rounding, by_perturbation=False)
+        weight = _seen_through(record, square)
+        rounding = _rounding(record.tensor, weight, self.packer)
+        return _sensitivity(record, rounding, by_perturbation=False, samples=self._samples(record, weight))
+
+    def _samples(self, record: Recorded, weight: Tensor | None = None) -> NDArray[np.float64] | None:
+        """Of a tensor that is made of samples, what per_sample.statistics says of them."""
+        tensor = record.tensor
+        if not self.packer.applies_to(tensor):
+            return None
+        keys, average_bits = self.packer.keys(tensor).cpu().numpy(), self.average_bits
+        if weight is None:
+            return statistics(keys, None, average_bits)
+        values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
+        pairs = zip(values, weights, strict=True)
+        form = self.packer.group_size, self.packer.columns_of(tensor)
+        variance = [ops.rounding_variance(x, w, *form)[_SAMPLE_BITS - 1] for x, w in pairs]
+        return statistics(keys, torch.stack(variance).cpu().numpy(), average_bits)
 
     def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
         """Of the tensors with these names, of all compressible ones without. See [Note: perturbation]."""
         compressible = [record for record in self.records if record.compressible]
-        found = []
+        others = {record: number for number, record in enumerate(compressible, start=len(compressible))}
+        wanted = [record for record in compressible if names is None or record.name in names]
+        change = dict.fromkeys(wanted, 0.0)
+
+        def other(record: Recorded) -> Tensor:
+            return self._round(record, PROBE_BITS, others[record])
+
         with self._rounded(compressible, lambda _: PROBE_BITS):
-            base = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-            for number, record in enumerate(compressible, start=len(compressible)):
-                if names is not None and record.name not in names:
-                    continue
-                rounded = record.replacement
-                record.replacement = self._round(record, PROBE_BITS, number)
-                moved = torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
-                record.replacement = rounded
-                rounding = _rounding(record.tensor, None, self.group_size)
-                found.append(_from_change(record, square_distance(moved, base), rounding))
-        return found
+            influence = Influence(self.nodes, self.leaves, other)
+            base = influence.backward(self.loss, wanted)
+            for group in disjoint(influence.moved):
+                moved = self._gradients_with({record: other(record) for record in group})
+                for record in group:
+                    own = [k for k in range(len(self.leaves)) if influence.moved[record] >> k & 1]
+                    change[record] = square_distance([moved[k] for k in own], [base[k] for k in own])
+        roundings = [_rounding(record.tensor, None, self.packer) for record in wanted]
+        return [
+            _from_change(record, change[record], rounding, self._samples(record))
+            for record, rounding in zip(wanted, roundings, strict=True)
+        ]
+
+    def _gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
+        """With some tensors in place of those that backward sees."""
+        rounded = {record: record.replacement for record in others}
+        for record, replacement in others.items():
+            record.replacement = replacement
+        try:
+            return torch.autograd.grad(self.loss, self.leaves, retain_graph=True, allow_unused=True)
+        finally:
+            for record, before in rounded.items():
+                record.replacement = before
 
     @contextmanager
-    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], int | None]) -> Iterator[None]:
+    def _rounded(self, records: Sequence[Recorded], bits_of: Callable[[str], Bits]) -> Iterator[None]:
         """Backward sees every tensor rounded to a width of its own; None leaves it exact."""
         for number, record in enumerate(records):
             bits = bits_of(record.name)
@@ -293,9 +340,8 @@ class _Probe:
             for record in records:
                 record.replacement = None
 
-    def _round(self, record: Recorded, bits: int, number: int) -> Tensor:
-        packed = codec.pack(record.tensor, bits=bits, seed=self.seed + number, group_size=self.group_size)
-        return codec.unpack(packed)
+    def _round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
+        return codec.unpack(self.packer.pack(record.tensor, bits, self.seed + number))
 
 
 def _cut(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:

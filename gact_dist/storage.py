@@ -7,8 +7,9 @@ event shows that its copy is over (polled), or after that stream was told to wai
 on at once, which record_stream would put off until the host has seen the copy end: a host that runs far ahead of the
 device would by then have allocated anew.
 
-[Note: ownership] The graph owns a handle, the handle a Payload, the Payload its host block. When a Payload is dropped,
-wherever that happens (a backward thread, the garbage collector), it leaves word in a queue that the next call empties.
+[Note: ownership] The graph owns a handle, the handle a Payload, and nothing else owns that. What it held is Held, which
+copies in flight need as well. When a Payload is dropped, wherever that happens (a backward thread, the garbage
+collector), its Held goes into a queue that the next call empties.
 """
 
 import threading
@@ -16,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -35,41 +36,54 @@ class Place(Enum):
     LEAVING = auto()  # the copy to the host is queued, the device still has it
     HOST = auto()  # on the host alone
     RETURNING = auto()  # the copy back is queued or over, both have it
+    GONE = auto()  # dropped while it was leaving: the device memory stays until that copy is over
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """The bytes of one saved tensor: where they are, and what of host and device they hold."""
+
+    name: str
+    nbytes: int
+    trace: Trace
+    stream: Any
+    """the one whose memory the buffer is"""
+    block: HostBlock | None
+    """in host memory; None if it stays on the device"""
+    place: Place = Place.DEVICE
+    dtype: torch.dtype = torch.uint8
+    buffer: Tensor | None = None
+    """on the device, while LEAVING, RETURNING or GONE"""
+    back: Event | None = None
+    """while RETURNING, the end of the copy that the buffer still needs"""
 
 
 class Payload:
-    """The bytes of one saved tensor, in the care of a Storage. Dropping it frees what it holds."""
+    """What a saved tensor owns of a Storage. Dropping it frees what it holds."""
 
-    __slots__ = (
-        "__weakref__", "back", "block", "buffer", "dtype", "name", "nbytes", "place", "storage", "stream", "trace",
-    )  # fmt: skip
+    __slots__ = ("_storage", "held")
 
-    def __init__(self, name: str, nbytes: int, block: HostBlock | None, stream: Any, storage: "Storage") -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.dtype = torch.uint8
-        self.place = Place.DEVICE
-        self.storage, self.trace = storage, storage.trace
-        self.block = block
-        """in host memory; None if it stays on the device"""
-        self.buffer: Tensor | None = None
-        """on the device, while LEAVING or RETURNING"""
-        self.stream = stream
-        """the one whose memory the buffer is"""
-        self.back: Event | None = None
-        """end of the copy back, while RETURNING"""
+    def __init__(self, held: Held, storage: "Storage") -> None:
+        self.held, self._storage = held, storage
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it is to be sent to the host."""
+        return self.held.block is not None
 
     def send(self, buffer: Tensor) -> None:
-        """Send the payload to its block: [nbytes / itemsize], contiguous, not to be written to from now on."""
-        self.storage.send(self, buffer)
+        """Send the payload to its block: [nbytes / itemsize], contiguous, not to be written to from now on.
+
+        Raises ValueError for a payload that does not leave, or a buffer that is not as promised.
+        """
+        self._storage.send(self.held, buffer)
 
     def fetch(self) -> Tensor | None:
         """What was sent, ready on the current stream and not to be written to; None if nothing was."""
-        return self.storage.fetch(self)
+        return self._storage.fetch(self.held)
 
     def __del__(self) -> None:
-        remains = self.name, self.nbytes, self.place, self.stream, self.buffer, self.block, self.back, self.trace
-        self.storage.dropped.append(_Remains(*remains))
+        self._storage.dropped.append(self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,42 +102,19 @@ class OffloadStatistics:
     """seconds that it waited"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A payload on its way to the host; its device memory stays until `left`."""
-
-    payload: ref
-    buffer: Tensor
-    stream: Any
-    left: Event
-
-
-@dataclass(frozen=True, slots=True)
-class _Remains:
-    """What a dropped payload held."""
-
-    name: str
-    nbytes: int
-    place: Place
-    stream: Any
-    buffer: Tensor | None
-    block: HostBlock | None
-    back: Event | None
-    trace: Trace
-
-
 class Storage:
     """Places the payloads of one rank and keeps its copies: streams, host memory, order of return."""
 
     def __init__(self, settings: Offload, device: Device, max_host_bytes: int) -> None:
         self.pool = HostPool(device, max_host_bytes)
-        self.dropped: deque[_Remains] = deque()
+        self.dropped: deque[Held] = deque()
         self.device_bytes = 0
         """payload bytes on the device now, copies in flight included"""
         self._settings = settings
         self._device = device
         self._lock = threading.RLock()  # a backward runs in threads of its own
-        self._departures: deque[_Departure] = deque()
+        self._departures: deque[tuple[Held, Event]] = deque()
+        """what is on its way to the host, each with the end of its copy"""
         self._in_flight_bytes = 0
         self._planner = Planner(settings, max_host_bytes)
         self.trace = Trace()
@@ -158,133 +149,129 @@ class Storage:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def place(self, name: str, nbytes: int) -> Payload:
-        """Decide where the payload that the current stream has computed is to live: send() it if it has a block."""
+        """Decide where the payload that the current stream has computed is to live: send() it if it leaves."""
         with self._lock:
             self._collect()
             stream = self._device.current_stream()
+            reached = self._device.record(stream)
             block = self.pool.take(nbytes) if self._planner.leaves(name) else None
-            payload = Payload(name, nbytes, block, stream, self)
-            self.trace.packed.append(Packed(name, nbytes, self._device.record(stream)))
-            self.trace.alive[name] = payload
-            self._hold(payload)
-            return payload
+            held = self.trace.alive[name] = Held(name, nbytes, self.trace, stream, block)
+            self.trace.packed.append(Packed(name, nbytes, reached))
+            self._hold(held)
+            return Payload(held, self)
 
-    def send(self, payload: Payload, buffer: Tensor) -> None:
-        """See Payload.send. Raises ValueError for a payload without a block, or a buffer that is not as promised."""
-        block, device, trace = payload.block, self._device, payload.trace
-        if block is None or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.nbytes != payload.nbytes:
+    def send(self, held: Held, buffer: Tensor) -> None:
+        """See Payload.send."""
+        block, device, trace = held.block, self._device, held.trace
+        if block is None or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.nbytes != held.nbytes:
             raise ValueError(
-                f"{payload.name!r} is {tuple(buffer.shape)} with strides {buffer.stride()}, {buffer.nbytes} bytes; "
-                f"expected a payload with a block, 1-D and contiguous, of {payload.nbytes} bytes"
+                f"{held.name!r} is {tuple(buffer.shape)} with strides {buffer.stride()}, {buffer.nbytes} bytes; "
+                f"expected a payload with a block, 1-D and contiguous, of {held.nbytes} bytes"
             )
         with self._lock:
-            reached = device.record(payload.stream)
+            reached = device.record(held.stream)
             device.wait(device.out_stream, reached)
             if block.read is not None:  # by the payload that had the block before
                 device.wait(device.out_stream, block.read)
-            payload.dtype = buffer.dtype
-            device.copy(_view(block, payload), buffer, device.out_stream)
+            held.dtype = buffer.dtype
+            device.copy(_view(block, held), buffer, device.out_stream)
             left = block.written = device.record(device.out_stream)
-            payload.place, payload.buffer = Place.LEAVING, buffer
-            trace.sent.append(Copy(payload.nbytes, (reached,), left))
-            trace.away.append(payload.name)
-            trace.sent_bytes += payload.nbytes
-            self._departures.append(_Departure(ref(payload), buffer, payload.stream, left))
-            self._in_flight_bytes += payload.nbytes
-            self._bound_departures(trace, payload.nbytes)
+            held.place, held.buffer = Place.LEAVING, buffer
+            trace.sent.append(Copy(held.nbytes, (reached,), left))
+            trace.away.append(held.name)
+            trace.sent_bytes += held.nbytes
+            self._departures.append((held, left))
+            self._in_flight_bytes += held.nbytes
+            self._bound_departures(trace, held.nbytes)
 
     def _bound_departures(self, trace: Trace, nbytes: int) -> None:
         """Let the computing stream wait where more has left than is on the host; only then it may have the memory."""
         while self._departures and self._in_flight_bytes > in_flight_bound(trace.sent_bytes, nbytes):
-            departure = self._departures.popleft()
-            self._wait_for(departure.left, departure.stream, trace)
-            self._forget(departure)
+            held, left = self._departures.popleft()
+            self._wait_for(left, held.stream, trace)
+            self._forget(held, left)
 
-    def _forget(self, departure: _Departure) -> None:
+    def _forget(self, held: Held, left: Event) -> None:
         """Drop the device memory of a payload that has left, unless backward is about to ask for it."""
-        payload = departure.payload()
-        if payload is not None and payload.name in payload.trace.window:
-            payload.place, payload.back = Place.RETURNING, departure.left
-            payload.trace.resident.append(payload.name)
+        if held.place is Place.LEAVING and held.name in held.trace.window:
+            held.place, held.back = Place.RETURNING, left
+            held.trace.resident.append(held.name)
             return
-        if payload is not None:
-            payload.place, payload.buffer = Place.HOST, None
-        self._release(departure.buffer.nbytes)
+        self._release(held)
 
     # -- unpack -------------------------------------------------------------------------------------------------
 
-    def fetch(self, payload: Payload) -> Tensor | None:
+    def fetch(self, held: Held) -> Tensor | None:
         """See Payload.fetch."""
         with self._lock:
             self._collect()
-            stream, trace = self._device.current_stream(), payload.trace
+            stream, trace = self._device.current_stream(), held.trace
             reached = self._device.record(stream)
-            trace.uses.append((payload.name, reached))
+            trace.uses.append((held.name, reached))
             route = trace.start_backward(self._planner.order) if trace.route is None else trace.route
-            if payload.block is not None:
-                trace.advance(payload.name)
+            if held.block is not None:
+                trace.advance(held.name)
             window = trace.window = route[trace.position : trace.position + self._settings.prefetch]
-            found = self._on_device(payload, stream, reached)
-            if payload.place is Place.RETURNING and payload.name not in window:
-                self._let_go(payload)
+            found = self._on_device(held, stream, reached)
+            if held.place is Place.RETURNING and held.name not in window:
+                self._let_go(held)
             self._look_ahead(trace, stream, reached)
             return found
 
-    def _on_device(self, payload: Payload, stream: Any, reached: Event) -> Tensor | None:
-        if payload.place is Place.HOST:
-            self._ask_for(payload, stream, reached)
-        if payload.back is not None:
-            self._wait_for(payload.back, stream, payload.trace)
-        if payload.buffer is not None:
-            self._device.hand_over(payload.buffer, payload.stream, stream)
-        return payload.buffer
+    def _on_device(self, held: Held, stream: Any, reached: Event) -> Tensor | None:
+        if held.place is Place.HOST:
+            self._ask_for(held, stream, reached)
+        if held.back is not None:
+            self._wait_for(held.back, stream, held.trace)
+        if held.buffer is not None:
+            self._device.hand_over(held.buffer, held.stream, stream)
+        return held.buffer
 
-    def _ask_for(self, payload: Payload, stream: Any, reached: Event) -> None:
+    def _ask_for(self, held: Held, stream: Any, reached: Event) -> None:
         """Queue the copy back, to memory of a stream that has come to `reached`. Raises torch.OutOfMemoryError."""
-        device, block, trace = self._device, payload.block, payload.trace
+        device, block, trace = self._device, held.block, held.trace
         if block is None or block.written is None:
-            raise RuntimeError(f"payload {payload.name!r} was never sent to the host and cannot be asked for")
-        buffer = device.empty(payload.nbytes // payload.dtype.itemsize, payload.dtype)
+            raise RuntimeError(f"payload {held.name!r} was never sent to the host and cannot be asked for")
+        buffer = device.empty(held.nbytes // held.dtype.itemsize, held.dtype)
         # What the memory held before may be in use until there; what was dropped since then, only by this in_stream.
         device.wait(device.in_stream, reached)
         device.wait(device.in_stream, block.written)
-        device.copy(buffer, _view(block, payload), device.in_stream)
-        payload.back = block.read = device.record(device.in_stream)
-        payload.place, payload.buffer, payload.stream = Place.RETURNING, buffer, stream
-        trace.returned.append(Copy(payload.nbytes, (reached, block.written), block.read))
-        trace.resident.append(payload.name)
-        self._in_flight_bytes += payload.nbytes
-        self._hold(payload)
+        device.copy(buffer, _view(block, held), device.in_stream)
+        held.back = block.read = device.record(device.in_stream)
+        held.place, held.buffer, held.stream = Place.RETURNING, buffer, stream
+        trace.returned.append(Copy(held.nbytes, (reached, block.written), block.read))
+        trace.resident.append(held.name)
+        self._in_flight_bytes += held.nbytes
+        self._hold(held)
 
-    def _let_go(self, payload: Payload) -> None:
+    def _let_go(self, held: Held) -> None:
         """Drop the device memory of a payload that is back, or that its stream has been told to wait for."""
-        payload.trace.resident.remove(payload.name)
-        payload.place, payload.buffer, payload.back = Place.HOST, None, None
-        self._release(payload.nbytes)
+        held.trace.resident.remove(held.name)
+        self._release(held)
 
     def _look_ahead(self, trace: Trace, stream: Any, reached: Event) -> None:
         """Ask for the payloads that come next, within the bounds on their number and bytes."""
         for name in trace.window:
-            payload = trace.alive.get(name)
-            if payload is None or payload.place is not Place.HOST:
+            held = trace.alive.get(name)
+            if held is None or held.place is not Place.HOST:
                 continue
             if len(trace.resident) >= self._settings.prefetch:
                 self._evict(trace)
-            bound = in_flight_bound(trace.sent_bytes, payload.nbytes)
-            if self._in_flight_bytes and self._in_flight_bytes + payload.nbytes > bound:
+            bound = in_flight_bound(trace.sent_bytes, held.nbytes)
+            if self._in_flight_bytes and self._in_flight_bytes + held.nbytes > bound:
                 break
             try:
-                self._ask_for(payload, stream, reached)
+                self._ask_for(held, stream, reached)
             except torch.OutOfMemoryError:
                 break  # there may be room by the time it is needed
 
     def _evict(self, trace: Trace) -> None:
         """Drop what was asked for first of all that does not come next: backward took another way."""
         for name in trace.resident:
-            payload = trace.alive.get(name)
-            if name not in trace.window and payload is not None and payload.back is not None:
-                self._wait_for(payload.back, payload.stream, trace)
-                self._let_go(payload)
+            held = trace.alive.get(name)
+            if name not in trace.window and held is not None and held.back is not None:
+                self._wait_for(held.back, held.stream, trace)
+                self._let_go(held)
                 return
 
     # -- both ---------------------------------------------------------------------------------------------------
@@ -298,18 +285,24 @@ class Storage:
 
     def _collect(self) -> None:
         """Release the device memory of copies that are over, and all that dropped payloads held."""
-        while self._departures and self._departures[0].left.done():
-            self._forget(self._departures.popleft())
+        while self._departures and self._departures[0][1].done():
+            self._forget(*self._departures.popleft())
         while self.dropped:
-            remains = self.dropped.popleft()
-            if remains.place is Place.DEVICE:
-                self.device_bytes -= remains.nbytes
-            elif remains.place is Place.RETURNING and remains.back is not None:
-                self._device.wait(remains.stream, remains.back)
-                remains.trace.resident.remove(remains.name)
-                self._release(remains.nbytes)
-            if remains.block is not None:
-                self.pool.put_back(remains.block)
+            self._clean_up(self.dropped.popleft())
+
+    def _clean_up(self, held: Held) -> None:
+        """Release what a dropped payload held."""
+        if held.trace.alive.get(held.name) is held:
+            del held.trace.alive[held.name]
+        if held.block is not None:
+            self.pool.put_back(held.block)
+        if held.place is Place.LEAVING:
+            held.place = Place.GONE
+        elif held.place is Place.RETURNING and held.back is not None:
+            self._device.wait(held.stream, held.back)
+            self._let_go(held)
+        elif held.place is Place.DEVICE:
+            self.device_bytes -= held.nbytes
 
     def _end_trace(self) -> None:
         if self.trace.packed:
@@ -317,26 +310,29 @@ class Storage:
             self.trace = Trace()
             self.pool.end_step()
 
-    def _hold(self, payload: Payload) -> None:
-        self.device_bytes += payload.nbytes
-        payload.trace.peak_device_bytes = max(payload.trace.peak_device_bytes, self.device_bytes)
+    def _hold(self, held: Held) -> None:
+        self.device_bytes += held.nbytes
+        held.trace.peak_device_bytes = max(held.trace.peak_device_bytes, self.device_bytes)
 
-    def _release(self, nbytes: int) -> None:
-        self._in_flight_bytes -= nbytes
-        self.device_bytes -= nbytes
+    def _release(self, held: Held) -> None:
+        """Drop the device memory of a payload that a copy has taken part in."""
+        held.place, held.buffer, held.back = Place.HOST, None, None
+        self._in_flight_bytes -= held.nbytes
+        self.device_bytes -= held.nbytes
 
 
-def _end(device: Device, pool: HostPool, departures: deque[_Departure], dropped: deque[_Remains]) -> None:
+def _end(device: Device, pool: HostPool, departures: deque[tuple[Held, Event]], dropped: deque[Held]) -> None:
     """Let the last copies finish before the memory that they use is freed."""
     device.synchronize()
-    departures.clear()
-    dropped.clear()
+    for held in (*dropped, *(held for held, _ in departures)):
+        held.buffer = None
+        held.trace.alive.clear()  # a cycle, which would keep memory until the garbage collector comes by
     pool.close()
 
 
-def _view(block: HostBlock, payload: Payload) -> Tensor:
+def _view(block: HostBlock, held: Held) -> Tensor:
     """The part of a block that holds a payload, as its elements."""
-    return block.memory[: payload.nbytes].view(payload.dtype)
+    return block.memory[: held.nbytes].view(held.dtype)
 
 
 def open_storage(settings: Offload, world_size: int) -> Storage:
@@ -350,5 +346,6 @@ def require_cuda() -> None:
     if not torch.cuda.is_available():
         raise ValueError(
             "offload is enabled and torch finds no CUDA device, expected one to copy from: use the level without "
-            'offload ("L2" for "L3", "L1" for "L4bit-swap", "exact" for "swap"), or offload.enabled false'
+            'offload ("L2" for "L3", "L1" for "L4bit-swap", "exact" for "swap", "actnn-L3" for "actnn-L4"), or '
+            "offload.enabled false"
         )

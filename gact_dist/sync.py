@@ -1,8 +1,9 @@
 """What ranks tell each other: the mean of their statistics, and that they hold the same plan.
 
 The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan (two more
-for a budget in bytes, two for each plan that is tried against a tolerated error), none on any other step. Without
-torch.distributed, or in a group of one rank, the same results come without a collective.
+for a budget in bytes or for the gradients of samples, two for each plan that is tried against a tolerated error, and
+for each sample that is taken of it), none on any other step. Without torch.distributed, or in a group of one rank, the
+same results come without a collective.
 """
 
 from __future__ import annotations
@@ -136,15 +137,37 @@ def maximum_over(
     return union, values
 
 
-def check_agreement(plan: Mapping[str, int | None], *, group: ProcessGroup | None = None) -> str:
+def mean_of_positive(values: torch.Tensor | None, groups: Sequence[ProcessGroup | None]) -> torch.Tensor | None:
+    """float [N]: the mean of each value over the ranks that have one above 0, over several groups in turn; None if no
+    rank has any.
+
+    values: [N], which may be shorter or None on some ranks. Collectives in each group: an all_reduce of 8 bytes, and
+    one of 2 N values.
+    """
+    for group in groups:
+        length = torch.tensor([[0 if values is None else len(values)]], dtype=torch.int64)
+        longest = int(_reduced(length, dist.ReduceOp.MAX, group))
+        if longest == 0 or world_size(group) == 1:
+            continue
+        rows = torch.zeros(2, longest)
+        if values is not None:
+            rows[0, : len(values)] = values
+            rows[1] = rows[0] > 0
+        total, ranks = _reduced(rows, dist.ReduceOp.SUM, group)
+        mean = total / ranks.clamp(min=1)
+        values = mean if values is None else mean.to(values.device)
+    return values
+
+
+def check_agreement(plan: Mapping[str, int | tuple[int, ...] | None], *, group: ProcessGroup | None = None) -> str:
     """Hex digest of the plan's names and bits, in whatever order, once every rank of the group is known to share it.
 
-    plan: name -> bits, where None and 0 both mean exact.
+    plan: name -> bits, where None and 0 both mean exact, or the widths of equal shares of its samples.
     Collectives: one all_gather of 8 bytes; the plans themselves travel only when the digests differ.
     Raises PlanMismatchError on every rank, naming the ranks that agree with one another and the first tensor, by
     name, whose bits differ.
     """
-    entries = {name: int(bits or 0) for name, bits in sorted(plan.items())}
+    entries = {name: bits if isinstance(bits, tuple) else int(bits or 0) for name, bits in sorted(plan.items())}
     digest = _digest(tuple(entries.items()))
     digests = _gather_digests(digest, group)
     if len(set(digests)) > 1:
@@ -226,7 +249,9 @@ def _reduced(values: torch.Tensor, operation: Any, group: ProcessGroup | None) -
     return reduced.cpu()
 
 
-def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks: list[int]) -> str:
+def _describe_mismatch(
+    digests: list[bytes], plans: Sequence[Mapping[str, int | tuple[int, ...]]], ranks: list[int]
+) -> str:
     """The same text on every rank; ranks holds the global rank of each member of the group."""
     by_digest = _ranks_by_value((digest.hex() for digest in digests), ranks)
     names = sorted({name for plan in plans for name in plan})
@@ -239,7 +264,7 @@ def _describe_mismatch(digests: list[bytes], plans: list[dict[str, int]], ranks:
     )
 
 
-def _describe_bits(bits: int | None) -> str:
+def _describe_bits(bits: int | tuple[int, ...] | None) -> str:
     if bits is None:
         return "no entry"
     return f"{bits} bits" if bits else "exact"

@@ -15,8 +15,9 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_FOLDER = ROOT / "configs"
-TASKS = ("text", "image", "graph")
+TASKS = ("text", "image", "graph", "language")
 OPTIMIZERS = ("adamw", "sgd")
+NETWORKS = ("gcn", "sage", "gat")
 
 
 class UsageError(ValueError):
@@ -33,7 +34,7 @@ def _setting(text: str, default: float | str | None = None, least: float = 1):
 class RunConfig:
     """What a run trains, on what and for how long. Every key of a TOML file is one of these fields."""
 
-    task: str = _setting("text, image or graph")
+    task: str = _setting("text, image, graph or language")
     steps: int = _setting("optimizer steps")
     batch_size: int = _setting("examples in one step, over all ranks together; graph: training nodes")
     train_examples: int = _setting("examples to train on; graph: training nodes, the same number of each class")
@@ -45,11 +46,13 @@ class RunConfig:
     dropout: float = _setting("dropout probability", 0.0, least=0)
     adapt_interval: int = _setting("steps between two adaptations of the bits (adaptive levels)", 50)
     calibration_samples: int = _setting("a rank's examples on which an adaptation measures sensitivity", 8)
-    sequence_length: int = _setting("text: tokens in one example, padded or cut", 48)
+    sequence_length: int = _setting("text: tokens in one example, padded or cut; language: characters", 48)
     channels: int = _setting("image: channels of the first stage; doubles at each of three stages", 16)
     blocks_per_stage: int = _setting("image: residual blocks in each of the three stages", 2)
-    hidden_size: int = _setting("graph: width of the hidden layers", 64)
-    layers: int = _setting("graph: number of graph convolutions", 2)
+    network: str = _setting("graph: gcn, sage or gat", "gcn")
+    hidden_size: int = _setting("graph and language: width of the hidden layers, over all heads", 64)
+    layers: int = _setting("graph and language: number of layers", 2)
+    heads: int = _setting("gat and language: attention heads of a hidden layer, a divisor of hidden_size", 8)
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -59,9 +62,12 @@ class RunConfig:
                 raise UsageError(f"{entry.name} is {value}: give {entry.metadata['least']} or more")
         _check_choice("task", self.task, TASKS)
         _check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        _check_choice("network", self.network, NETWORKS)
         for name in ("dropout", "warmup_fraction"):
             if not getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}: give a number from 0 to below 1")
+        if self.hidden_size % self.heads:
+            raise UsageError(f"heads {self.heads} does not divide hidden_size {self.hidden_size}: change one of them")
         if self.train_examples < self.batch_size:
             raise UsageError(
                 f"batch_size {self.batch_size} is more than train_examples {self.train_examples}: lower batch_size"

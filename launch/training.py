@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,13 @@ def train(
     settings: Any = None,
     title: str = "",
     deepspeed: Path | None = None,
+    after_step: Callable[[int, Task, Any], None] | None = None,
 ) -> Measured:
     """Train `config` on this rank; `settings` is a gact_dist.Config, or None to leave the job untouched.
 
-    deepspeed: a DeepSpeed config, to train through its engine instead of DistributedDataParallel.
+    title: of the progress bar; without one there is none. deepspeed: a DeepSpeed config, to train through its engine
+    instead of DistributedDataParallel. after_step: called with the number of steps done, the task and the controller
+    (None when untouched).
     """
     torch.manual_seed(seed)
     task = build_task(config, device)
@@ -62,16 +66,21 @@ def train(
     memory = PeakMemory(device)
     losses, step_times_s = [], []
     job.model.train()
-    for step in (bar := tqdm(range(config.steps), desc=title, disable=ranks.rank != 0, dynamic_ncols=True)):
-        batch = _train_batch(task, config, ranks, seed, step)
+    for step in (
+        bar := tqdm(range(config.steps), desc=title, disable=ranks.rank != 0 or not title, dynamic_ncols=True)
+    ):
+        rows = _train_rows(task, config, ranks, seed, step)
+        batch = select(task.train, rows)
         started = _now_s(device)
-        with job.step(loss_fn, batch):
+        with job.step(loss_fn, batch, rows):
             loss = loss_fn(batch)
         job.backward(loss)
         job.update()
         step_times_s.append(_now_s(device) - started)
         memory.end_step()
         losses.append(loss.detach())
+        if after_step is not None:
+            after_step(step + 1, task, job.gact)
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     report = job.gact.report() if job.gact is not None else None
@@ -95,8 +104,8 @@ def train(
     )
 
 
-def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Batch:
-    rows = batch_rows(
+def _train_rows(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Tensor:
+    return batch_rows(
         step,
         examples=len(task.train["labels"]),
         batch_size=config.batch_size,
@@ -104,7 +113,6 @@ def _train_batch(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: i
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    return select(task.train, rows)
 
 
 @torch.no_grad()
@@ -116,7 +124,7 @@ def evaluate(task: Task, ranks: Ranks) -> tuple[float, float]:
         logits = task.logits(task.model, batch)
         sums[0] += (logits.argmax(dim=1) == batch["labels"]).sum()
         sums[1] += functional.cross_entropy(logits, batch["labels"], reduction="sum")
-        sums[2] += len(batch["labels"])
+        sums[2] += batch["labels"].numel()
     correct, loss, count = ranks.total(sums).tolist()
     return correct / count, loss / count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ import pytest
 # Test modules say `from ranks import ...`; spawned ranks receive this path as well.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
+# DeepSpeed compiles operators at their first use. The folder for it is this checkout's own: torch waits without end for
+# the lock that a killed build leaves there, whoever's it was.
+EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".cache/extensions")))
+LONGEST_BUILD_S = 300
+
 # More skips than this fail a run in CI: a check that silently stops running is worse than a red one.
 MAXIMUM_SKIPPED_IN_CI = 10
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    for lock in EXTENSIONS.rglob("lock"):
+        if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
+            lock.unlink()
 
 
 @pytest.fixture(scope="session")

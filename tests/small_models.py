@@ -1,5 +1,8 @@
 """Small models of each kind for tests, with a batch and a loss function."""
 
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -93,3 +96,25 @@ def loss_of(model: nn.Module):
 def gradient(model: nn.Module) -> Tensor:
     """All parameter gradients in one flat tensor."""
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def train(
+    model: nn.Module, batch: tuple[Tensor, Tensor], gact: Any = None, steps: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, all weights in one flat tensor and the state of the batch's random generator after a few steps.
+
+    gact: a controller of the model, None for the untouched job.
+    """
+    device, loss_fn = batch[0].device, loss_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        with nullcontext() if gact is None else gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return torch.stack(losses), torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), state

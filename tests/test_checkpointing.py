@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
+import transformers
 from small_models import TinyGPT, loss_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
 from gact_dist import Config, codec
@@ -171,6 +176,63 @@ def test_tensors_given_by_keyword_are_reported():
     held = [row for row in gact.report().rows if "keyword bias" in row.name]
     assert [(row.codec, row.bytes) for row in held] == [("exact", bias.nbytes)]
     out.sum().backward()
+
+
+def test_what_a_selective_checkpoint_keeps_is_reported():
+    kept_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    class Selective(TinyGPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            contexts = partial(create_selective_checkpoint_contexts, [kept_operator])
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return self.head(self.norm(x))
+
+    def gradients(compress: bool) -> tuple[list[Tensor], list]:
+        torch.manual_seed(0)
+        model = Selective()
+        tokens = torch.randint(0, 37, (8, 33))
+        gact = gact_dist.attach(model, config=Config.from_level("exact")) if compress else None
+        with gact.step() if gact else nullcontext():
+            loss = loss_of(model)((tokens[:, :-1], tokens[:, 1:]))
+        loss.backward()
+        rows = gact.report().rows if gact else ()
+        return [p.grad for p in model.parameters()], [row for row in rows if "flash_attention" in row.name]
+
+    untouched, _ = gradients(False)
+    exact, rows = gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(untouched, exact, strict=True))
+    # the output and the logsumexp of the attention of each of the two blocks
+    assert sorted(row.shape for row in rows) == [(8, 4, 32)] * 2 + [(8, 4, 32, 16)] * 2
+    assert all(row.codec == "exact" and row.bytes == 4 * math.prod(row.shape) for row in rows)
+
+
+@ANY_MODE
+def test_checkpoints_that_transformers_switches_on(reentrant):
+    """gradient_checkpointing_enable(): exact bitwise, and its block inputs rounded from the second step on."""
+
+    def train(config: Config | None) -> tuple[list[Tensor], list[str]]:
+        torch.manual_seed(0)
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 37, "n_positions": 32}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        gact = gact_dist.attach(model, config=config) if config else None
+        tokens = torch.randint(0, 37, (8, 32))
+        for _ in range(2):
+            with gact.step() if gact else nullcontext():
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        rows = gact.report().rows if gact else ()
+        return [p.grad for p in model.parameters()], [row.codec for row in rows if "BlockInput" in row.name]
+
+    untouched, _ = train(None)
+    exact, _ = train(Config.from_level("exact"))
+    assert all(torch.equal(a, b) for a, b in zip(untouched, exact, strict=True))
+    rounded, codecs = train(UNIFORM)
+    assert codecs == ["quantised", "quantised"]
+    assert not all(torch.equal(a, b) for a, b in zip(untouched, rounded, strict=True))
 
 
 @ANY_MODE

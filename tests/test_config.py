@@ -22,7 +22,10 @@ def test_levels_are_those_of_gact(level, policy, bits):
     assert (config.policy, config.bits) == (policy, bits)
 
 
-@pytest.mark.parametrize(("level", "without"), [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact")])
+@pytest.mark.parametrize(
+    ("level", "without"),
+    [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact"), ("actnn-L4", "actnn-L3"), ("actnn-L5", "actnn-L3.1")],
+)
 def test_a_level_with_offload_is_another_level_with_offload(level, without):
     config = Config.from_level(level)
     assert config.offload == Offload(enabled=True)
@@ -36,7 +39,9 @@ def test_single_settings_of_offload_are_changed_beside_those_of_the_level():
 
 
 def test_every_level_can_be_built():
-    assert set(LEVELS) == {"L0", "L1", "L1.1", "L1.2", "L2", "L2.1", "L2.2", "L3", "L4bit-swap", "swap", "exact"}
+    of_gact = {"L0", "L1", "L1.1", "L1.2", "L2", "L2.1", "L2.2", "L3", "L4bit-swap", "swap", "exact"}
+    of_actnn = {f"actnn-{level}" for level in ("L0", "L1", "L2", "L3", "L3.1", "L4", "L5")}
+    assert set(LEVELS) == of_gact | of_actnn
     for level in LEVELS:
         assert isinstance(Config.from_level(level), Config)
 
@@ -59,7 +64,7 @@ def test_a_level_and_another_policy_are_an_error_that_names_both():
         ({"bits": 9}, "bits is 9, expected a number from 1 to 8"),
         ({"bits": 0.5}, "bits is 0.5"),
         ({"bits": float("nan")}, "bits is nan"),
-        ({"policy": "uniform", "bits": 2.5}, "policy 'gact' reaches any average"),
+        ({"policy": "uniform", "bits": 2.5}, "policies 'gact' and 'actnn' reach any average"),
         ({"policy": "gatc"}, "did you mean 'gact'"),
         ({"policy": "unifrom"}, "did you mean 'uniform'"),
         ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,18 +18,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
-from gact_dist import Config
-from gact_dist.gradient_error import GradientProbe, SecondMoment, SquaredGradient
+from gact_dist import Config, error_budget
+from gact_dist.engine import Engine
+from gact_dist.gradient_error import rounded_moments
+from gact_dist.operators import OperatorObserver
 from launch.data import CACHE, read_digits
 
-# Small enough that widths matter. At 0.25 these two models want about one bit for all: there the CNN had 0.250 and
-# 0.262 on fresh batches, over the promise, and the MLP kept more bytes than one bit for all.
+ERRORS = (0.25, 0.05)
 ERROR = 0.05
-BATCH, STEPS = 32, 24
+BATCH, STEPS = 32, 32
 
 
-def acgc(**changes):
-    return Config.from_dict({"policy": "acgc", "error": ERROR, "min_numel": 64, "adapt_interval": 10, **changes})
+def acgc(error=ERROR, **changes):
+    return Config.from_dict({"policy": "acgc", "error": error, "min_numel": 64, "adapt_interval": 10, **changes})
 
 
 @cache
@@ -36,11 +41,11 @@ def digits():
 class Digits:
     """A network that learns handwritten digits, from batches of this rank's own."""
 
-    def __init__(self, kind, rank=0):
+    def __init__(self, kind, rank=0, seed=0):
         images, self.labels = digits()
         self.images = nn.functional.adaptive_avg_pool2d(images, 8)
-        self.order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(rank))
-        self.model, _ = getattr(small_models, kind)()
+        self.order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(10 * seed + rank))
+        self.model, _ = getattr(small_models, kind)(seed=seed)
         if kind == "mlp":
             self.model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), self.model)
         self.loss_fn = small_models.loss_of(self.model)
@@ -50,7 +55,9 @@ class Digits:
         return self.images[rows], self.labels[rows]
 
     def train(self, config, follow=False, ddp=False):
-        """The controller after some steps of training."""
+        """(controller, variance that rounding added, squared exact gradients) of some steps of training, summed over
+        those under a plan."""
+        twin = copy.deepcopy(self.model)
         trained = DistributedDataParallel(self.model) if ddp else self.model
         gact = gact_dist.attach(trained, config=config)
         loss_fn = small_models.loss_of(trained)
@@ -58,19 +65,26 @@ class Digits:
             gact.follow()
         optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+        noise = square = 0.0
         for step in range(STEPS):
+            batch = self.batch(step)
+            twin.load_state_dict(self.model.state_dict())
+            exact = flat_gradient(twin, small_models.loss_of(twin)(batch))
+            if ddp:
+                dist.all_reduce(exact)
+                exact /= dist.get_world_size()
             optimizer.zero_grad()
-            if follow:
-                loss = loss_fn(self.batch(step))
-            else:
-                with gact.step(loss_fn, self.batch(step)):
-                    loss = loss_fn(self.batch(step))
+            with nullcontext() if follow else gact.step(loss_fn, batch):
+                loss = loss_fn(batch)
             loss.backward()
+            if gact.plan:
+                noise += float((small_models.gradient(self.model) - exact).square().sum())
+                square += float(exact.square().sum())
             optimizer.step()
             schedule.step()
-        return gact
+        return gact, noise, square
 
-    def increase(self, config, state=None, batches=4, draws=4):
+    def increase(self, config, state=None, batches=8, draws=2):
         """(mean squared distance of compressed from exact gradients, mean squared gradient, bytes) on fresh batches."""
         gact = gact_dist.attach(self.model, config=config)
         with gact.step():  # the first step only learns which tensors are what
@@ -89,61 +103,81 @@ class Digits:
         gact.detach()
         return noise, square, gact.report().retained_bytes
 
-    def least_uniform_bytes(self):
-        """What the narrowest uniform width keeps that keeps to the error."""
+    def uniform_bytes(self, error):
+        """What the narrowest uniform width keeps that is known to keep to an error."""
         for bits in range(1, 9):
             noise, square, retained_bytes = self.increase(Config(policy="uniform", bits=bits, min_numel=64))
-            if noise <= ERROR * square:
+            if noise <= KNOWN * error * square:
                 return retained_bytes
         raise AssertionError("not even 8 bits keep to the error")
 
 
-# Three tenths of the error are left as a margin for what differs between batches; 16 draws of a squared norm with a
-# hundred and more effective dimensions have a relative standard deviation of 0.04 at most.
+# Ten samples with the spread that is assumed of them, 0.5, give both means a standard error of 0.16 and the increase
+# one of 0.22. A width is known to keep to the error if its increase has one to spare; a width that the samples put one
+# too high is still known to at 1 / 1.22^2 of the error.
+KNOWN = 1.0 / (1.0 + math.hypot(0.5, 0.5) / math.sqrt(10)) ** 2
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("kind", ["cnn", "mlp"])
-def test_the_error_is_kept_with_fewer_bytes_than_the_best_uniform_width(kind, follow):
-    job = Digits(kind)
-    gact = job.train(acgc(), follow)
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_error_is_kept_with_no_more_bytes_than_the_best_uniform_width(error, kind, follow, seed):
+    job = Digits(kind, seed=seed)
+    gact, noise, square = job.train(acgc(error), follow)
     gact.detach()
-    noise, square, retained_bytes = job.increase(acgc(), gact.state_dict())
-    assert noise <= ERROR * square
-    assert retained_bytes < job.least_uniform_bytes()
+    assert noise <= error * square  # over the steps under the plans of three adaptations and more
+    _, _, retained_bytes = job.increase(acgc(error), gact.state_dict(), batches=1, draws=1)
+    assert retained_bytes <= job.uniform_bytes(error)
 
 
 def trained_on_a_rank(follow):
     job = Digits("cnn", rank=dist.get_rank())
-    gact = job.train(acgc(), follow, ddp=True)
+    gact, noise, square = job.train(acgc(), follow, ddp=True)
     gact.detach()
-    found = job.increase(acgc(), gact.state_dict())
-    return gact.plan, gact.report().gradient_error, found, job.least_uniform_bytes()
+    _, _, retained_bytes = job.increase(acgc(), gact.state_dict(), batches=1, draws=1)
+    samples = gact._promise.state_dict()
+    return (gact.plan, gact.report().gradient_error, samples), noise, square, retained_bytes, job.uniform_bytes(ERROR)
 
 
 @pytest.mark.parametrize("follow", [False, True])
 def test_two_ranks_keep_the_error_under_one_plan(ranks, follow):
-    (plan, error, found, uniform_bytes), (other_plan, other_error, other_found, _) = ranks(trained_on_a_rank, follow)
-    assert plan == other_plan
-    assert error == other_error
-    assert error.holds
-    assert found[0] + other_found[0] <= ERROR * (found[1] + other_found[1])
-    assert found[2] < uniform_bytes
+    (known, noise, square, retained_bytes, uniform_bytes), (other, *_) = ranks(trained_on_a_rank, follow)
+    assert known == other
+    assert known[1].holds
+    assert noise <= ERROR * square  # of the gradient averaged over the ranks
+    assert retained_bytes <= uniform_bytes
 
 
 def test_the_report_shows_what_was_promised_and_what_was_measured():
     job = Digits("mlp")
-    gact = job.train(acgc())
+    gact, _, _ = job.train(acgc())
     error = gact.report().gradient_error
     assert error is gact.adaptation.gradient_error
     assert error.tolerated == ERROR
-    assert 0 < error.predicted <= 0.85 * ERROR  # what is accepted of a plan that is kept; a new one has 0.7 at most
-    assert 0 < error.measured <= ERROR
-    # one plan on the samples of one adaptation: the linear prediction and the measurement agree within a third here
-    assert error.measured == pytest.approx(error.predicted, rel=0.33)
+    assert 0 < error.measured < ERROR
+    # the linear prediction on a slice and the measurement on the batch
+    assert error.measured == pytest.approx(error.predicted, rel=0.5)
     assert f"+{error.measured:.3g} measured" in str(gact.report())
     noise, square, _ = job.increase(acgc(), gact.state_dict())
-    # another batch than the adaptation's, some steps later
+    # other batches than the adaptation's, some steps later
     assert error.second_moment == pytest.approx(square, rel=0.8)
     assert error.measured == pytest.approx(noise / square, rel=0.5)
+
+
+def test_noise_and_second_moment_are_those_of_many_draws_and_of_the_exact_gradient():
+    job = Digits("cnn")
+    noise, square, _ = job.increase(Config(policy="uniform", bits=2, min_numel=64), batches=1, draws=32)
+    engine = Engine(job.model, Config(policy="uniform", bits=2, min_numel=64), 0)
+    with engine.recording(OperatorObserver()):  # the first forward learns which tensors are what
+        job.loss_fn(job.batch(STEPS))
+    before = copy.deepcopy(job.model.state_dict())
+    found = rounded_moments(engine, job.model, lambda: job.loss_fn(job.batch(STEPS)), passes=32, draw=1)
+    engine.close()
+    # 32 draws of a squared norm with tens of effective dimensions: a standard deviation of 0.06 each at most
+    assert found.noise == pytest.approx(noise, rel=0.25)
+    assert found.square == pytest.approx(square, rel=0.1)  # g . noise / 32 has a standard deviation below that of noise
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
 
 
 def test_a_plan_that_breaks_the_promise_is_warned_of_and_raised(caplog):
@@ -167,6 +201,69 @@ def test_a_plan_that_breaks_the_promise_is_warned_of_and_raised(caplog):
     assert gact.adaptation.gradient_error.holds
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_gradient_that_falls_while_bits_stand_still_brings_an_adaptation_at_once(follow):
+    """First all samples pull one way, then each its own: the sum falls further than they do, and than the noise."""
+    job = Digits("mlp")
+    gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
+    if follow:
+        gact.follow()
+
+    def loss_fn(batch):
+        return (job.model(batch[0]) * batch[1]).mean()
+
+    found = []
+    for step in range(1, 31):
+        pull = torch.randn(BATCH, 10, generator=torch.Generator().manual_seed(step))
+        batch = (job.batch(0)[0], pull + 10.0 if step <= 12 else pull)
+        before = gact.adaptation
+        with nullcontext() if follow else gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+        if gact.adaptation is not before:
+            found.append(step)
+    gact.detach()
+    assert found[0] == (2 if follow else 1)
+    increases = [entry["gradient_error"]["measured_before"] for entry in gact.history]
+    broken = [step for step, increase in zip(found, increases, strict=True) if increase > ERROR]
+    # samples are 4 steps apart, and the first or second of them that is small shows that the gradient has fallen
+    assert 12 < broken[0] <= 12 + 2 * 4 + 1
+    assert gact.adaptation.gradient_error.holds
+
+
+def test_a_plan_of_one_sample_is_replaced_once_there_are_more():
+    job = Digits("mlp")
+    gact = gact_dist.attach(job.model, config=acgc(0.25, adapt_interval=1000, adapt_tolerance=0))
+    for step in range(20):  # without an optimizer: only what is known of the gradient changes
+        with gact.step(job.loss_fn, job.batch(step)):
+            job.loss_fn(job.batch(step))
+    first, second = gact.history[:2]
+    assert second["step"] in (4, 8, 16)  # samples are taken at the powers of two
+    assert second["gradient_error"]["measured_before"] <= 0.25
+    assert second["average_bits"] <= first["average_bits"]
+
+
+def test_a_closure_that_is_iterated_is_sampled_and_left_alone():
+    job = Digits("cnn")
+    gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
+    gact.install_hook()
+
+    def closure():
+        loss = job.loss_fn(job.batch(0))
+        job.model.zero_grad()
+        loss.backward()
+
+    for step in range(1, 10):
+        closure()
+        before = small_models.gradient(job.model).clone()
+        gact.iterate(closure)
+        assert torch.equal(small_models.gradient(job.model), before), step
+    gact.detach()
+    # one in steps 1, 2, 4 and 8, and one of the adaptation that those before step 4 bring
+    assert [entry["step"] for entry in gact.history] == [1, 4]
+    assert len(gact._promise.state_dict()["samples"]["squares"]) == 5
+
+
 def test_variance_that_the_sensitivities_do_not_see_raises_bits(monkeypatch):
     """Predictions a tenth of the truth, as where a backward answers more than linearly: measured, then mended."""
     job = Digits("cnn")
@@ -188,38 +285,35 @@ def test_variance_that_the_sensitivities_do_not_see_raises_bits(monkeypatch):
 def test_a_width_at_which_the_backward_overflows_is_not_taken(monkeypatch):
     """As with fused attention, which answers to the rounding of q and k exponentially; here below 3 bits."""
     job = Digits("mlp")
-    measure, narrowest = GradientProbe.variance, []
+    narrowest = []
 
-    def variance(probe, bits, draws):
-        narrowest.append(min(width or 9 for width in bits.values()))
-        return measure(probe, bits, draws) if narrowest[-1] >= 3 else float("inf")
+    def moments(engine, model, forward, plan, **options):
+        narrowest.append(min(width or 9 for width in (plan or {"": 8}).values()))
+        found = rounded_moments(engine, model, forward, plan, **options)
+        return found if narrowest[-1] >= 3 else replace(found, noise=float("inf"))
 
-    monkeypatch.setattr(GradientProbe, "variance", variance)
+    monkeypatch.setattr(error_budget, "rounded_moments", moments)
     gact = gact_dist.attach(job.model, config=acgc())
     gact.calibrate(job.loss_fn, job.batch(0))
     assert min(narrowest) < 3  # was tried
-    assert narrowest[-1] >= 3
+    assert min(width or 9 for width in gact.plan.values()) >= 3
     assert gact.adaptation.gradient_error.holds
 
 
-def test_samples_under_another_loss_scale_count_as_much_as_the_last_ones():
-    moment = SecondMoment()
-    assert moment.value is None
-    for scale in (1.0, 4.0):
-        for square in (2.0, 4.0):
-            moment.add(square * scale**2, 3.0 * scale**2)
-    assert moment.value == pytest.approx(3.0 * 16)
-    moment.add(float("inf"), 3.0)
-    moment.add(0.0, 3.0)
-    assert moment.value == pytest.approx(3.0 * 16)
-    moment.add(5.0)  # of a loss of ours: its scale is another
-    assert moment.value == 5.0
-    for square in range(20):
-        moment.add(float(square + 1))
-    assert moment.value == pytest.approx(15.5)  # of 11 to 20
-    resumed = SecondMoment()
-    resumed.load_state_dict(moment.state_dict())
-    assert resumed.value == moment.value
+def test_an_error_that_no_width_keeps_to_is_warned_of_and_does_not_adapt_at_every_step(monkeypatch, caplog):
+    job = Digits("mlp")
+
+    def moments(*arguments, **options):
+        found = rounded_moments(*arguments, **options)
+        return replace(found, noise=found.square)
+
+    monkeypatch.setattr(error_budget, "rounded_moments", moments)
+    gact = gact_dist.attach(job.model, config=acgc())
+    for step in range(5):
+        with gact.step(job.loss_fn, job.batch(step)):
+            job.loss_fn(job.batch(step))
+    assert len(gact.history) == 1
+    assert "do not reach it" in caplog.text
 
 
 def test_a_loss_scale_changes_neither_bits_nor_increase():
@@ -234,19 +328,20 @@ def test_a_loss_scale_changes_neither_bits_nor_increase():
     assert found[0][1:] == pytest.approx(found[1][1:], rel=1e-5)  # float32, scaled by a power of two
 
 
-def test_the_gradient_of_the_job_itself_is_watched_before_it_accumulates():
-    job = Digits("cnn")
-    loss = job.loss_fn(job.batch(0))
-    expected = float(flat_gradient(job.model, loss).square().sum())
-    loss.backward()
-    logits = job.model(job.batch(0)[0])
-    watched = SquaredGradient([logits])
-    nn.functional.cross_entropy(logits, job.batch(0)[1]).backward()
-    at_parameters, at_outputs = watched.moments()
-    assert at_parameters == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
-    probabilities = logits.detach().softmax(1) - nn.functional.one_hot(job.batch(0)[1], 10)
-    assert at_outputs == pytest.approx(float(probabilities.square().sum()) / BATCH**2, rel=1e-5)
-    assert all(parameter.grad is not None for parameter in job.model.parameters())
+def test_a_loss_scale_that_changes_under_follow_is_no_change_of_the_gradient():
+    found = []
+    for scales in ([1.0], [1024.0, 1.0, 64.0]):
+        job = Digits("mlp")
+        gact = gact_dist.attach(job.model, config=acgc(adapt_interval=20)).follow()
+        for step in range(12):
+            (job.loss_fn(job.batch(step)) * scales[step % len(scales)]).backward()
+        gact.detach()
+        samples = gact._promise.state_dict()["samples"]
+        found.append((gact.plan, samples["squares"], samples["noise"]))
+    assert found[0][0] == found[1][0]
+    assert len(found[0][1]) > 3
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)  # float32, scaled by powers of two
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-4)
 
 
 def test_a_gradient_of_zero_leaves_the_plan_alone(caplog):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from simulated_device import Simulated
 
+from gact_dist.devices import CudaDevice
 from gact_dist.host_memory import HostPool, _available_bytes, ranks_on_host
 
 PAGE = 4096
@@ -117,3 +120,23 @@ def test_memory_of_the_host_is_what_the_machine_and_the_container_allow(tmp_path
     assert _available_bytes(tmp_path) == 500 * 1024
     write(tmp_path / "sys/fs/cgroup/memory.max", "301000\n")
     assert _available_bytes(tmp_path) == 300_000
+
+
+def test_a_forked_process_does_not_inherit_pinned_memory(monkeypatch):
+    """Its workers' writes could otherwise move pages that the device is writing to."""
+    registered = []
+
+    class Cudart:
+        def cudaHostRegister(self, pointer, nbytes, flags):
+            registered.append((pointer, nbytes))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    memory = CudaDevice.allocate_host(CudaDevice.__new__(CudaDevice), 33 * PAGE)
+    assert registered == [(memory.data_ptr(), 33 * PAGE)]
+    mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    before, flags = next(
+        (before, after.splitlines()[0]) for before, after in pairwise(mappings) if f"{memory.data_ptr():x}-" in before
+    )
+    assert f"-{memory.data_ptr() + 33 * PAGE:x} " in before  # a mapping of its own
+    assert "dc" in flags.split()  # do not copy on fork

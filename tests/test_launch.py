@@ -22,19 +22,23 @@ sys.path.insert(0, str(ROOT))
 
 from launch import data, memory, summary, tasks, train  # noqa: E402
 from launch.config import UsageError, config_names, load_config  # noqa: E402
+from launch.models import GraphAttentionNetwork, GraphSage, LanguageModel  # noqa: E402
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["text", "image", "graph"])
+TASK_OF_CONFIG = {name: name for name in ("text", "image", "graph", "language")} | {"sage": "graph", "gat": "graph"}
+
+
+@pytest.mark.parametrize("name", TASK_OF_CONFIG)
 def test_shipped_configs_load_and_run_on_two_ranks(name):
     config = load_config(name)
-    assert config.task == name
+    assert config.task == TASK_OF_CONFIG[name]
     config.check_world_size(2)
 
 
 def test_every_file_in_configs_is_a_known_name():
-    assert set(config_names()) >= {"text", "image", "graph"}
+    assert set(config_names()) >= set(TASK_OF_CONFIG)
 
 
 def test_overrides_change_keys_and_take_plain_text():
@@ -51,7 +55,9 @@ def test_overrides_change_keys_and_take_plain_text():
         ("steps=true", "type int"),
         ("dropout=1.5", "below 1"),
         ("learning_rate=nan", "give 0 or more"),
-        ("task=sound", "text, image, graph"),
+        ("task=sound", "text, image, graph, language"),
+        ("network=gin", "gcn, sage, gat"),
+        ("heads=7", "divide hidden_size 64"),
         ("optimizer=adam", "adamw, sgd"),
         ("batch_size=7000", "lower batch_size"),
         ("batch_size", "key=value"),
@@ -75,7 +81,7 @@ def test_a_file_that_lacks_a_key_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--config", "txt"], "graph, image, text"),
+        (["--config", "txt"], "gat, graph, image, language, sage, text"),
         (["--set", "step=5"], "did you mean 'steps'"),
         (["--level", "L9"], "expected one of L0, L1"),
         pytest.param(
@@ -248,6 +254,39 @@ def test_an_epoch_has_no_repeats_and_the_next_one_another_order():
     second = [row for step in range(4, 8) for row in _rows(step, 0, 1)]
     assert len(set(first)) == len(set(second)) == 48
     assert first != second
+
+
+def _path_graph():
+    """Three nodes in a row: features, [3, 4], and edges both ways."""
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+
+
+def test_graphsage_takes_the_mean_over_neighbours():
+    features, edges = _path_graph()
+    layer = GraphSage(4, 8, 1, 2, dropout=0.0)
+    means = torch.stack([features[1], (features[0] + features[2]) / 2, features[1]])
+    expected = layer.own[0](features) + layer.neighbours[0](means)
+    torch.testing.assert_close(layer(features, edges, torch.arange(3)), expected)
+
+
+def test_graph_attention_weighs_a_node_and_its_neighbours():
+    features, edges = _path_graph()
+    model = GraphAttentionNetwork(4, 8, 1, 2, heads=2, dropout=0.0)
+    (layer,) = model.layers
+    values = layer.project(features)
+    expected = []
+    for node, sources in enumerate(([0, 1], [0, 1, 2], [1, 2])):
+        scores = values[sources] @ layer.source[0] + values[node] @ layer.target[0]
+        expected.append(torch.nn.functional.leaky_relu(scores, 0.2).softmax(0) @ values[sources])
+    torch.testing.assert_close(model(features, edges, torch.arange(3)), torch.stack(expected))
+
+
+def test_a_character_sees_no_later_one():
+    model = LanguageModel(vocabulary=5, length=6, width=8, layers=2, heads=2, dropout=0.0)
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 0], [0, 1, 2, 4, 4, 1]])
+    first, second = model(tokens)
+    torch.testing.assert_close(first[:3], second[:3])
+    assert not torch.allclose(first[3:], second[3:])
 
 
 def test_training_nodes_are_balanced_and_never_tested():

@@ -38,7 +38,14 @@ MAY_IMPORT = {
     "naming": {"wrappers"},
     "cuda": {"ops_reference"},
     "ops": {"cuda", "ops_reference"},
-    "codec": {"ops", "ops_reference"},
+    "mixed_widths": {"ops", "ops_reference"},
+    "codec": {"mixed_widths", "ops", "ops_reference"},
+    "per_sample": {"allocation", "policies"},
+    "sample_gradients": {"batches", "wrappers"},
+    "error_bounded": {"mixed_widths", "ops_reference"},
+    "packing": {
+        "batches", "codec", "config", "error_bounded", "mixed_widths", "per_sample", "sample_gradients", "wrappers",
+    },
     "operators": set(),
     "standins": {"operators"},
     "identity": {"naming"},
@@ -56,29 +63,35 @@ MAY_IMPORT = {
     "engine": {
         "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "ledger",
         "naming",
-        "operators", "policies", "recomputation", "rounding_keys", "storage", "memory", "wrappers",
+        "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
+        "wrappers",
     },
     "graphs": set(),
-    "gradient_error": {
-        "compiled", "engine", "graphs", "isolation", "recomputation", "sensitivity", "standins",
-    },
+    "gradient_error": {"compiled", "engine", "graphs", "isolation", "per_sample", "recomputation", "sensitivity"},
+    "gradient_samples": set(),
+    "plan_search": {"allocation", "config", "policies"},
     "report": {"gradient_error", "handles", "storage"},
+    "influence": {"graphs", "handles", "recomputation"},
     "sensitivity": {
-        "codec", "compiled", "engine", "graphs", "handles", "isolation", "operators", "ops", "recomputation",
-        "standins",
+        "codec", "compiled", "engine", "graphs", "handles", "influence", "isolation", "operators", "ops", "per_sample",
+        "recomputation", "standins",
     },
     "observation": {"batches"},
+    "pipelines": set(),
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "samples": set(),
-    "error_budget": {"allocation", "engine", "gradient_error", "policies", "samples", "sync"},
+    "error_budget": {
+        "allocation", "engine", "gradient_error", "gradient_samples", "per_sample", "plan_search", "policies",
+        "samples", "sync",
+    },
     "adaptation": {
-        "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation", "policies",
-        "samples", "sensitivity", "sync",
+        "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation",
+        "per_sample", "policies", "samples", "sensitivity", "sync",
     },
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "policies", "report",
-        "samples", "storage", "sync", "wrappers",
+        "adaptation", "batches", "compiled", "config", "engine", "observation", "per_sample", "pipelines", "policies",
+        "report", "samples", "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
@@ -118,7 +131,7 @@ SIGNATURES = {
     "attach": ATTACH,
     "Controller": ATTACH,
     "set_optimization_level": [("level", "plain", NEEDED)],
-    "Controller.step": [("loss_fn", "plain", None), ("batch", "plain", None)],
+    "Controller.step": [("loss_fn", "plain", None), ("batch", "plain", None), ("sample_index", "keyword", None)],
     "Controller.calibrate": [("loss_fn", "plain", NEEDED), ("batch", "plain", NEEDED), ("samples", "plain", 8)],
     "Controller.report": [],
     "Controller.state_dict": [],
@@ -153,7 +166,8 @@ def test_report_has_the_fixed_fields():
     report = gact_dist.attach(torch.nn.Linear(2, 2), level="L0").report()
     assert (report.exact_bytes, report.retained_bytes, report.ratio, tuple(report.rows)) == (0, 0, 1.0, ())
     fields = [field.name for field in dataclasses.fields(gact_dist.ReportRow)]
-    assert fields == ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity", "host_bytes"]
+    known = ["name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity", "host_bytes", "one_width_bytes"]
+    assert fields == known
 
 
 def imported_siblings(tree: ast.Module) -> set[str]:

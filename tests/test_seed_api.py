@@ -216,12 +216,14 @@ def test_default_level_is_l2_and_can_be_set():
     assert gact_dist.attach(model, config=ADAPTIVE).config == ADAPTIVE
 
 
-def test_levels_are_those_of_gact():
+def test_levels_are_those_of_gact_and_actnn():
     settings = {level: (values["policy"], values.get("bits")) for level, values in gact_dist.LEVELS.items()}
     assert settings == {
         "L0": ("off", None), "L1": ("uniform", 4), "L1.1": ("uniform", 8), "L1.2": ("uniform", 2),
         "L2": ("gact", 4), "L2.1": ("gact", 3), "L2.2": ("gact", 2), "L3": ("gact", 4),
         "L4bit-swap": ("uniform", 4), "swap": ("exact", None), "exact": ("exact", None),
+        "actnn-L0": ("off", None), "actnn-L1": ("uniform", 4), "actnn-L2": ("uniform", 4), "actnn-L3": ("actnn", 2),
+        "actnn-L3.1": ("actnn", 2), "actnn-L4": ("actnn", 2), "actnn-L5": ("actnn", 2),
     }  # fmt: skip
 
 
@@ -235,7 +237,7 @@ def test_level_l0_installs_and_does_nothing():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is what this is about")
-@pytest.mark.parametrize("level", ["L3", "L4bit-swap", "swap"])
+@pytest.mark.parametrize("level", ["L3", "L4bit-swap", "swap", "actnn-L4"])
 def test_levels_with_offload_say_that_they_need_cuda_and_what_to_use(level):
     with pytest.raises(ValueError, match=rf"no CUDA device, expected one.*for \"{level}\""):
         Controller(mlp()[0], level)

@@ -12,6 +12,8 @@ def in_ci(cell: Cell) -> bool:
     """A slice in which every row, every checkpoint and every precision occurs, and every pair of the first two."""
     if cell.execution == "compile":
         return cell.precision == "fp32" and cell.row in ("DDP", "FSDP2", "ZeRO-3", "TP", "PP")
+    if cell.execution == "inlined":
+        return cell.precision == "fp32" and cell.checkpoint == "none"
     return cell.precision == "fp32" or cell.checkpoint in ("none", "non-reentrant")
 
 
@@ -30,7 +32,9 @@ def test_a_mode_keeps_the_job(ranks, cell):
         assert [a for a, adapted in zip(adaptive, on_rank.adapted, strict=True) if not adapted] == [
             u for u, adapted in zip(untouched, on_rank.adapted, strict=True) if not adapted
         ]
-        assert on_rank.ratio > 3  # bf16 at 4 bits, with statistics and small tensors kept exactly
+        # bf16 at 4 bits, with statistics and small tensors kept exactly; a compiled region under autocast also keeps
+        # the bf16 copies of its weights, which weigh more than two samples of a microbatch
+        assert on_rank.ratio > (2 if cell.precision == "bf16" and cell.execution != "eager" else 3)
     assert disagreements(cell, found) == []
     assert VARIANCE_RATIO[0] < variance_ratio(cell, found) < VARIANCE_RATIO[1]
 

@@ -1,0 +1,234 @@
+"""Do the policies keep their promises? Six models, every policy and width, against the untouched job, seed by seed.
+
+    .venv/bin/python benchmarks/fidelity.py                    # everything that the file does not hold yet; hours
+    .venv/bin/python benchmarks/fidelity.py --models gat --settings "gact 2" "acgc 0.25" --seeds 1
+    .venv/bin/python benchmarks/fidelity.py --plot             # tables and pictures of what the file holds
+
+One process and one thread for each. A run trains a model with one setting, from the same initialisation and on the same
+batches as the untouched run of its seed; a third into it and at its end, the variance that its plan adds to the
+gradient is predicted and measured on the batches that come next. A comparison takes the untouched job's weights at the
+same two moments and sets uniform widths against adaptive ones in the same bytes, and against policy acgc. Every run and
+every comparison is written as soon as it is done and not repeated: after a change of the library, remove the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gact_dist
+from benchmarks.fidelity_report import UNTOUCHED, plot, tables
+from benchmarks.gradients import Noise, Point, average_bits
+from launch.config import ROOT, RunConfig, load_config
+from launch.ranks import Ranks
+from launch.tasks import Batch, Task, batch_rows, select
+from launch.training import train
+
+# Changes to configs/NAME.toml. Text takes fewer steps of half the size, so that a run is about a minute; a graph has no
+# samples, only nodes whose losses are averaged.
+MODELS: dict[str, tuple[str, ...]] = {
+    "image": (),
+    "text": ("steps=50", "batch_size=32", "test_examples=2000", "adapt_interval=20", "calibration_samples=8"),
+    "language": (),
+    "graph": ("calibration_samples=140",),
+    "sage": ("calibration_samples=140",),
+    "gat": ("calibration_samples=140",),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    UNTOUCHED: {},
+    **{f"uniform {bits}": {"policy": "uniform", "bits": bits} for bits in (2, 3, 4, 8)},
+    **{f"gact {bits}": {"policy": "gact", "bits": bits} for bits in (2, 3, 4, 8)},
+    **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
+}
+UNIFORM = tuple(range(1, 9))  # widths that are compared
+SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
+MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
+BATCHES, DRAWS = 3, 3
+
+
+@dataclass
+class Recorder:
+    """What is taken from a run while it trains."""
+
+    steps: int
+    task: Task | None = None
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """by the number of steps done: the model's state"""
+    states: dict[int, dict[str, str]] = field(default_factory=dict)
+    """the controller's"""
+    sizes: list[tuple[int, int, float]] = field(default_factory=list)
+    """retained and exact bytes of a step and its average bits, ten times a run"""
+
+    def __call__(self, step: int, task: Task, gact: gact_dist.Controller | None) -> None:
+        """After a step."""
+        self.task = task
+        if gact is not None and step % max(1, self.steps // 10) == 0:
+            report = gact.report()
+            self.sizes.append((report.retained_bytes, report.exact_bytes, average_bits(report, gact.plan)))
+        if step in moments(self.steps):
+            self.weights[step] = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+            if gact is not None:
+                self.states[step] = gact.state_dict()
+
+
+def moments(steps: int) -> list[int]:
+    """Steps after which gradients are measured."""
+    return [max(1, round(steps * part)) for part in MOMENTS]
+
+
+def settings_of(config: RunConfig, seed: int, **choice: Any) -> gact_dist.Config:
+    """gact_dist's settings for one job."""
+    schedule = {"adapt_interval": config.adapt_interval, "calibration_samples": config.calibration_samples}
+    return gact_dist.Config(**schedule, seed=seed, **choice)
+
+
+def trained(config: RunConfig, setting: str, seed: int) -> tuple[dict[str, Any], Recorder]:
+    """A training run: what it reached and kept, and what was recorded for gradients."""
+    recorder = Recorder(config.steps)
+    settings = settings_of(config, seed, **SETTINGS[setting]) if SETTINGS[setting] else None
+    started_s = time.process_time()
+    measured = train(config, Ranks(), torch.device("cpu"), seed=seed, settings=settings, after_step=recorder)
+    found = {"accuracy": measured.accuracy, "test_loss": measured.test_loss}
+    found |= {"final_loss": statistics.mean(measured.losses[-10:]), "time_s": time.process_time() - started_s}
+    if recorder.sizes:
+        columns = [statistics.mean(column) for column in zip(*recorder.sizes, strict=True)]
+        found |= dict(zip(("retained_bytes", "exact_bytes", "average_bits"), columns, strict=True))
+    numbers = ("step", "kept", "average_bits", "predicted_variance", "gradient_error")
+    return found | {"history": [{key: adaptation[key] for key in numbers} for adaptation in measured.history]}, recorder
+
+
+def point_of(config: RunConfig, recorder: Recorder, step: int, seed: int) -> Point:
+    """The recorded model after some steps, and the batches that come next."""
+    task = recorder.task
+    if task is None:
+        raise ValueError("nothing was recorded: give the Recorder to train() as after_step")
+    task.model.load_state_dict(recorder.weights[step])
+    task.model.train()
+
+    def loss_fn(batch: Batch) -> Tensor:
+        return functional.cross_entropy(task.logits(task.model, batch), batch["labels"])
+
+    sizes = {"examples": len(task.train["labels"]), "batch_size": config.batch_size}
+    rows = [batch_rows(step + n, seed=seed, rank=0, world_size=1, **sizes) for n in range(BATCHES)]
+    return Point(task.model, loss_fn, [select(task.train, part) for part in rows])
+
+
+def run(config: RunConfig, setting: str, seed: int) -> dict[str, Any]:
+    """One compressed run, and what its plans add to the gradient."""
+    found, recorder = trained(config, setting, seed)
+    chosen = settings_of(config, seed, **SETTINGS[setting])
+    noises = {
+        step: point_of(config, recorder, step, seed).noise(chosen, draws=DRAWS, state=state)
+        for step, state in recorder.states.items()
+    }
+    return found | {"moments": [entry(step, noise) for step, noise in noises.items()]}
+
+
+def compare(config: RunConfig, recorder: Recorder, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows of uniform widths, of adaptive ones in the same bytes and of acgc, on the untouched job's weights."""
+    for step in recorder.weights:
+        point = point_of(config, recorder, step, seed)
+        for setting, found in compared(point, partial(settings_of, config, seed)):
+            yield {"setting": setting} | entry(step, found)
+
+
+def compared(point: Point, settings: Callable[..., gact_dist.Config]) -> Iterator[tuple[str, Noise]]:
+    """The settings that are compared at one moment, and what they add. settings: those of the job, for a choice."""
+    uniform = {bits: point.noise(settings(policy="uniform", bits=bits), draws=DRAWS) for bits in UNIFORM}
+    for bits, found in uniform.items():
+        yield f"uniform {bits}", found
+    for bits in SAME_BYTES:
+        adaptive = settings(policy="gact", retained_bytes=uniform[bits].retained_bytes)
+        yield f"gact in the bytes of uniform {bits}", point.noise(adaptive, draws=DRAWS)
+    for setting, choice in SETTINGS.items():
+        if choice.get("policy") == "acgc":
+            yield setting, point.noise(settings(**choice), draws=DRAWS)
+
+
+def entry(step: int, noise: Noise) -> dict[str, Any]:
+    """Plain values."""
+    return {"step": step} | asdict(noise)
+
+
+class Results:
+    """The file, and which cells it holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.held: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": [], "comparisons": []}
+
+    def has_run(self, model: str, setting: str, seed: int) -> bool:
+        """Whether this run is done."""
+        return (model, setting, seed) in {(r["model"], r["setting"], r["seed"]) for r in self.held["runs"]}
+
+    def has_comparison(self, model: str, seed: int) -> bool:
+        """Whether the comparison on this job's weights is done."""
+        return (model, seed) in {(r["model"], r["seed"]) for r in self.held["comparisons"]}
+
+    def add(self, kind: str, *rows: dict[str, Any]) -> None:
+        """Write further rows of "runs" or "comparisons"."""
+        facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
+        self.held = facts | {"gact_dist": gact_dist.__version__, "batches": BATCHES, "draws": DRAWS} | self.held
+        self.held[kind] += rows
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.held, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def run_missing(results: Results, config: RunConfig, model: str, settings: list[str], seed: int) -> None:
+    """All cells of one model and seed that are not there yet. The untouched job trains once for run and comparison."""
+    cell = {"model": model, "seed": seed}
+    missing = [setting for setting in settings if not results.has_run(model, setting, seed)]
+    if UNTOUCHED in missing or not results.has_comparison(model, seed):
+        found, recorder = trained(config, UNTOUCHED, seed)
+        if UNTOUCHED in missing:
+            results.add("runs", cell | {"setting": UNTOUCHED} | found)
+            print(f"{model} {seed} {UNTOUCHED}: {found['accuracy']:.4f}, {found['time_s']:.0f} s", flush=True)
+        if not results.has_comparison(model, seed):
+            results.add("comparisons", *(cell | row for row in compare(config, recorder, seed)))
+            print(f"{model} {seed} compared", flush=True)
+    for setting in missing:
+        if setting != UNTOUCHED:
+            found = run(config, setting, seed)
+            results.add("runs", cell | {"setting": setting} | found)
+            ratio = found["exact_bytes"] / found["retained_bytes"]
+            print(f"{model} {seed} {setting}: {found['accuracy']:.4f}, ratio {ratio:.2f}, {found['time_s']:.0f} s")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "fidelity.json")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--plot", action="store_true", help="run nothing: tables, and pictures beside the file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results = Results(options.json)
+    for seed in range(0 if options.plot else options.seeds):
+        for model in options.models:
+            run_missing(results, load_config(model, MODELS[model]), model, options.settings, seed)
+    print(tables(results.held))
+    if options.plot:
+        plot(results.held, options.json)
+
+
+if __name__ == "__main__":
+    main()

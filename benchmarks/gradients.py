@@ -1,0 +1,121 @@
+"""What rounding adds to a model's gradient, predicted and measured: shared by the benchmarks that ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gact_dist
+from gact_dist.engine import Engine
+from gact_dist.policies import policy_of
+from gact_dist.sensitivity import measure
+
+PROBES = 1  # random directions for each batch
+_NO_CHOICE = ("exact", "mask", "binary", "narrow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Variance that a configuration adds to the gradient, relative to the mean of its squared norm, and the bytes."""
+
+    measured: float
+    predicted: float
+    """from the sensitivities of the same batches under the same plan"""
+    average_bits: float
+    """payload bits of an element, over the tensors whose width is chosen"""
+    retained_bytes: int
+    """of the batch that takes the most"""
+    exact_bytes: int
+
+
+class Point:
+    """A model at one moment of its training, with batches to take gradients of; the caller's random numbers stay."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
+        """loss_fn(batch): returns the scalar loss. batches: each is seen under dropout masks of its own, always the
+        same ones, so that gradients of one batch differ by rounding alone."""
+        self._model, self._loss_fn, self._batches = model, loss_fn, batches
+        with torch.random.fork_rng():
+            self._exact = [gradient(model, self.loss(number)) for number in range(len(batches))]
+        self.second_moment = sum(float(exact.square().sum()) for exact in self._exact) / len(batches)
+
+    def noise(self, config: gact_dist.Config, *, draws: int, state: dict[str, str] | None = None) -> Noise:
+        """What this configuration adds: the mean over the batches, and over some draws of the rounding of each.
+
+        state: of a controller whose plan is to be used; without it policies that adapt do so here, twice, for the
+        second adaptation measures where the first plan has led.
+        """
+        with torch.random.fork_rng():
+            gact = gact_dist.attach(self._model, config=config)
+            if state is not None:
+                gact.load_state_dict(state)
+            elif policy_of(config).adapts:
+                for _ in range(2):
+                    gact.calibrate(self._fixed(0), self._batches[0], samples=config.calibration_samples)
+            with gact.step():  # the first step only learns which tensors are what
+                self.loss(0)
+            measured, reports = 0.0, []
+            for number in range(len(self._batches)):
+                measured += self._distance(gact, number, draws)
+                reports.append(gact.report())
+            report, plan = max(reports, key=lambda report: report.retained_bytes), gact.plan
+            gact.detach()
+            predicted = self._predicted(config, plan)
+        return Noise(
+            measured=measured / len(self._batches) / self.second_moment,
+            predicted=predicted / self.second_moment,
+            average_bits=average_bits(report, plan),
+            retained_bytes=report.retained_bytes,
+            exact_bytes=report.exact_bytes,
+        )
+
+    def _distance(self, gact: gact_dist.Controller, number: int, draws: int) -> float:
+        """Mean squared distance of the rounded from the exact gradient of one batch."""
+        total = 0.0
+        for _ in range(draws):
+            with gact.step():
+                loss = self.loss(number)
+            total += float((gradient(self._model, loss) - self._exact[number]).square().sum())
+        return total / draws
+
+    def _predicted(self, config: gact_dist.Config, plan: dict[str, int | None]) -> float:
+        engine = Engine(self._model, config, 0)
+        engine.plan = plan
+        total = 0.0
+        for number in range(len(self._batches)):
+            found = measure(engine, self._model, partial(self.loss, number), seed=number, probes=PROBES)
+            widths = [(item, engine.bits_of(item.name)) for item in found]
+            total += sum(float(item.variance[bits - 1]) for item, bits in widths if bits is not None)
+        engine.close()
+        return total / len(self._batches)
+
+    def loss(self, number: int) -> Tensor:
+        """The loss of one of the batches, under its dropout masks."""
+        return self._fixed(number)(self._batches[number])
+
+    def _fixed(self, number: int) -> Callable[[Any], Tensor]:
+        """The loss function under the dropout masks of one batch."""
+
+        def loss_fn(batch: Any) -> Tensor:
+            torch.manual_seed(number)
+            return self._loss_fn(batch)
+
+        return loss_fn
+
+
+def gradient(model: nn.Module, loss: Tensor) -> Tensor:
+    """The gradient of all parameters that learn, as one vector."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+
+
+def average_bits(report: gact_dist.MemoryReport, plan: dict[str, int | None]) -> float:
+    """Payload bits of an element, over the tensors whose width a policy chooses; 32 where there is none."""
+    chosen = [row for row in report.rows if row.bytes and (row.codec not in _NO_CHOICE or row.name in plan)]
+    elements = sum(torch.Size(row.shape).numel() for row in chosen)
+    return sum(torch.Size(row.shape).numel() * row.bits for row in chosen) / elements if elements else 32.0
