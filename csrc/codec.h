@@ -14,6 +14,7 @@
 namespace gact {
 
 using u8 = unsigned char;
+using i16 = short;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;

@@ -68,31 +68,57 @@ inline i64 plane_byte(i64 element, int bits, int group_size) {
   return set * (bits * group_size / 8) + (element & (group_size - 1)) / 8;
 }
 
-// The range of each column; `low` is NaN where an element is, or where infinities of both signs are.
+// The bits of a float as an integer in the same order, NaN beyond the infinities; and back.
+inline i32 ordered(float value) {
+  const i32 bits = static_cast<i32>(bits_of(value));
+  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
+}
+
 template <class T>
-void column_ranges(const T* x, int rows, i64 columns, float* __restrict low, float* __restrict high) {
-  for (i64 c = 0; c < columns; ++c) low[c] = high[c] = to_float(x[c]);
+i16 ordered(T value) {
+  const i16 bits = static_cast<i16>(value.bits);
+  return static_cast<i16>(bits ^ ((bits >> 15) & 0x7FFF));
+}
+
+inline float float_in_order(i32 order, float) {
+  return float_of(static_cast<u32>(order ^ ((order >> 31) & 0x7FFFFFFF)));
+}
+
+template <class T>
+float float_in_order(i16 order, T) {
+  return to_float(T{static_cast<u16>(order ^ ((order >> 15) & 0x7FFF))});
+}
+
+template <int ROWS, class T, class Order>
+void extend_ranges(const T* x, i64 columns, Order* __restrict least, Order* __restrict most) {
+  for (i64 c = 0; c < columns; ++c) {
+    Order low = least[c], high = most[c];
+    for (int i = 0; i < ROWS; ++i) {
+      const Order value = ordered(x[i * columns + c]);
+      low = value < low ? value : low;
+      high = value > high ? value : high;
+    }
+    least[c] = low;
+    most[c] = high;
+  }
+}
+
+// The range of each column; `low` is NaN where an element is.
+template <class T>
+void column_ranges(const T* x, int rows, i64 columns, ColumnArrays& arrays) {
+  using Order = decltype(ordered(T{}));
+  Order* least = reinterpret_cast<Order*>(arrays.offset());  // which nothing needs before the ranges are known
+  Order* most = reinterpret_cast<Order*>(arrays.inverse());
+  for (i64 c = 0; c < columns; ++c) least[c] = most[c] = ordered(x[c]);
   int row = 0;
   for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce) {
-    const T* first = x + row * columns;
-    for (i64 c = 0; c < columns; ++c) {
-      float least = low[c], most = high[c], sum = 0.0f;
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        const float value = to_float(first[i * columns + c]);
-        least = value < least ? value : least;
-        most = value > most ? value : most;
-        sum += value;
-      }
-      low[c] = sum != sum ? sum : least;
-      high[c] = most;
-    }
+    extend_ranges<kRowsAtOnce>(x + row * columns, columns, least, most);
   }
-  for (; row < rows; ++row) {
-    for (i64 c = 0; c < columns; ++c) {
-      const float value = to_float(x[row * columns + c]);
-      low[c] = value != value ? value : (value < low[c] ? value : low[c]);
-      high[c] = value > high[c] ? value : high[c];
-    }
+  for (; row < rows; ++row) extend_ranges<1>(x + row * columns, columns, least, most);
+  for (i64 c = 0; c < columns; ++c) {
+    const float low = float_in_order(least[c], T{}), high = float_in_order(most[c], T{});
+    arrays.low()[c] = high != high ? high : low;
+    arrays.high()[c] = high;
   }
 }
 
@@ -173,17 +199,23 @@ inline void fold_edges(u16* edges, i64 columns) {
 template <class Isa, class T, int BITS>
 void quantise_columns(const PackJob& job, UnitNoise<Isa>& noise, const Block& block, ColumnArrays& arrays) {
   const T* x = static_cast<const T*>(job.x) + block.start;
+  // Copies: for all that a compiler knows, what is stored through a u8* might be any of these.
+  const float* offsets = arrays.offset();
+  const float* inverses = arrays.inverse();
   u16* edges = arrays.edges();
-  std::memset(edges, 0, (job.columns + kChunk) * sizeof(u16));
+  u8* planes = job.planes;
+  const i64 columns = job.columns;
+  const int group_size = job.group_size;
+  std::memset(edges, 0, (columns + kChunk) * sizeof(u16));
   i64 i = 0, column = 0;
   for (; i + kChunk <= block.numel; i += kChunk) {
     const i64 element = block.start + i;
     prefetch(x + block.numel + i, kChunk * sizeof(T));  // the same place in the next block, whose range comes next
-    Isa::template quantise_columns<T, BITS>(x + i, arrays.offset() + column, arrays.inverse() + column,
-                                            noise.of(element)[0], edges + column,
-                                            job.planes + plane_byte(element, BITS, job.group_size), job.group_size / 8);
+    Isa::template quantise_columns<T, BITS>(x + i, offsets + column, inverses + column, noise.of(element)[0],
+                                            edges + column, planes + plane_byte(element, BITS, group_size),
+                                            group_size / 8);
     column += kChunk;
-    while (column >= job.columns) column -= job.columns;
+    while (column >= columns) column -= columns;
   }
   if (i < block.numel) quantise_rest<T, BITS>(job, block.start + i, column, arrays);
   fold_edges(edges, job.columns);
@@ -193,7 +225,7 @@ template <class Isa, class T, int BITS>
 void pack_block_of_columns(const PackJob& job, UnitNoise<Isa>& noise, i64 index, ColumnArrays& arrays) {
   const Block block = block_at(index, job.numel, job.group_size, job.columns);
   const i64 first_group = index * job.columns;
-  column_ranges(static_cast<const T*>(job.x) + block.start, block.rows, job.columns, arrays.low(), arrays.high());
+  column_ranges(static_cast<const T*>(job.x) + block.start, block.rows, job.columns, arrays);
   describe_columns<T>(job, first_group, arrays);
   quantise_columns<Isa, T, BITS>(job, noise, block, arrays);
   i32 any_slow = 0;
