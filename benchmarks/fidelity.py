@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     UNTOUCHED: {},
     **{f"uniform {bits}": {"policy": "uniform", "bits": bits} for bits in (2, 3, 4, 8)},
     **{f"gact {bits}": {"policy": "gact", "bits": bits} for bits in (2, 3, 4, 8)},
+    **{f"actnn {bits}": {"policy": "actnn", "bits": bits} for bits in (2, 3, 4, 8)},
     **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared
@@ -126,7 +127,7 @@ def point_of(config: RunConfig, recorder: Recorder, step: int, seed: int) -> Poi
 
     sizes = {"examples": len(task.train["labels"]), "batch_size": config.batch_size}
     rows = [batch_rows(step + n, seed=seed, rank=0, world_size=1, **sizes) for n in range(BATCHES)]
-    return Point(task.model, loss_fn, [select(task.train, part) for part in rows])
+    return Point(task.model, loss_fn, [select(task.train, part) for part in rows], rows)
 
 
 def run(config: RunConfig, setting: str, seed: int) -> dict[str, Any]:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import gact_dist
 from gact_dist.engine import Engine
-from gact_dist.policies import policy_of
-from gact_dist.sensitivity import measure
+from gact_dist.per_sample import COLUMNS, Bits, SampleCosts
+from gact_dist.policies import Costs, policy_of
+from gact_dist.sample_gradients import SampleGradients
+from gact_dist.sensitivity import Sensitivity, measure
 
 PROBES = 1  # random directions for each batch
 _NO_CHOICE = ("exact", "mask", "binary", "narrow")
@@ -36,10 +39,18 @@ class Noise:
 class Point:
     """A model at one moment of its training, with batches to take gradients of; the caller's random numbers stay."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[[Any], Tensor], batches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any], Tensor],
+        batches: Sequence[Any],
+        indices: Sequence[Tensor | None] = (),
+    ) -> None:
         """loss_fn(batch): returns the scalar loss. batches: each is seen under dropout masks of its own, always the
-        same ones, so that gradients of one batch differ by rounding alone."""
+        same ones, so that gradients of one batch differ by rounding alone. indices: numbers of their samples in the
+        data set, for policy actnn."""
         self._model, self._loss_fn, self._batches = model, loss_fn, batches
+        self._indices = indices or [None] * len(batches)
         with torch.random.fork_rng():
             self._exact = [gradient(model, self.loss(number)) for number in range(len(batches))]
         self.second_moment = sum(float(exact.square().sum()) for exact in self._exact) / len(batches)
@@ -65,7 +76,7 @@ class Point:
                 reports.append(gact.report())
             report, plan = max(reports, key=lambda report: report.retained_bytes), gact.plan
             gact.detach()
-            predicted = self._predicted(config, plan)
+            predicted = self._predicted(config, plan, sample_sizes(gact))
         return Noise(
             measured=measured / len(self._batches) / self.second_moment,
             predicted=predicted / self.second_moment,
@@ -75,22 +86,23 @@ class Point:
         )
 
     def _distance(self, gact: gact_dist.Controller, number: int, draws: int) -> float:
-        """Mean squared distance of the rounded from the exact gradient of one batch."""
-        total = 0.0
+        """Mean squared distance of rounded from exact gradients of one batch. Nothing is learnt of its samples."""
+        total, known = 0.0, sample_sizes(gact)
         for _ in range(draws):
-            with gact.step():
+            with gact.step(sample_index=self._indices[number]):
                 loss = self.loss(number)
             total += float((gradient(self._model, loss) - self._exact[number]).square().sum())
+            sample_gradients(gact).sizes = None if known is None else known.clone()
         return total / draws
 
-    def _predicted(self, config: gact_dist.Config, plan: dict[str, int | None]) -> float:
+    def _predicted(self, config: gact_dist.Config, plan: dict[str, Bits], sizes: Tensor | None) -> float:
         engine = Engine(self._model, config, 0)
-        engine.plan = plan
+        engine.plan, engine.packer.gradients.sizes = plan, sizes
         total = 0.0
-        for number in range(len(self._batches)):
+        for number, batch in enumerate(self._batches):
+            engine.packer.begin(self._indices[number], batch)
             found = measure(engine, self._model, partial(self.loss, number), seed=number, probes=PROBES)
-            widths = [(item, engine.bits_of(item.name)) for item in found]
-            total += sum(float(item.variance[bits - 1]) for item, bits in widths if bits is not None)
+            total += variance_of(found, {item.name: engine.bits_of(item.name) for item in found})
         engine.close()
         return total / len(self._batches)
 
@@ -108,13 +120,35 @@ class Point:
         return loss_fn
 
 
+def sample_gradients(gact: gact_dist.Controller) -> SampleGradients:
+    """What a controller knows of the gradients of samples."""
+    return gact._engine.packer.gradients
+
+
+def sample_sizes(gact: gact_dist.Controller) -> Tensor | None:
+    """A copy of it."""
+    sizes = sample_gradients(gact).sizes
+    return None if sizes is None else sizes.clone()
+
+
+def variance_of(found: Sequence[Sensitivity], plan: dict[str, Bits]) -> float:
+    """What sensitivities predict of a plan; equal shares of a tensor's samples may have widths of their own in it."""
+    zeros = np.zeros(len(found))
+    variance = np.stack([item.variance.numpy() for item in found])
+    samples = np.stack([np.zeros(COLUMNS) if item.samples is None else item.samples for item in found])
+    split = SampleCosts.build(Costs(tuple(item.name for item in found), variance, zeros, zeros, zeros, samples=samples))
+    widths = split.expanded(plan)
+    rows = zip(split.costs.names, split.costs.variance, strict=True)
+    return sum(float(curve[widths[name] - 1]) for name, curve in rows if widths[name] is not None)
+
+
 def gradient(model: nn.Module, loss: Tensor) -> Tensor:
     """The gradient of all parameters that learn, as one vector."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
 
 
-def average_bits(report: gact_dist.MemoryReport, plan: dict[str, int | None]) -> float:
+def average_bits(report: gact_dist.MemoryReport, plan: dict[str, Bits]) -> float:
     """Payload bits of an element, over the tensors whose width a policy chooses; 32 where there is none."""
     chosen = [row for row in report.rows if row.bytes and (row.codec not in _NO_CHOICE or row.name in plan)]
     elements = sum(torch.Size(row.shape).numel() for row in chosen)

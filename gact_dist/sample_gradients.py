@@ -88,8 +88,10 @@ class SampleGradients:
             if output.requires_grad and output.dim() > 0 and output.shape[0] % len(index) == 0:
                 output.register_hook(partial(self._keep, index, found, number))
 
-    def _keep(self, index: Tensor, found: dict[int, Tensor], number: int, gradient: Tensor) -> None:
+    def _keep(self, index: Tensor, found: dict[int, Tensor], number: int, gradient: Tensor | None) -> None:
         """Add up over the outputs of one forward; of a second backward the latest gradient counts."""
+        if gradient is None:  # of an output that a double backward passes by
+            return
         with torch.no_grad():
             found[number] = gradient.detach().float().reshape(len(index), -1).square().sum(1)
             self._grow(int(index.max()) + 1)

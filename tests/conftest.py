@@ -14,6 +14,10 @@ import pytest
 # Test modules say `from ranks import ...`; spawned ranks receive this path as well.
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
+# Tensors in tests are small: threads gain nothing, and cost four times the time where the cores are busy. test_ops.py
+# sets their number where it matters.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # DeepSpeed compiles operators at their first use. The folder for it is this checkout's own: torch waits without end for
 # the lock that a killed build leaves there, whoever's it was.
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".cache/extensions")))

@@ -25,7 +25,7 @@ def small(monkeypatch):
         data.require("language")
     except UsageError as error:
         pytest.skip(str(error))
-    chosen = (fidelity.UNTOUCHED, "uniform 4", "gact 2", "acgc 0.05")
+    chosen = (fidelity.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.05")
     monkeypatch.setattr(fidelity, "MODELS", {"language": SMALL})
     monkeypatch.setattr(fidelity, "SETTINGS", {name: fidelity.SETTINGS[name] for name in chosen})
     monkeypatch.setattr(fidelity, "UNIFORM", (2, 4))
@@ -39,7 +39,7 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     held = json.loads(path.read_text())
     runs = {row["setting"]: row for row in held["runs"]}
     assert list(runs) == list(fidelity.SETTINGS)
-    for setting in ("uniform 4", "gact 2", "acgc 0.05"):
+    for setting in ("uniform 4", "gact 2", "actnn 2", "acgc 0.05"):
         assert [moment["step"] for moment in runs[setting]["moments"]] == [1, 3]
         # three draws of a squared norm over hundreds of dimensions and a prediction from one probe, both within 0.2
         last = runs[setting]["moments"][-1]

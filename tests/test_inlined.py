@@ -44,13 +44,15 @@ def inlined_rows(gact) -> list:
     return [row for row in gact.report().rows if ":Compiled" in row.name]
 
 
-def test_exact_is_bitwise_the_untouched_compiled_job():
-    untouched = compiled("whole")
-    wanted = stepped(gact_dist.attach(untouched, level="L0"), untouched)
-    model = compiled("whole")
-    assert torch.equal(
-        stepped(gact_dist.attach(model, config=Config(policy="exact", compile_hooks="inlined")), model), wanted
-    )
+@pytest.mark.parametrize("form", ["eager", "inlined"])
+@pytest.mark.parametrize("what", ["blocks", "whole"])
+def test_exact_is_bitwise_the_untouched_compiled_job(what, form):
+    untouched = compiled(what)
+    level_0 = gact_dist.attach(untouched, level="L0")
+    model = compiled(what)
+    gact = gact_dist.attach(model, config=Config(policy="exact", compile_hooks=form))
+    for _ in range(2):
+        assert torch.equal(stepped(gact, model), stepped(level_0, untouched))
 
 
 @pytest.mark.parametrize(("what", "dynamic"), [("blocks", None), ("blocks", True), ("whole", None)])

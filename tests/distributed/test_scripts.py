@@ -112,6 +112,19 @@ def test_a_gpt_script(tmp_path):
     assert same_weights(saved(tmp_path / "resumed"), final)
 
 
+def test_a_compiled_gpt_script(tmp_path):
+    # inductor would take a minute
+    quickly = {"torch.compile(model)": 'torch.compile(model, backend="aot_eager")'}
+    plain, exact, rounded = (
+        train_gpt(tmp_path / level, quickly | ({} if level == "plain" else gpt_lines(level)), "--compile")
+        for level in ("plain", "exact", "L2")
+    )
+    assert exact == plain
+    assert same_weights(saved(tmp_path / "exact"), saved(tmp_path / "plain"))
+    assert rounded["losses"][0] == plain["losses"][0]
+    assert saved(tmp_path / "L2")["ratio"] > 2  # as in test_a_gpt_script, with casts of the weights
+
+
 # -- DeepSpeed: args, a JSON file, training_data, the engine's own loader --------------------------------------------
 
 DIGITS = {

@@ -1,6 +1,6 @@
 """A training script as users of transformers' Trainer have it; the lines of gact_dist are the two in the middle.
 
-Run by test_trainer.py under torchrun: python trainer_job.py OUTPUT LEVEL CHECKPOINTING
+Run by test_trainer.py under torchrun: python trainer_job.py OUTPUT LEVEL plain|gradient_checkpointing|zero_3
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import deepspeed
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
@@ -27,7 +29,10 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "attention_mask": torch.ones(32, dtype=torch.long), "labels": tokens[0] % 2}
 
 
-def main(output: str, level: str, checkpointing: bool) -> None:
+ZERO_3 = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}}
+
+
+def main(output: str, level: str, kind: str) -> None:
     set_seed(3)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model = BertForSequenceClassification(BertConfig(vocab_size=100, max_position_embeddings=64, **sizes))
@@ -39,11 +44,14 @@ def main(output: str, level: str, checkpointing: bool) -> None:
         gact.follow()
     arguments = TrainingArguments(
         output_dir=output, max_steps=4, per_device_train_batch_size=8, use_cpu=True, ddp_backend="gloo", report_to=[],
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointing, ddp_find_unused_parameters=False,
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=kind == "gradient_checkpointing",
+        ddp_find_unused_parameters=False, deepspeed=ZERO_3 if kind == "zero_3" else None,
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=Sentences()).train()
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if kind == "zero_3" else nullcontext():
+        weights = b"".join(p.detach().numpy().tobytes() for p in parameters)
     if int(os.environ["RANK"]) == 0:
-        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         found = {"weights": hashlib.sha256(weights).hexdigest(), "ratio": 1.0, "plan": 0, "quantised": 0}
         if gact is not None:
             report = gact.report()
@@ -53,6 +61,6 @@ def main(output: str, level: str, checkpointing: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "True")
+    main(*sys.argv[1:])
     gc.collect()  # gloo aborts the process when a reducer outlives its group
     torch.distributed.destroy_process_group()
