@@ -60,9 +60,10 @@ MAY_IMPORT = {
     "compiled": {"operators"},
     "inlined": {"codec"},
     "ledger": {"codec", "footprint", "handles", "memory"},
+    "checkpoint_closures": {"identity", "ledger", "memory", "naming", "recomputation", "wrappers"},
     "engine": {
-        "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "ledger",
-        "naming",
+        "block_inputs", "checkpoint_closures", "codec", "compiled", "config", "footprint", "handles", "identity",
+        "inlined", "ledger", "naming",
         "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
         "wrappers",
     },
