@@ -79,6 +79,7 @@ MAY_IMPORT = {
     },
     "observation": {"batches"},
     "pipelines": set(),
+    "state_text": {"wrappers"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "samples": set(),
@@ -92,7 +93,7 @@ MAY_IMPORT = {
     },
     "controller": {
         "adaptation", "batches", "compiled", "config", "engine", "observation", "per_sample", "pipelines", "policies",
-        "report", "samples", "storage", "sync", "wrappers",
+        "report", "samples", "state_text", "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
