@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from small_models import TinyGPT, loss_of
+from small_models import Mixture, TinyGPT, loss_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
 from gact_dist import Config, codec
@@ -113,31 +113,16 @@ def test_a_step_inside_a_checkpoint_is_refused(reentrant):
         checkpoint(block, x, use_reentrant=reentrant).sum().backward()
 
 
-class Routed(nn.Module):
-    """A mixture of two experts that sends each token to the one its router prefers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(64, 2), nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        choice = self.router(x).argmax(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (choice == number).nonzero().squeeze(-1)
-            out = out.index_add(0, rows, torch.tanh(expert(x[rows])))
-        return x + out
-
-
-class Mixture(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.routed, self.plain = nn.Linear(64, 64), Routed(), nn.Linear(64, 64)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.routed, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
-        return checkpoint(self.plain, x, use_reentrant=self.reentrant)
+@ANY_MODE
+@pytest.mark.parametrize("config", [UNIFORM, Config(bits=4, min_numel=16)], ids=["uniform", "gact"])
+def test_following_a_module_inside_a_checkpoint_is_refused(reentrant, config):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    gact = gact_dist.attach(model, config=config).follow()
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Open the step around the checkpoint instead"):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    gact.detach()
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
 
 @ANY_MODE
@@ -255,13 +240,24 @@ def test_what_a_layer_of_transformers_is_given_by_keyword_is_reported(reentrant)
         assert (row.codec, row.shape, row.bytes) == ("exact", (1, 32, 16), 4 * 32 * 16)
 
 
-def test_what_a_selective_checkpoint_keeps_is_reported():
-    kept_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+KEPT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def policy_of_attention(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def says_whether(context: object, operator: object, *args: object, **kwargs: object) -> bool:
+    return operator == KEPT
+
+
+@pytest.mark.parametrize("kept", [[KEPT], policy_of_attention, says_whether], ids=["list", "policy", "bool"])
+def test_what_a_selective_checkpoint_keeps_is_reported(kept):
 
     class Selective(TinyGPT):
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.embedding(tokens)
-            contexts = partial(create_selective_checkpoint_contexts, [kept_operator])
+            contexts = partial(create_selective_checkpoint_contexts, kept)
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
             return self.head(self.norm(x))
