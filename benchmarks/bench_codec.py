@@ -1,6 +1,7 @@
 """How fast is the codec beside a plain copy of the same tensor?
 
-Kernel to kernel: pack and unpack against copy_ into a tensor that exists already. API: codec.pack and codec.unpack
+Kernel to kernel: pack and unpack, with groups in memory order and by column, against copy_ into a tensor that exists
+already. API: codec.pack and codec.unpack
 against clone, which allocates its result as they do. Beside them torch's own 4-bit operators, which round to nearest.
 What is compared runs in turns, so that a change of the machine's speed meets both; medians are reported.
 
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from gact_dist import codec, ops
 
-GROUP_SIZE = 256
+GROUP_SIZE = codec.DEFAULT_GROUP_SIZE
+COLUMNS = 768
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,15 +58,25 @@ def measure_times(actions: dict[str, Callable[[], object]], rounds: int) -> Time
     return Times(medians_s, {name: min(values) for name, values in times.items()})
 
 
-def kernel_actions(x: Tensor, bits: int) -> dict[str, Callable[[], object]]:
+def kernel_actions(x: Tensor, bits: int, group_size: int) -> dict[str, Callable[[], object]]:
     """copy_, pack and unpack of the flat tensor ``x`` with an output that exists already."""
     target = torch.empty_like(x)
-    buffer = ops.pack(x, bits, GROUP_SIZE, 1)
+    buffer = ops.pack(x, bits, group_size, 1)
     return {
         "copy_": lambda: target.copy_(x),
-        "pack": lambda: ops.pack_out(x, bits, GROUP_SIZE, 1, buffer),
+        "pack": lambda: ops.pack_out(x, bits, group_size, 1, buffer),
         "copy_ again": lambda: target.copy_(x),
-        "unpack": lambda: ops.unpack_out(buffer, bits, GROUP_SIZE, x.numel(), x.dtype, 1, target),
+        "unpack": lambda: ops.unpack_out(buffer, bits, group_size, x.numel(), x.dtype, 1, target),
+    }
+
+
+def column_actions(x: Tensor, bits: int, group_size: int) -> dict[str, Callable[[], object]]:
+    """The kernels for groups of one column."""
+    target = torch.empty_like(x)
+    buffer = ops.pack(x, bits, group_size, 1, COLUMNS)
+    return {
+        "pack by column": lambda: ops.pack_out(x, bits, group_size, 1, buffer, COLUMNS),
+        "unpack by column": lambda: ops.unpack_out(buffer, bits, group_size, x.numel(), x.dtype, 1, target, COLUMNS),
     }
 
 
@@ -92,13 +104,15 @@ def torch_actions(x: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(tensor_bytes: int, rounds: int, bit_widths: list[int]) -> list[dict]:
+def measure(tensor_bytes: int, rounds: int, bit_widths: list[int], group_size: int) -> list[dict]:
     """One row for each dtype and width, times in seconds and ratios to the copy."""
     rows = []
     for name, dtype in DTYPES.items():
-        x = torch.randn(tensor_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype)
+        rows_of_x = tensor_bytes // dtype.itemsize // COLUMNS
+        x = torch.randn(rows_of_x * COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
         for bits in bit_widths:
-            kernel = measure_times(kernel_actions(x, bits), rounds)
+            actions = kernel_actions(x, bits, group_size) | column_actions(x, bits, group_size)
+            kernel = measure_times(actions, rounds)
             api = measure_times(api_actions(x, bits), rounds)
             rows.append({"dtype": name, "bits": bits} | ratios(kernel, api) | times_of(kernel, api))
     return rows
@@ -110,10 +124,14 @@ def ratios(kernel: Times, api: Times) -> dict[str, float]:
     return {
         "pack_to_copy": kernel.ratio("pack", copies),
         "unpack_to_copy": kernel.ratio("unpack", copies),
+        "pack_by_column_to_copy": kernel.ratio("pack by column", copies),
+        "unpack_by_column_to_copy": kernel.ratio("unpack by column", copies),
         "codec_pack_to_clone": api.ratio("codec.pack", clones),
         "codec_unpack_to_clone": api.ratio("codec.unpack", clones),
         "pack_to_copy_shortest": kernel.ratio("pack", copies, shortest=True),
         "unpack_to_copy_shortest": kernel.ratio("unpack", copies, shortest=True),
+        "pack_by_column_to_copy_shortest": kernel.ratio("pack by column", copies, shortest=True),
+        "unpack_by_column_to_copy_shortest": kernel.ratio("unpack by column", copies, shortest=True),
     }
 
 
@@ -151,7 +169,7 @@ def measure_device(mebibytes: list[int], rounds: int, bit_widths: list[int]) -> 
         for name, dtype in DTYPES.items():
             x = torch.randn((size << 20) // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
             for bits in bit_widths:
-                times = measure_device_times(kernel_actions(x, bits), rounds)
+                times = measure_device_times(kernel_actions(x, bits, GROUP_SIZE), rounds)
                 moved_bytes = x.nbytes + ops.pack(x, bits, GROUP_SIZE, 1).nbytes
                 copy_s = statistics.mean(times.median_s[copy] for copy in ("copy_", "copy_ again"))
                 speeds = {action: moved_bytes / times.median_s[action] for action in ("pack", "unpack")}
@@ -205,25 +223,28 @@ def environment() -> dict:
 
 def print_table(rows: list[dict]) -> None:
     """One line for each dtype and width: milliseconds of the copy, then ratios."""
-    print("dtype     bits  copy_ ms |  pack  unpack  to copy_ | shortest:  pack  unpack | codec pack  unpack  to clone")
+    print("to copy_:                 memory order | by column    | the same of the shortest times | to clone")
+    print("dtype     bits  copy_ ms |  pack unpack |  pack unpack |  pack unpack |  pack unpack | codec pack unpack")
     for row in rows:
         print(
             f"{row['dtype']:9} {row['bits']:4} {1e3 * row['median_s']['copy_']:9.1f} |"
-            f" {row['pack_to_copy']:5.2f} {row['unpack_to_copy']:7.2f}          |"
-            f" {row['pack_to_copy_shortest']:15.2f} {row['unpack_to_copy_shortest']:7.2f} |"
+            f" {row['pack_to_copy']:5.2f} {row['unpack_to_copy']:6.2f} |"
+            f" {row['pack_by_column_to_copy']:5.2f} {row['unpack_by_column_to_copy']:6.2f} |"
+            f" {row['pack_to_copy_shortest']:5.2f} {row['unpack_to_copy_shortest']:6.2f} |"
+            f" {row['pack_by_column_to_copy_shortest']:5.2f} {row['unpack_by_column_to_copy_shortest']:6.2f} |"
             f" {row['codec_pack_to_clone']:10.2f} {row['codec_unpack_to_clone']:7.2f}"
         )
 
 
-def run_on_cpu(mebibytes: int, rounds: int, bit_widths: list[int]) -> dict:
+def run_on_cpu(mebibytes: int, rounds: int, bit_widths: list[int], group_size: int) -> dict:
     """Measure, print a table; what belongs into the JSON."""
     tensor_bytes = mebibytes << 20
-    rows = measure(tensor_bytes, rounds, bit_widths)
+    rows = measure(tensor_bytes, rounds, bit_widths, group_size)
     x = torch.randn(tensor_bytes // 4, generator=torch.Generator().manual_seed(0))
     beside_torch_s = measure_times(torch_actions(x), max(3, rounds // 3)).median_s
     print_table(rows)
     print("float32, 4 bits, ms:", {name: round(1e3 * value, 1) for name, value in beside_torch_s.items()})
-    result = {"environment": environment(), "tensor_bytes": tensor_bytes, "group_size": GROUP_SIZE}
+    result = {"environment": environment(), "tensor_bytes": tensor_bytes, "group_size": group_size, "columns": COLUMNS}
     return result | {"rows": rows, "float32_4_bits_beside_torch_s": beside_torch_s}
 
 
@@ -245,6 +266,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--group-size", type=int, default=GROUP_SIZE, help="of the CPU's kernels")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and len(arguments.mebibytes or []) > 1:
         parser.error(f"--mebibytes has {len(arguments.mebibytes)} sizes, expected one without --device cuda")
@@ -252,7 +274,8 @@ def main() -> None:
     if arguments.device == "cuda":
         result = run_on_device(arguments.mebibytes or [64, 256], arguments.rounds, arguments.bits)
     else:
-        result = run_on_cpu((arguments.mebibytes or [256])[0], arguments.rounds, arguments.bits)
+        size = (arguments.mebibytes or [256])[0]
+        result = run_on_cpu(size, arguments.rounds, arguments.bits, arguments.group_size)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -6,7 +6,8 @@ For each configuration of configs/, after a short untouched training: every save
 sensitivities (two probes of the one-pass estimator). For each format the expected variance at 1 to 8 bits of payload,
 computed from the rounding itself and summed with the sensitivities; then the best allocation over the tensors within a
 budget of bits an element that counts the format's metadata. What is printed is that variance divided by the one of the
-format in use (groups of 256 with dither, a scale of 2 bytes and an offset of 4): below 1 is better at equal bytes.
+first format, version 2 of the codec (groups of 256 in memory order with dither, a scale of 2 bytes and an offset of 4):
+below 1 is better at equal bytes. The rows "codec" are measured with the codec's own operators.
 """
 
 import argparse
@@ -27,12 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
 from benchmarks.bench_variance import trained
-from gact_dist import codec, sensitivity
+from gact_dist import codec, ops, sensitivity
 from gact_dist.allocation import minimum_variance
 from gact_dist.engine import Engine
+from gact_dist.ops_reference import sections
+from gact_dist.packing import Packer
 
 BUDGETS = (2.5, 3.0, 4.2, 8.2)
 WIDTHS = range(1, 9)
+SIZES = (512, 256, 128, 64)
 OUTLIER_BITS = 16 + 8  # a bfloat16 and its place in a group of 256
 
 
@@ -49,9 +53,10 @@ def saved_tensors(name: str, steps: int) -> list[Saved]:
     model, loss_fn, batch = trained(name, steps)
     found: list[Saved] = []
 
-    def keep(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
+    def keep(tensor: Tensor, weight: Tensor | None, packer: Packer) -> Tensor:
         if weight is not None and tensor.is_floating_point():
-            found.append(Saved(tensor.detach().float().clone(), weight.detach().float().clone()))
+            values = tensor.detach().float().clone()
+            found.append(Saved(values, torch.empty_like(values).copy_(weight.detach())))
         return torch.zeros(8, dtype=torch.float64)
 
     engine = Engine(model, gact_dist.Config(bits=8), 0)
@@ -128,6 +133,14 @@ def group_format(
     return found, metadata / size
 
 
+def codec_format(saved: Saved, size: int, by_column: bool = True) -> tuple[list[float], float]:
+    """The codec itself, float32, with groups in memory order or of one column where it takes them."""
+    values, weights = codec.stored_values(saved.values), codec.stored_values(saved.weights)
+    columns = codec.columns_of(saved.values, size) if by_column else 1
+    metadata_bytes = sections(values.numel(), 1, size, columns).total_bytes - (values.numel() + 7) // 8
+    return ops.rounding_variance(values, weights, size, columns).tolist(), 8 * metadata_bytes / values.numel()
+
+
 def width_format(saved: Saved, size: int, dither: bool = True) -> tuple[list[float], float]:
     """One step for the tensor, and for each group as many bits as its range needs, none for a constant."""
     flat, flat_weights = flat_of(saved, "memory")
@@ -184,7 +197,9 @@ def rotated_format(saved: Saved, size: int) -> tuple[list[float], float]:
 
 
 FORMATS = {
-    "groups of 256 (in use)": partial(group_format, size=256),
+    "groups of 256 (version 2)": partial(group_format, size=256),
+    **{f"codec, memory order, groups of {size}": partial(codec_format, size=size, by_column=False) for size in SIZES},
+    **{f"codec, by column, groups of {size}": partial(codec_format, size=size) for size in SIZES},
     "groups of 256, without dither": partial(group_format, size=256, dither=False),
     "groups of 64": partial(group_format, size=64),
     "groups of 128": partial(group_format, size=128),

@@ -25,6 +25,7 @@ using torch::stable::Tensor;
 // Elements that are worth another thread; output bytes beyond which stores go around the cache.
 constexpr int64_t kGrainUnits = 64;
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
+constexpr int64_t kCacheLineFloats = 16;
 
 const Kernels* best_kernels() {
   if (const Kernels* kernels = avx512_kernels()) return kernels;
@@ -57,6 +58,12 @@ void check_format(int64_t bits, int64_t group_size) {
                   "gact_dist: group_size is ", group_size, ", expected 64, 128, 256 or 512");
 }
 
+void check_columns(int64_t numel, int64_t columns) {
+  STD_TORCH_CHECK(columns >= 1 && numel % columns == 0 && (columns == 1 || columns % 32 == 0), "gact_dist: columns is ",
+                  columns, ", expected a multiple of 32 that divides the ", numel,
+                  " elements, or 1 for groups in memory order");
+}
+
 void check_buffer(const Tensor& buffer, int64_t expected_bytes) {
   check_flat(buffer, "buffer");
   STD_TORCH_CHECK(buffer.scalar_type() == ScalarType::Byte && buffer.numel() == expected_bytes,
@@ -66,16 +73,13 @@ void check_buffer(const Tensor& buffer, int64_t expected_bytes) {
 
 // Byte positions of the sections of a packed buffer, as in ops_reference.sections.
 struct Sections {
-  int64_t groups, scale_start, offset_start, total;
+  int64_t scale_start, offset_start, total;
 };
 
-Sections sections(int64_t numel, int64_t bits, int64_t group_size, Element element) {
-  Sections where{};
-  where.groups = (numel + group_size - 1) / group_size;
-  where.scale_start = where.groups * bits * group_size / 8;
-  where.offset_start = (where.scale_start + 2 * where.groups + 3) / 4 * 4;
-  where.total = where.offset_start + where.groups * (element == Element::kFloat ? 4 : 2);
-  return where;
+Sections sections(int64_t numel, int64_t bits, int64_t group_size, int64_t columns) {
+  const int64_t groups = (numel / columns + group_size - 1) / group_size * columns;
+  const int64_t scale_start = (numel + group_size - 1) / group_size * bits * group_size / 8;
+  return Sections{scale_start, scale_start + 2 * groups, scale_start + 4 * groups};
 }
 
 // Ask for huge pages under a large new tensor: first touching it page by page costs more than the kernel that fills it.
@@ -98,41 +102,61 @@ Tensor new_flat(const Tensor& like, int64_t numel, ScalarType dtype) {
   return tensor;
 }
 
-void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer) {
+// Runs `kernel` on the blocks of group_size rows, with scratch memory for each thread.
+template <class Kernel>
+void for_blocks(int64_t numel, int64_t group_size, int64_t columns, Kernel&& kernel) {
+  const int64_t blocks = (numel / columns + group_size - 1) / group_size;
+  const int64_t grain = std::max<int64_t>(1, kGrainUnits * kUnitElements / (group_size * columns));
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
+    std::vector<float> scratch(column_scratch(columns) + kCacheLineFloats);
+    const uintptr_t start = reinterpret_cast<uintptr_t>(scratch.data());
+    const uintptr_t line = kCacheLineFloats * sizeof(float);
+    kernel(first, last, reinterpret_cast<float*>((start + line - 1) / line * line));
+  });
+}
+
+void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer, int64_t columns) {
   check_format(bits, group_size);
   check_flat(x, "x");
+  check_columns(x.numel(), columns);
   const Element element = element_of(x.scalar_type());
-  const Sections where = sections(x.numel(), bits, group_size, element);
+  const Sections where = sections(x.numel(), bits, group_size, columns);
   check_buffer(buffer, where.total);
   u8* bytes = static_cast<u8*>(buffer.mutable_data_ptr());
-  std::fill(bytes + where.scale_start + 2 * where.groups, bytes + where.offset_start, u8{0});
   const PackJob job{x.const_data_ptr(),
                     element,
                     x.numel(),
                     static_cast<int>(bits),
                     static_cast<int>(group_size),
+                    columns,
                     static_cast<u64>(seed),
                     bytes,
                     reinterpret_cast<u16*>(bytes + where.scale_start),
-                    bytes + where.offset_start};
+                    reinterpret_cast<u16*>(bytes + where.offset_start)};
   const Kernels* kernels = active_kernels();
+  if (columns > 1) {
+    return for_blocks(x.numel(), group_size, columns, [&](int64_t first, int64_t last, float* scratch) {
+      kernels->pack_columns(job, first, last, scratch);
+    });
+  }
   torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
                               [&](int64_t first, int64_t last) { kernels->pack(job, first, last); });
 }
 
-Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed) {
+Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int64_t columns) {
   check_format(bits, group_size);
-  Tensor buffer =
-      new_flat(x, sections(x.numel(), bits, group_size, element_of(x.scalar_type())).total, ScalarType::Byte);
-  pack_out(x, bits, group_size, seed, buffer);
+  check_columns(x.numel(), columns);
+  Tensor buffer = new_flat(x, sections(x.numel(), bits, group_size, columns).total, ScalarType::Byte);
+  pack_out(x, bits, group_size, seed, buffer, columns);
   return buffer;
 }
 
 void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
-                 const Tensor& out, bool stream) {
+                 const Tensor& out, bool stream, int64_t columns) {
   check_format(bits, group_size);
+  check_columns(numel, columns);
   const Element element = element_of(dtype);
-  const Sections where = sections(numel, bits, group_size, element);
+  const Sections where = sections(numel, bits, group_size, columns);
   check_buffer(buffer, where.total);
   check_flat(out, "out");
   STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
@@ -140,30 +164,37 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
   const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
   const UnpackJob job{bytes,
                       reinterpret_cast<const u16*>(bytes + where.scale_start),
-                      bytes + where.offset_start,
+                      reinterpret_cast<const u16*>(bytes + where.offset_start),
                       element,
                       numel,
                       static_cast<int>(bits),
                       static_cast<int>(group_size),
+                      columns,
                       static_cast<u64>(seed),
                       out.mutable_data_ptr(),
                       stream};
   const Kernels* kernels = active_kernels();
+  if (columns > 1) {
+    return for_blocks(numel, group_size, columns, [&](int64_t first, int64_t last, float* scratch) {
+      kernels->unpack_columns(job, first, last, scratch);
+    });
+  }
   torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
                               [&](int64_t first, int64_t last) { kernels->unpack(job, first, last); });
 }
 
 // Memory that is in use already: around the cache when it is too large for it.
 void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
-                Tensor out) {
+                Tensor out, int64_t columns) {
   const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns);
 }
 
 // A large new tensor: the kernel has just zeroed its pages, so they are in the cache.
-Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed) {
+Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
+              int64_t columns) {
   Tensor out = new_flat(buffer, numel, dtype);
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns);
   return out;
 }
 
@@ -208,22 +239,25 @@ Tensor unpack_mask(const Tensor& buffer, int64_t numel, ScalarType dtype) {
   return out;
 }
 
-Tensor rounding_variance(const Tensor& x, const Tensor& weight, int64_t group_size) {
+Tensor rounding_variance(const Tensor& x, const Tensor& weight, int64_t group_size, int64_t columns) {
   check_format(1, group_size);
   check_flat(x, "x");
   check_flat(weight, "weight");
+  check_columns(x.numel(), columns);
   STD_TORCH_CHECK(weight.scalar_type() == ScalarType::Float && weight.numel() == x.numel(), "gact_dist: weight has ",
                   weight.numel(), " elements, expected ", x.numel(), " of float32");
-  const VarianceJob job{x.const_data_ptr(), element_of(x.scalar_type()),
-                        static_cast<const float*>(weight.const_data_ptr()), x.numel(), static_cast<int>(group_size)};
-  // One partial sum for each slab of units: the order of additions does not depend on the number of threads.
-  const int64_t units = units_of(x.numel());
-  std::vector<std::array<double, 8>> partial((units + kGrainUnits - 1) / kGrainUnits);
+  const VarianceJob job{
+      x.const_data_ptr(), element_of(x.scalar_type()),  static_cast<const float*>(weight.const_data_ptr()),
+      x.numel(),          static_cast<int>(group_size), columns};
+  // One partial sum for each block, or slab of units: the order of additions does not depend on the number of threads.
   const Kernels* kernels = active_kernels();
+  const auto run = columns > 1 ? kernels->variance_columns : kernels->variance;
+  const int64_t units = columns > 1 ? (x.numel() / columns + group_size - 1) / group_size : units_of(x.numel());
+  const int64_t slab_units = columns > 1 ? 1 : kGrainUnits;
+  std::vector<std::array<double, 8>> partial((units + slab_units - 1) / slab_units);
   torch::stable::parallel_for(0, static_cast<int64_t>(partial.size()), 1, [&](int64_t first, int64_t last) {
     for (int64_t slab = first; slab < last; ++slab) {
-      const int64_t end = std::min((slab + 1) * kGrainUnits, units);
-      kernels->variance(job, slab * kGrainUnits, end, partial[slab].data());
+      run(job, slab * slab_units, std::min((slab + 1) * slab_units, units), partial[slab].data());
     }
   });
   Tensor totals = new_flat(x, 8, ScalarType::Double);

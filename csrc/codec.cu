@@ -59,29 +59,6 @@ GACT_FN Ends ends_of_owned_group(const Vector tile[], T type) {
   return result;
 }
 
-// What quantising a group without rare values needs: describe() of codec.h without branches.
-struct PlainGroup {
-  float low, scale, inverse;
-  bool slow;  // has rare values: pack_group has to do it
-  bool may_dither;
-};
-
-GACT_FN PlainGroup describe_plain(const Ends& ends, float levels, float largest) {
-  const float low = ends.low + 0.0f;
-  const float range = ends.high - low;
-  const u32 rounded = (bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u);
-  const u32 covering = rounded + (float_of(rounded) * levels < range ? kScaleStep : 0u);
-  const float step = float_of(covering) < kMinScale ? kMinScale : float_of(covering);
-  const float top = low + step * levels;
-  PlainGroup group;
-  group.low = low;
-  group.scale = range > 0.0f ? step : 0.0f;
-  group.inverse = range > 0.0f ? 65536.0f / step : 0.0f;
-  group.slow = !(top <= largest);  // also where anything is NaN or infinite
-  group.may_dither = dither_allowed(low, ends.high, group.scale, levels, largest);
-  return group;
-}
-
 // ---- pack
 
 // Byte `byte` of four words.
@@ -92,7 +69,7 @@ GACT_FN u32 gather_bytes(const u32 words[4], u32 byte) {
 
 // Codes of 8 elements, a byte each; returns `edges` and their edge_of.
 template <int BITS>
-GACT_FN u32 quantise(const float values[kLaneElements], float low, float inverse, const u32 noise[kLaneElements],
+GACT_FN u32 quantise(const float values[kLaneElements], float offset, float inverse, const u32 noise[kLaneElements],
                      u32 selector, u32 edges, u32 codes[2]) {
   // Rounding by the magic number leaves its exponent above the 24 bits of interest.
   constexpr bool kByMagic = BITS < 8;
@@ -101,7 +78,7 @@ GACT_FN u32 quantise(const float values[kLaneElements], float low, float inverse
   u32 scaled[kLaneElements], sums[kLaneElements];
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    const float distance = values[i] - low;
+    const float distance = values[i] - offset;
     const float steps = distance * inverse;
     scaled[i] = kByMagic ? bits_of(steps + kMagic) : static_cast<u32>(round_to_int(steps));
     if (kClamped) scaled[i] = scaled[i] < kLimit ? scaled[i] : kLimit;
@@ -121,15 +98,17 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
   Vector tile[Shape::kChunks * Shape::kVectors];
   load_tile<T, Shape>(x + index * Shape::kElements, tile);
   make_noise<Shape>(index * Shape::kChunks, seed, false, noise);
-  const PlainGroup owned = describe_plain(ends_of_owned_group<Shape>(tile, T{}), static_cast<float>((1 << BITS) - 1),
-                                          float_of(Largest<T>::bits));
+  const Ends ends = ends_of_owned_group<Shape>(tile, T{});
+  constexpr float kLevels = (1 << BITS) - 1;
+  const Grid grid = finest_grid(ends.low + 0.0f, ends.high, kLevels, T{});  // + 0.0 turns -0.0 into 0.0
+  const PlainGroup owned = plain_group(grid, ends.low, ends.high, kLevels, T{});
   const u32 selector = noise_selector() | 0x4400u;
   u32 edges[Shape::kSlots], joined[2] = {0u, 0u};
 #pragma unroll
   for (int slot = 0; slot < Shape::kSlots; ++slot) {
     const u32 owner = owner_of_slot<Shape>(slot);
-    const float low = float_of(shuffle(bits_of(owned.low), owner));
-    const float inverse = float_of(shuffle(bits_of(owned.inverse), owner));
+    const float offset = float_of(shuffle(bits_of(owned.grid.offset), owner));
+    const float inverse = float_of(shuffle(bits_of(owned.grid.inverse), owner));
     edges[slot] = 0;
 #pragma unroll
     for (int chunk = slot * Shape::kChunksOfSlot; chunk < (slot + 1) * Shape::kChunksOfSlot; ++chunk) {
@@ -137,7 +116,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
       u32 words[kLaneElements], codes[2];
       widen(tile + chunk * Shape::kVectors, T{}, values);
       load_noise<T>(noise, chunk, words);
-      edges[slot] = quantise<BITS>(values, low, inverse, words, selector, edges[slot], codes);
+      edges[slot] = quantise<BITS>(values, offset, inverse, words, selector, edges[slot], codes);
       // The mask keeps what a slow group made from the codes of the groups that share its set.
       constexpr u32 kMask = BITS < 3 ? ((1u << BITS) - 1u) * 0x01010101u : ~0u;
       const int place = chunk % kJoinedChunks<BITS>;
@@ -153,8 +132,8 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
   if (lane_id() % Shape::kSegment < Shape::kSlots) {
     const bool dithered = owned.may_dither && dither_pays(edges_of_owned, GROUP);
     const i64 group = first_group + owned_group<Shape>();
-    buffer.scales[group] = static_cast<u16>((bits_of(owned.scale) >> 16) | (dithered ? kDitherFlag : 0));
-    from_float(owned.low, reinterpret_cast<T*>(buffer.offsets) + group);
+    buffer.scales[group] = static_cast<u16>((bits_of(owned.grid.scale) >> 16) | (dithered ? kDitherFlag : 0));
+    buffer.offsets[group] = static_cast<u16>(owned.grid.stored_offset);
   }
   if (!any_lane(owned.slow)) return;
   sync_warp();  // what was written above for these groups comes first
@@ -173,7 +152,6 @@ GACT_FN void pack_warp(const T* x, i64 numel, u64 seed, const Buffer& buffer,
   const i64 tiles = numel / Shape::kElements;
   const i64 groups = (numel + GROUP - 1) / GROUP;
   const i64 warp = warp_of_grid();
-  if (warp == 0 && lane_id() == 0 && groups % 2 != 0) buffer.scales[groups] = 0;  // padding before the offsets
   if (warp < tiles) {
     pack_tile<T, BITS, GROUP>(x, numel, seed, buffer, warp, reinterpret_cast<u32*>(noise[warp_of_block()]));
   } else if (warp - tiles < groups - tiles * Shape::kGroups) {
@@ -207,8 +185,8 @@ GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 
   const i64 group = first_group + owned_group<Shape>();
   const u16 stored = buffer.scales[group];
   const bool dithered = (stored & kDitherFlag) != 0;
-  const float offset = to_float(reinterpret_cast<const T*>(buffer.offsets)[group]);
-  const float unit = float_of(static_cast<u32>(stored & 0x7FFEu) << 16) * kDitherUnit;
+  const float offset = offset_value(buffer.offsets[group], step_of(stored), T{});
+  const float unit = step_of(stored) * kDitherUnit;
   const float base = dithered ? dithered_base(offset, unit) : offset;
   if (any_lane(dithered)) make_noise<Shape>(index * Shape::kChunks, seed, true, noise);
 

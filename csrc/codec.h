@@ -14,6 +14,7 @@
 namespace gact {
 
 using u8 = unsigned char;
+using i16 = short;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -33,8 +34,9 @@ constexpr float kMinScale = 3.851859888774472e-34f;  // 2^-111: 65536 / scale st
 constexpr u32 kInfinityBits = 0x7F800000u;
 constexpr u32 kNanBits = 0x7FC00000u;
 constexpr u16 kSpecialFlag = 0x8000u;  // sign of a stored scale: the group holds values that are not finite
-constexpr u16 kMinusOne = 0xBF80u;     // stored scale of a 1-bit group whose code 1 is +inf
+constexpr u16 kDeadScale = 0xFFC0u;    // stored scale, a NaN, of a group that decodes to NaN
 constexpr u16 kDitherFlag = 1u;        // lowest bit of a stored scale: the noise is subtracted again when decoding
+constexpr u16 kPlusFlag = 1u;          // the same bit of a special group with 1 bit: code 1 is +inf, otherwise -inf
 constexpr float kDitherUnit = 1.52587890625e-5f;  // 2^-16: the part of a step in which noise is counted
 constexpr u32 kScaleStep = 0x20000u;              // between neighbouring scales, which leave that bit free
 
@@ -88,13 +90,36 @@ GACT_FN float to_float(float value) { return value; }
 
 GACT_FN float to_float(Bfloat value) { return float_of(static_cast<u32>(value.bits) << 16); }
 
+// Without branches, so that compilers vectorise it.
 GACT_FN float to_float(Half value) {
-  const u32 sign = static_cast<u32>(value.bits & 0x8000u) << 16;
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
+#else
   const u32 magnitude = value.bits & 0x7FFFu;
-  if (magnitude >= 0x7C00u) return float_of(sign | kInfinityBits | ((magnitude & 0x3FFu) << 13));
-  if (magnitude >= 0x0400u) return float_of(sign | ((magnitude << 13) + 0x38000000u));
-  // Subnormal: a multiple of 2^-24, exact in float32.
-  return float_of(sign | bits_of(static_cast<float>(magnitude) * 5.9604644775390625e-8f));
+  const u32 normal = (magnitude << 13) + 0x38000000u;
+  const u32 subnormal = bits_of(static_cast<float>(static_cast<i32>(magnitude)) * 5.9604644775390625e-8f);  // 2^-24
+  const u32 infinite = kInfinityBits | ((magnitude & 0x3FFu) << 13);
+  const u32 finite = magnitude >= 0x0400u ? normal : subnormal;
+  return float_of(static_cast<u32>(value.bits & 0x8000u) << 16 | (magnitude >= 0x7C00u ? infinite : finite));
+#endif
+}
+
+// The bits of the float16 nearest to a value that is not NaN, ties to even; from 65520 on infinity. Without branches.
+GACT_FN u32 nearest_half(float value) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+  u16 result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+  return result;
+#else
+  const u32 bits = bits_of(value);
+  const u32 magnitude = bits & 0x7FFFFFFFu;
+  const u32 normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;  // a multiple of 2^-24
+  const u32 finite = magnitude >= 0x38800000u ? normal : subnormal;
+  return ((bits >> 16) & 0x8000u) | (magnitude >= 0x477FF000u ? 0x7C00u : finite);
+#endif
 }
 
 GACT_FN void from_float(float value, float* out) { *out = value; }
@@ -106,20 +131,7 @@ GACT_FN void from_float(float value, Bfloat* out) {
 }
 
 GACT_FN void from_float(float value, Half* out) {
-  const u32 bits = bits_of(value);
-  const u32 sign = (bits >> 16) & 0x8000u;
-  const u32 magnitude = bits & 0x7FFFFFFFu;
-  u32 half;
-  if (magnitude > kInfinityBits) {
-    half = 0x7E00u;
-  } else if (magnitude >= 0x477FF000u) {  // 65520 and above rounds to infinity
-    half = 0x7C00u;
-  } else if (magnitude >= 0x38800000u) {  // normal: drop 13 bits, ties to even
-    half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-  } else {  // subnormal: round to a multiple of 2^-24
-    half = static_cast<u32>(round_to_int(float_of(magnitude) * 16777216.0f));
-  }
-  out->bits = static_cast<u16>(is_nan(value) ? half : (sign | half));
+  out->bits = static_cast<u16>(is_nan(value) ? 0x7E00u : nearest_half(value));
 }
 
 template <class T>
@@ -182,10 +194,16 @@ struct Extent {
   bool has_nan, has_minus, has_plus;
 };
 
+// Scale and offset of a group, as they will be read again.
+struct Grid {
+  float offset;       // at most the smallest element; never -0.0
+  float scale;        // step between codes, not negative
+  float inverse;      // 65536 / scale, or 0
+  u32 stored_offset;  // the 16 bits of what is stored for the offset
+};
+
 struct Group {
-  float low;         // offset, never -0.0
-  float scale;       // step between codes, not negative
-  float inverse;     // 65536 / scale, or 0
+  Grid grid;
   i32 limit;         // highest finite code times 65536
   u16 stored_scale;  // bfloat16 bits; the sign marks a special group
   bool special;      // holds NaN or infinities, or its range overflows
@@ -193,77 +211,199 @@ struct Group {
   bool may_dither;   // half a step more on either side changes no sign and overflows nothing
 };
 
-template <class T>
-GACT_FN Extent extent_of(const T* x, int count) {
-  Extent extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false};
-  bool any_finite = false;
-  for (int i = 0; i < count; ++i) {
-    const float value = to_float(x[i]);
-    if (is_finite(value)) {
-      extent.low = value < extent.low ? value : extent.low;
-      extent.high = value > extent.high ? value : extent.high;
-      any_finite = true;
-    } else {
-      extent.has_nan |= is_nan(value);
-      extent.has_minus |= value < 0.0f;
-      extent.has_plus |= value > 0.0f;
-    }
+GACT_FN Extent no_extent() { return Extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false}; }
+
+GACT_FN void extend(Extent& extent, float value) {
+  if (is_finite(value)) {
+    extent.low = value < extent.low ? value : extent.low;
+    extent.high = value > extent.high ? value : extent.high;
+  } else {
+    extent.has_nan |= is_nan(value);
+    extent.has_minus |= value < 0.0f;
+    extent.has_plus |= value > 0.0f;
   }
-  if (!any_finite) extent.low = extent.high = 0.0f;
+}
+
+// With a range of 0 where nothing was finite.
+GACT_FN Extent finished(Extent extent) {
+  if (extent.low > extent.high) extent.low = extent.high = 0.0f;
   return extent;
 }
 
-// range / levels rounded outward to a multiple of kScaleStep in bits; stepped down again while the top code would
-// exceed `largest`.
-GACT_FN float storable_scale(float range, float low, float levels, float largest) {
-  if (!(range > 0.0f)) return 0.0f;
-  float scale = float_of((bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u));
-  if (scale * levels < range) scale = float_of(bits_of(scale) + kScaleStep);
-  if (scale < kMinScale) scale = kMinScale;
-  for (int step = 0; step < 3; ++step) {
-    const float span = scale * levels;
-    if (!(low + span <= largest)) scale = float_of(bits_of(scale) - kScaleStep);
-  }
-  return scale;
+template <class T>
+GACT_FN Extent extent_of(const T* x, int count) {
+  Extent extent = no_extent();
+  for (int i = 0; i < count; ++i) extend(extent, to_float(x[i]));
+  return finished(extent);
 }
 
-GACT_FN bool dither_allowed(float low, float high, float scale, float levels, float largest) {
-  const float half = 0.5f * scale;
-  const float span = scale * levels;
-  const float top = low + span;
+// ---- offsets: what is stored of one, two bytes, and its value
+
+// A 16-bit type holds the smallest element itself.
+template <class T>
+GACT_FN float offset_value(u32 stored, float, T) {
+  return to_float(T{static_cast<u16>(stored)});
+}
+
+// float: a float16 that counts in units of four steps. The product is exact: 11 bits times 7 bits.
+GACT_FN float offset_value(u32 stored, float scale, float) {
+  return to_float(Half{static_cast<u16>(stored)}) * 4.0f * scale;
+}
+
+GACT_FN u32 half_below(u32 half) {
+  const u32 negative = half == 0u ? 0x8001u : half + 1u;
+  return half - 1u < 0x7FFFu ? half - 1u : negative;
+}
+
+template <class T>
+GACT_FN Grid grid_at(float scale, float low, T) {
+  T offset;
+  from_float(low, &offset);
+  return Grid{low, scale, scale > 0.0f ? 65536.0f / scale : 0.0f, offset.bits};
+}
+
+// The largest offset that can be stored and is not above `low`.
+GACT_FN Grid grid_at(float scale, float low, float type) {
+  const float inverse = scale > 0.0f ? 65536.0f / scale : 0.0f;
+  const u32 nearest = nearest_half(low * inverse * 3.814697265625e-06f);  // 2^-18
+  const u32 stored = offset_value(nearest, scale, type) > low ? half_below(nearest) : nearest;
+  return Grid{offset_value(stored, scale, type), scale, inverse, stored};
+}
+
+// ---- scales
+
+// range / levels rounded outward to a multiple of kScaleStep in bits, so that levels * scale covers the range.
+GACT_FN float covering_scale(float range, float levels) {
+  const u32 rounded = (bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u);
+  const u32 covering = rounded + (float_of(rounded) * levels < range ? kScaleStep : 0u);
+  return float_of(covering) < kMinScale ? kMinScale : float_of(covering);
+}
+
+// Of a group of equal elements.
+template <class T>
+GACT_FN float constant_scale(float, T) {
+  return 0.0f;
+}
+
+// A power of two, so that values of 11 significant bits are offsets; what is left is less than a step.
+GACT_FN float constant_scale(float value, float) {
+  const i32 exponent = static_cast<i32>(bits_of(value) & kInfinityBits) - (10 << 23);
+  const i32 least = 0x08000000;  // kMinScale
+  const float scale = float_of(static_cast<u32>(exponent < least ? least : exponent));
+  return value == 0.0f ? 0.0f : scale;
+}
+
+template <class T>
+GACT_FN float tight_scale(float low, float high, float levels, T type) {
+  const float covering = covering_scale(high - low, levels);
+  const float constant = constant_scale(low, type);
+  return high > low ? covering : constant;
+}
+
+// Covers the range from any offset, which lies at most 2^-10 of its size below `low`; 2^-16 for the roundings on the
+// way.
+GACT_FN float wide_scale(float low, float high, float levels) {
+  const float range = high - low;
+  const float size = low < 0.0f ? -low : low;
+  return covering_scale((range + size * 0.0009765625f) * 1.0000152587890625f, levels);
+}
+
+// Whether the rounding of the scale has left room for that of the offset. Equal elements need none.
+template <class T>
+GACT_FN bool covers(const Grid&, float, float, float, T) {
+  return true;
+}
+
+GACT_FN bool covers(const Grid& grid, float low, float high, float levels, float) {
+  return (high - grid.offset <= grid.scale * levels) | !(high > low);
+}
+
+// The finest grid of `levels` steps from an offset that can be stored over `low` to `high`.
+template <class T>
+GACT_FN Grid finest_grid(float low, float high, float levels, T type) {
+  const Grid grid = grid_at(tight_scale(low, high, levels, type), low, type);
+  if (covers(grid, low, high, levels, type)) return grid;
+  return grid_at(wide_scale(low, high, levels), low, type);
+}
+
+GACT_FN bool dither_allowed(float low, float high, const Grid& grid, float levels, float largest) {
+  const float half = 0.5f * grid.scale;
+  const float span = grid.scale * levels;
+  const float top = grid.offset + span;
   // Without branches, so that compilers vectorise it.
   const bool keeps_sign = ((low < 0.0f) & (high > 0.0f)) | (low > half) | (high < -half);
-  return keeps_sign & (scale > 0.0f) & (top + scale <= largest) & (low - scale >= -largest);
+  return keeps_sign & (high > low) & (top + grid.scale <= largest) & (grid.offset - grid.scale >= -largest);
 }
 
-GACT_FN Group dead_group() { return Group{float_of(kNanBits), 0.0f, 0.0f, 0, kSpecialFlag, true, true, false}; }
+// Whether all that a group can decode to is finite. False where anything is NaN.
+GACT_FN bool is_storable(const Grid& grid, float levels, float largest) {
+  const float span = grid.scale * levels;
+  return (grid.offset + span <= largest) & (grid.offset >= -largest);
+}
 
-GACT_FN Group describe(const Extent& extent, int bits, float largest) {
+// What quantising a group without rare values needs.
+struct PlainGroup {
+  Grid grid;
+  bool slow;  // rare values: describe() has to do it
+  bool may_dither;
+};
+
+// describe() without its rare cases and without branches, for a grid that covers the range.
+template <class T>
+GACT_FN PlainGroup plain_group(const Grid& grid, float low, float high, float levels, T) {
+  const float largest = float_of(Largest<T>::bits);
+  // By comparisons of floats alone: others beside them keep compilers from vectorising it.
+  const bool finite = high - low <= float_of(Largest<float>::bits);
+  return PlainGroup{grid, !(finite & is_storable(grid, levels, largest)),
+                    dither_allowed(low, high, grid, levels, largest)};
+}
+
+GACT_FN Group dead_group() { return Group{Grid{float_of(kNanBits), 0.0f, 0.0f, 0}, 0, kDeadScale, true, true, false}; }
+
+// A grid near the ends of the type: its scale steps down and its offset up until all it decodes to is finite, or it has
+// no step at all.
+template <class T>
+GACT_FN Grid storable_grid(Grid grid, float low, float* levels, T type) {
+  const float largest = float_of(Largest<T>::bits);
+  for (int step = 0; step < 3 && grid.scale > 0.0f; ++step) {
+    const float span = grid.scale * *levels;
+    if (!(grid.offset + span <= largest)) grid = grid_at(float_of(bits_of(grid.scale) - kScaleStep), low, type);
+  }
+  if (!(grid.offset >= -largest)) {
+    grid.stored_offset -= 1;  // towards zero
+    grid.offset = offset_value(grid.stored_offset, grid.scale, type);
+  }
+  if (!is_storable(grid, *levels, largest)) *levels = 0.0f;
+  return grid;
+}
+
+template <class T>
+GACT_FN Group describe(const Extent& extent, int bits, T type) {
   const bool infinite = extent.has_minus || extent.has_plus;
   const float low = extent.low + 0.0f;  // turns -0.0 into 0.0
   const float range = extent.high - low;
   if (extent.has_nan || !is_finite(range)) return dead_group();
   if (bits == 1 && infinite && (range != 0.0f || (extent.has_minus && extent.has_plus))) return dead_group();
-  // Two codes are reserved for -inf and +inf where one occurs; with one bit, range is 0 and levels does not matter.
-  const i32 levels = (1 << bits) - 1 - (infinite && bits > 1 ? 2 : 0);
+  // Two codes are reserved for -inf and +inf where one occurs; of two codes only one, and the range is 0.
+  float levels = static_cast<float>((1 << bits) - 1 - (infinite ? (bits > 1 ? 2 : 1) : 0));
   Group group;
-  group.low = low;
-  group.scale = storable_scale(range, low, static_cast<float>(levels), largest);
-  group.inverse = group.scale > 0.0f ? 65536.0f / group.scale : 0.0f;
-  group.limit = levels << 16;
-  group.stored_scale = static_cast<u16>(bits_of(group.scale) >> 16);
+  group.grid = storable_grid(finest_grid(low, extent.high, levels, type), low, &levels, type);
+  group.limit = static_cast<i32>(levels) << 16;
+  group.stored_scale = static_cast<u16>(bits_of(group.grid.scale) >> 16);
   group.special = infinite;
   group.dead = false;
-  group.may_dither = !infinite && dither_allowed(low, extent.high, group.scale, static_cast<float>(levels), largest);
-  if (infinite) group.stored_scale |= (bits == 1 && extent.has_plus) ? kMinusOne : kSpecialFlag;
+  group.may_dither = !infinite && dither_allowed(low, extent.high, group.grid, levels, float_of(Largest<T>::bits));
+  if (infinite) group.stored_scale |= kSpecialFlag;
+  if (bits == 1 && extent.has_plus) group.stored_scale |= kPlusFlag;
   return group;
 }
 
-// (value - low) / scale in units of 2^-16, to nearest even, clamped.
-GACT_FN i32 scaled_value(float value, float low, float inverse, i32 limit) {
-  const float distance = value - low;
+// (value - offset) / scale in units of 2^-16, to nearest even, clamped.
+GACT_FN i32 scaled_value(float value, float offset, float inverse, i32 limit) {
+  const float distance = value - offset;
   const i32 steps = round_to_int(distance * inverse);
-  return steps < limit ? steps : limit;
+  const i32 raised = steps > 0 ? steps : 0;
+  return raised < limit ? raised : limit;
 }
 
 // The code of one element; `scaled` receives what was rounded, in units of 2^-16 steps.
@@ -276,7 +416,7 @@ GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise, i32* s
       return value > 0.0f || bits == 1 ? plus_code : plus_code - 1u;
     }
   }
-  *scaled = scaled_value(value, group.low, group.inverse, group.limit);
+  *scaled = scaled_value(value, group.grid.offset, group.grid.inverse, group.limit);
   return (static_cast<u32>(*scaled) + noise) >> 16;
 }
 
@@ -295,16 +435,19 @@ GACT_FN bool dither_pays(u32 sum_of_edges, int count) { return sum_of_edges < 96
 // offset.
 GACT_FN float dithered_base(float offset, float unit) { return offset - 32767.5f * unit; }
 
+// The step of a stored scale without its flags.
+GACT_FN float step_of(u16 stored_scale) { return float_of(static_cast<u32>(stored_scale & 0x7FFEu) << 16); }
+
 GACT_FN float decode(u32 code, u16 stored_scale, float offset, int bits, u32 noise) {
-  const float scale = float_of(static_cast<u32>(stored_scale & 0x7FFEu) << 16);
+  const float scale = step_of(stored_scale);
   if (stored_scale & kSpecialFlag) {
     const u32 plus_code = (1u << bits) - 1u;
     const float infinity = float_of(kInfinityBits);
-    if (bits == 1 && code == 1u) return stored_scale == kMinusOne ? infinity : -infinity;
+    if (is_nan(scale)) return float_of(kNanBits);
+    if (bits == 1 && code == 1u) return stored_scale & kPlusFlag ? infinity : -infinity;
     if (bits > 1 && code == plus_code) return infinity;
     if (bits > 1 && code + 1u == plus_code) return -infinity;
-  }
-  if (stored_scale & kDitherFlag) {
+  } else if (stored_scale & kDitherFlag) {
     const float unit = scale * kDitherUnit;
     const float units = static_cast<float>((code << 16) | (65535u - noise));
     return dithered_base(offset, unit) + units * unit;

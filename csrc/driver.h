@@ -1,25 +1,22 @@
-// The loops of pack and unpack around the per-ISA primitives. Each kernels_*.cpp includes this in its own translation
-// unit with its own flags; everything is in an unnamed namespace so that the linker never mixes code of two instruction
-// sets.
+// The loops of pack and unpack around the per-ISA primitives, for groups in memory order; columns.h has the others, and
+// dispatch.h calls both. Each kernels_*.cpp includes them in its own translation unit with its own flags; everything is
+// in an unnamed namespace so that the linker never mixes code of two instruction sets.
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
 //   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
 //   philox(block, keys, words)                [16][16] output words of 4 blocks of 256 elements: row 4 * block + word,
 //                                             column lane; a row makes the noise of 64 elements
-//   quantise<T, BITS>(x, group_size, low, inverse, noise, planes) -> u32    a whole group, whose noise begins at the
+//   quantise<T, BITS>(x, group_size, offset, inverse, noise, planes) -> u32    a whole group, whose noise begins at the
 //   row
 //                                             `noise`, to its planes; the sum of edge_of its elements
 //   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group without flags
 //   decode_dithered<T, BITS>(planes, group_size, unit, base, noise, out, stream)   a whole group with kDitherFlag
-//   byte_bits(bytes) -> u64                   bit i = lowest bit of bytes[i], 64 bytes
-//   bit_bytes(bits, bytes)                    the inverse: bytes[i] = 0 or 1
+//   quantise_columns, decode_columns                  64 elements whose parameters stand in arrays, see columns.h
+//   byte_bits(bytes) -> u64, bit_bytes(bits, bytes)   masks.h: bit i = lowest bit of bytes[i], 64 bytes, and back
 #pragma once
 
-#include <type_traits>
-
-#include "masks.h"
+#include "kernels.h"
 #include "plain_floats.h"
-#include "variance.h"
 
 namespace gact {
 namespace {
@@ -56,8 +53,8 @@ void pack_group(const PackJob& job, i64 index) {
   const i64 left = job.numel - start;
   const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
   const T* x = static_cast<const T*>(job.x) + start;
-  const Group group = describe(extent_of(x, count), job.bits, float_of(Largest<T>::bits));
-  from_float(group.low, static_cast<T*>(job.offsets) + index);
+  const Group group = describe(extent_of(x, count), job.bits, T{});
+  job.offsets[index] = static_cast<u16>(group.grid.stored_offset);
 
   const int stride = job.group_size / 8;
   u8* planes = job.planes + index * job.bits * stride;
@@ -87,7 +84,7 @@ void unpack_group(const UnpackJob& job, i64 index) {
   const int stride = job.group_size / 8;
   const u8* planes = job.planes + index * job.bits * stride;
   const u16 scale = job.scales[index];
-  const float offset = to_float(static_cast<const T*>(job.offsets)[index]);
+  const float offset = offset_value(job.offsets[index], step_of(scale), T{});
   LaneNoise noise(job.seed);
   for (int lane = 0; lane < 16; ++lane) {
     for (int i = lane; i < count; i += 16) {
@@ -143,27 +140,44 @@ class UnitNoise {
 // most levels * 65536 * (1 + 2^-23), as `range <= levels * scale` holds exactly and two roundings follow.
 constexpr bool needs_clamp(int bits) { return ((1 << bits) - 1) * 65536.0 >= 0.5 * 8388608.0; }
 
-// What quantise needs of the groups of a block. `slow` marks those for which the short formulas do not hold.
+// What quantise needs of the groups of a block; plain_group says what `slow` means.
 struct BlockGroups {
-  float low[kBlockElements / 64], high[kBlockElements / 64], scale[kBlockElements / 64], inverse[kBlockElements / 64];
+  float low[kBlockElements / 64], high[kBlockElements / 64], offset[kBlockElements / 64], scale[kBlockElements / 64];
+  float inverse[kBlockElements / 64];
+  u32 stored_offset[kBlockElements / 64];
   i32 slow[kBlockElements / 64], may_dither[kBlockElements / 64];
 };
 
-// describe() of codec.h without its rare cases and without branches, so that compilers vectorise it.
-inline void describe_plain(BlockGroups& groups, int count, float levels, float largest) {
+template <class T>
+void set_group(BlockGroups& groups, int g, const Grid& grid, float low, float high, float levels) {
+  const PlainGroup group = plain_group(grid, low, high, levels, T{});
+  groups.offset[g] = grid.offset;
+  groups.scale[g] = grid.scale;
+  groups.inverse[g] = grid.inverse;
+  groups.stored_offset[g] = grid.stored_offset;
+  groups.slow[g] = group.slow;
+  groups.may_dither[g] = group.may_dither;
+}
+
+// Not inlined: few groups need it, and it would be computed for all of them if it became part of a vectorised loop.
+template <class T>
+__attribute__((noinline)) void widen_group(BlockGroups& groups, int g, float levels) {
+  const float low = groups.low[g], high = groups.high[g];
+  set_group<T>(groups, g, grid_at(wide_scale(low, high, levels), low, T{}), low, high, levels);
+}
+
+template <class T>
+void describe_groups(BlockGroups& groups, int count, float levels) {
+  i32 covered[kBlockElements / 64];
   for (int g = 0; g < count; ++g) {
-    const float low = groups.low[g] + 0.0f;
-    const float range = groups.high[g] - low;
-    const u32 rounded = (bits_of(range / levels) + (kScaleStep - 1u)) & ~(kScaleStep - 1u);
-    const u32 covering = rounded + (float_of(rounded) * levels < range ? kScaleStep : 0u);
-    const float step = float_of(covering) < kMinScale ? kMinScale : float_of(covering);
-    const float top = low + step * levels;
-    const float inverse = 65536.0f / step;
+    const float low = groups.low[g] + 0.0f, high = groups.high[g];  // + 0.0 turns -0.0 into 0.0
     groups.low[g] = low;
-    groups.scale[g] = range > 0.0f ? step : 0.0f;
-    groups.inverse[g] = range > 0.0f ? inverse : 0.0f;
-    groups.slow[g] = top <= largest ? 0 : 1;  // also where anything is NaN or infinite
-    groups.may_dither[g] = dither_allowed(low, groups.high[g], groups.scale[g], levels, largest);
+    const Grid grid = grid_at(tight_scale(low, high, levels, T{}), low, T{});
+    covered[g] = covers(grid, low, high, levels, T{});
+    set_group<T>(groups, g, grid, low, high, levels);
+  }
+  for (int g = 0; g < count; ++g) {
+    if (!covered[g]) widen_group<T>(groups, g, levels);
   }
 }
 
@@ -177,11 +191,11 @@ bool describe_block(const PackJob& job, i64 start, int count, BlockGroups& group
     groups.low[g] = range.low;
     groups.high[g] = range.high;
   }
-  describe_plain(groups, group_count, static_cast<float>((1 << BITS) - 1), float_of(Largest<T>::bits));
+  describe_groups<T>(groups, group_count, static_cast<float>((1 << BITS) - 1));
   const i64 first_group = start / job.group_size;
   i32 any_slow = 0;
   for (int g = 0; g < group_count; ++g) {
-    from_float(groups.low[g], static_cast<T*>(job.offsets) + first_group + g);
+    job.offsets[first_group + g] = static_cast<u16>(groups.stored_offset[g]);
     any_slow |= groups.slow[g];
   }
   return any_slow != 0;
@@ -204,7 +218,7 @@ void quantise_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int co
   for (int g = 0; g < count / size; ++g) {
     const T* group = x + g * size;
     prefetch(group + kPrefetchElements, size * static_cast<int>(sizeof(T)));
-    const u32 edges = Isa::template quantise<T, BITS>(group, size, groups.low[g], groups.inverse[g],
+    const u32 edges = Isa::template quantise<T, BITS>(group, size, groups.offset[g], groups.inverse[g],
                                                       noise.of(start + g * size), planes + g * BITS * (size / 8));
     const bool dithered = groups.may_dither[g] && dither_pays(edges, size);
     job.scales[first_group + g] = static_cast<u16>((bits_of(groups.scale[g]) >> 16) | (dithered ? kDitherFlag : 0));
@@ -245,7 +259,6 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
   const i64 last_full = end / job.group_size;
   const int stride = job.group_size / 8;
   const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
-  const T* offsets = static_cast<const T*>(job.offsets);
   UnitNoise<Isa> noise(job.seed);
   for (i64 g = first * kUnitElements / job.group_size; g < last_full; ++g) {
     const u16 scale = job.scales[g];
@@ -255,7 +268,7 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
     }
     const u8* planes = job.planes + g * BITS * stride;
     T* out = static_cast<T*>(job.out) + g * job.group_size;
-    const float step = float_of(static_cast<u32>(scale & ~kDitherFlag) << 16), offset = to_float(offsets[g]);
+    const float step = step_of(scale), offset = offset_value(job.offsets[g], step, T{});
     if (scale & kDitherFlag) {
       const float unit = step * kDitherUnit;
       Isa::template decode_dithered<T, BITS>(planes, job.group_size, unit, dithered_base(offset, unit),
@@ -268,60 +281,6 @@ void unpack_units(const UnpackJob& job, i64 first, i64 last) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
 #endif
-}
-
-// ---- from run-time bits and element type to the template
-
-// Calls run with the width as a compile-time constant.
-template <class Run>
-void with_bits(int bits, Run&& run) {
-  switch (bits) {
-    case 1:
-      return run(std::integral_constant<int, 1>{});
-    case 2:
-      return run(std::integral_constant<int, 2>{});
-    case 3:
-      return run(std::integral_constant<int, 3>{});
-    case 4:
-      return run(std::integral_constant<int, 4>{});
-    case 5:
-      return run(std::integral_constant<int, 5>{});
-    case 6:
-      return run(std::integral_constant<int, 6>{});
-    case 7:
-      return run(std::integral_constant<int, 7>{});
-    default:
-      return run(std::integral_constant<int, 8>{});
-  }
-}
-
-// Calls run with a value of the element type.
-template <class Run>
-void with_element(Element element, Run&& run) {
-  if (element == Element::kFloat) return run(float{});
-  if (element == Element::kHalf) return run(Half{});
-  return run(Bfloat{});
-}
-
-template <class Isa>
-void pack_any(const PackJob& job, i64 first, i64 last) {
-  with_element(job.element, [&](auto element) {
-    with_bits(job.bits,
-              [&](auto bits) { pack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
-  });
-}
-
-template <class Isa>
-void unpack_any(const UnpackJob& job, i64 first, i64 last) {
-  with_element(job.element, [&](auto element) {
-    with_bits(job.bits,
-              [&](auto bits) { unpack_units<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
-  });
-}
-
-template <class Isa>
-constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>, unpack_any<Isa>, pack_mask_units<Isa>, unpack_mask_units<Isa>, variance_any<Isa>};
 }
 
 }  // namespace

@@ -9,11 +9,11 @@ namespace gact {
 struct Buffer {
   u8* planes;
   u16* scales;
-  u8* offsets;
+  u16* offsets;
 };
 
 GACT_FN Buffer sections_of(u8* buffer, i64 scale_start, i64 offset_start) {
-  return Buffer{buffer, reinterpret_cast<u16*>(buffer + scale_start), buffer + offset_start};
+  return Buffer{buffer, reinterpret_cast<u16*>(buffer + scale_start), reinterpret_cast<u16*>(buffer + offset_start)};
 }
 
 GACT_FN u32 noise_of(u64 element, u64 seed) {
@@ -28,26 +28,17 @@ GACT_FN u32 noise_of(u64 element, u64 seed) {
 // The range of a group, known to all lanes of the warp.
 template <class T>
 GACT_FN Extent extent_of_group(const T* x, int count) {
-  Extent extent{float_of(kInfinityBits), -float_of(kInfinityBits), false, false, false};
-  for (int i = static_cast<int>(lane_id()); i < count; i += kWarpLanes) {
-    const Extent one = extent_of(x + i, 1);
-    const bool special = one.has_nan || one.has_minus || one.has_plus;
-    extent.low = !special && one.low < extent.low ? one.low : extent.low;
-    extent.high = !special && one.high > extent.high ? one.high : extent.high;
-    extent.has_nan |= one.has_nan;
-    extent.has_minus |= one.has_minus;
-    extent.has_plus |= one.has_plus;
-  }
+  Extent extent = no_extent();
+  for (int i = static_cast<int>(lane_id()); i < count; i += kWarpLanes) extend(extent, to_float(x[i]));
 #pragma unroll
   for (u32 mask = 1; mask < kWarpLanes; mask *= 2) {
     extent.low = smaller(extent.low, float_of(shuffle_xor(bits_of(extent.low), mask)));
     extent.high = larger(extent.high, float_of(shuffle_xor(bits_of(extent.high), mask)));
   }
-  if (extent.low > extent.high) extent.low = extent.high = 0.0f;
   extent.has_nan = any_lane(extent.has_nan);
   extent.has_minus = any_lane(extent.has_minus);
   extent.has_plus = any_lane(extent.has_plus);
-  return extent;
+  return finished(extent);
 }
 
 GACT_FN u32 sum_of_lanes(u32 value) {
@@ -60,7 +51,7 @@ template <class T, int BITS, int GROUP>
 GACT_FN void pack_group(const T* x, i64 numel, u64 seed, const Buffer& buffer, i64 index) {
   const i64 start = index * GROUP;
   const int count = static_cast<int>(numel - start < GROUP ? numel - start : GROUP);
-  const Group group = describe(extent_of_group(x + start, count), BITS, float_of(Largest<T>::bits));
+  const Group group = describe(extent_of_group(x + start, count), BITS, T{});
   u8* planes = buffer.planes + index * (BITS * GROUP / 8);
   u32 edges = 0;
 #pragma unroll 1
@@ -81,7 +72,7 @@ GACT_FN void pack_group(const T* x, i64 numel, u64 seed, const Buffer& buffer, i
   const bool dithered = group.may_dither && dither_pays(sum_of_lanes(edges), count);
   if (lane_id() != 0) return;
   buffer.scales[index] = static_cast<u16>(group.stored_scale | (dithered ? kDitherFlag : 0));
-  from_float(group.low, reinterpret_cast<T*>(buffer.offsets) + index);
+  buffer.offsets[index] = static_cast<u16>(group.grid.stored_offset);
 }
 
 template <class T, int BITS, int GROUP>
@@ -90,7 +81,7 @@ GACT_FN void unpack_group(const Buffer& buffer, i64 numel, u64 seed, T* out, i64
   const int count = static_cast<int>(numel - start < GROUP ? numel - start : GROUP);
   const u8* planes = buffer.planes + index * (BITS * GROUP / 8);
   const u16 scale = buffer.scales[index];
-  const float offset = to_float(reinterpret_cast<const T*>(buffer.offsets)[index]);
+  const float offset = offset_value(buffer.offsets[index], step_of(scale), T{});
 #pragma unroll 1
   for (int byte = static_cast<int>(lane_id()); byte < GROUP / 8; byte += kWarpLanes) {
     u64 bits = 0;

@@ -21,20 +21,22 @@ struct PackJob {
   i64 numel;
   int bits;
   int group_size;
+  i64 columns;  // of a row, whose groups are columns; 1 for groups in memory order
   u64 seed;
-  u8* planes;     // [groups, bits, group_size / 8]
-  u16* scales;    // [groups] bfloat16
-  void* offsets;  // [groups] like x
+  u8* planes;    // [ceil(numel / group_size), bits, group_size / 8]
+  u16* scales;   // [groups] bfloat16
+  u16* offsets;  // [groups]
 };
 
 struct UnpackJob {
   const u8* planes;
   const u16* scales;
-  const void* offsets;
+  const u16* offsets;
   Element element;
   i64 numel;
   int bits;
   int group_size;
+  i64 columns;
   u64 seed;
   void* out;
   bool stream;  // write around the cache: the output is larger than it
@@ -54,15 +56,23 @@ struct VarianceJob {
   const float* weight;
   i64 numel;
   int group_size;
+  i64 columns;
 };
 
-// Each function works on units first .. last - 1; the last unit may be short.
+// Floats of memory that the functions for columns work in, and of which each thread needs its own.
+inline i64 column_scratch(i64 columns) { return 8 * (columns + 64); }
+
+// Each function works on units first .. last - 1; the last unit may be short. Those for columns count blocks of
+// group_size rows instead.
 struct Kernels {
   void (*pack)(const PackJob& job, i64 first, i64 last);
   void (*unpack)(const UnpackJob& job, i64 first, i64 last);
+  void (*pack_columns)(const PackJob& job, i64 first, i64 last, float* scratch);
+  void (*unpack_columns)(const UnpackJob& job, i64 first, i64 last, float* scratch);
   void (*pack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*unpack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
+  void (*variance_columns)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
 };
 
 const Kernels* scalar_kernels();

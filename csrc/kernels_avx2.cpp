@@ -1,5 +1,5 @@
 // AVX2 and F16C kernels. The same bits as kernels_scalar.cpp.
-#include "driver.h"
+#include "dispatch.h"
 
 #if defined(__AVX2__) && defined(__F16C__)
 
@@ -81,6 +81,22 @@ inline float smallest(__m256 values) {
   return result;
 }
 
+// What quantising needs of the groups of 32 elements: the same for all, or by column.
+struct OneGroup {
+  __m256 offset, inverse;
+
+  __m256 offset_of(int) const { return offset; }
+  __m256 inverse_of(int) const { return inverse; }
+};
+
+struct ByColumn {
+  const float* offsets;
+  const float* inverses;
+
+  __m256 offset_of(int vector) const { return _mm256_loadu_ps(offsets + 8 * vector); }
+  __m256 inverse_of(int vector) const { return _mm256_loadu_ps(inverses + 8 * vector); }
+};
+
 struct Avx2Isa {
   template <class T>
   static Range range(const T* x, int count) {
@@ -118,18 +134,48 @@ struct Avx2Isa {
   template <class T, int BITS>
   static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
     const int stride = group_size / 8;
+    const OneGroup group{_mm256_set1_ps(low), _mm256_set1_ps(inverse)};
     __m256i edges = _mm256_setzero_si256();
     for (int part = 0; part < group_size / 32; ++part) {
-      const __m256i codes =
-          codes_of_values<BITS>(x + 32 * part, low, inverse, noise[part / 2], 16 * (part % 2), &edges);
-      for (int plane = 0; plane < BITS; ++plane) {
-        const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
-        std::memcpy(planes + plane * stride + 4 * part, &mask, sizeof(mask));
-      }
+      __m256i fractions;
+      const __m256i codes = codes_of_values<BITS>(x + 32 * part, group, noise[part / 2], 16 * (part % 2), &fractions);
+      edges = _mm256_add_epi64(edges, _mm256_sad_epu8(fractions, _mm256_set1_epi8(-128)));
+      store_masks<BITS>(codes, planes + 4 * part, stride);
     }
     alignas(32) u64 lanes[4];
     _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), edges);
     return static_cast<u32>(lanes[0] + lanes[1] + lanes[2] + lanes[3]);
+  }
+
+  template <class T, int BITS>
+  static void quantise_columns(const T* x, const float* offset, const float* inverse, const u32 words[16], u16* edges,
+                               u8* planes, int stride) {
+    for (int part = 0; part < 2; ++part) {
+      __m256i fractions;
+      const ByColumn groups{offset + 32 * part, inverse + 32 * part};
+      const __m256i codes = codes_of_values<BITS>(x + 32 * part, groups, words, 16 * part, &fractions);
+      store_masks<BITS>(codes, planes + 4 * part, stride);
+      const __m256i distances = _mm256_abs_epi8(_mm256_xor_si256(in_order(fractions), _mm256_set1_epi8(-128)));
+      for (int half = 0; half < 2; ++half) {
+        const __m128i bytes = half ? _mm256_extracti128_si256(distances, 1) : _mm256_castsi256_si128(distances);
+        __m256i* sums = reinterpret_cast<__m256i*>(edges + 32 * part + 16 * half);
+        _mm256_storeu_si256(sums, _mm256_adds_epu16(_mm256_loadu_si256(sums), _mm256_cvtepu8_epi16(bytes)));
+      }
+    }
+  }
+
+  // 32 codes in order to 4 bytes in each plane.
+  template <int BITS>
+  static void store_masks(__m256i codes, u8* planes, int stride) {
+    for (int plane = 0; plane < BITS; ++plane) {
+      const i32 mask = _mm256_movemask_epi8(_mm256_slli_epi16(codes, 7 - plane));
+      std::memcpy(planes + plane * stride, &mask, sizeof(mask));
+    }
+  }
+
+  // The bytes of four vectors of eight 32-bit numbers after they were packed in two halves.
+  static __m256i in_order(__m256i bytes) {
+    return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   }
 
   // The 16 bits of noise of elements 8 * vector .. 8 * vector + 7 of 32, in the lower halves of the lanes: the words
@@ -140,27 +186,25 @@ struct Avx2Isa {
     return _mm256_or_si256(_mm256_srli_epi32(word, bits), _mm256_slli_epi32(word, 32 - bits));
   }
 
-  // The codes of 32 elements as bytes in order; adds their edge_of to `edges`.
-  template <int BITS, class T>
-  static __m256i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16], int shift,
-                                 __m256i* edges) {
-    const __m256 low = _mm256_set1_ps(lowest), inverse = _mm256_set1_ps(scaling);
+  // The codes of 32 elements as bytes in order; `fractions` receives, in another order, the eight highest bits of what
+  // is rounded.
+  template <int BITS, class T, class Groups>
+  static __m256i codes_of_values(const T* x, const Groups& groups, const u32 words[16], int shift, __m256i* fractions) {
     const __m256i limit = _mm256_set1_epi32(((1 << BITS) - 1) << 16), mask = _mm256_set1_epi32(0xFFFF);
     __m256i codes[4], highest_bits[4];
     for (int vector = 0; vector < 4; ++vector) {
-      const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), low);
-      __m256i steps = _mm256_cvtps_epi32(_mm256_mul_ps(distance, inverse));
+      const __m256 distance = _mm256_sub_ps(load8(x + 8 * vector), groups.offset_of(vector));
+      __m256i steps = _mm256_cvtps_epi32(_mm256_mul_ps(distance, groups.inverse_of(vector)));
       if (needs_clamp(BITS)) steps = _mm256_min_epi32(steps, limit);
       const __m256i noise = _mm256_and_si256(turned(words, vector, shift), mask);
       codes[vector] = _mm256_srli_epi32(_mm256_add_epi32(steps, noise), 16);
       highest_bits[vector] = _mm256_and_si256(_mm256_srli_epi32(steps, 8), _mm256_set1_epi32(0xFF));
     }
-    const __m256i fractions = _mm256_packus_epi16(_mm256_packus_epi32(highest_bits[0], highest_bits[1]),
-                                                  _mm256_packus_epi32(highest_bits[2], highest_bits[3]));
-    *edges = _mm256_add_epi64(*edges, _mm256_sad_epu8(fractions, _mm256_set1_epi8(-128)));
+    *fractions = _mm256_packus_epi16(_mm256_packus_epi32(highest_bits[0], highest_bits[1]),
+                                     _mm256_packus_epi32(highest_bits[2], highest_bits[3]));
     const __m256i packed =
         _mm256_packus_epi16(_mm256_packus_epi32(codes[0], codes[1]), _mm256_packus_epi32(codes[2], codes[3]));
-    return _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return in_order(packed);
   }
 
   template <class T, int BITS>
@@ -175,6 +219,24 @@ struct Avx2Isa {
         const __m256i noise_of_eight = turned(noise[part / 2], vector, 16 * (part % 2));
         const __m256i scaled = _mm256_or_si256(code, _mm256_andnot_si256(noise_of_eight, _mm256_set1_epi32(0xFFFF)));
         values[vector] = _mm256_add_ps(bases, _mm256_mul_ps(_mm256_cvtepi32_ps(scaled), units));
+      }
+      store_four(values, out + 32 * part, stream);
+    }
+  }
+
+  template <class T, int BITS>
+  static void decode_columns(const u8* planes, int stride, const float* unit, const float* base, const u32* mask,
+                             const u32 words[16], T* out, bool stream) {
+    for (int part = 0; part < 2; ++part) {
+      const __m256i codes = codes_of<BITS>(planes + 4 * part, stride);
+      __m256 values[4];
+      for (int vector = 0; vector < 4; ++vector) {
+        const int i = 32 * part + 8 * vector;
+        const __m256i code = _mm256_slli_epi32(eight_codes(codes, vector), 16);
+        const __m256i masks = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask + i));
+        const __m256i scaled = _mm256_or_si256(code, _mm256_andnot_si256(turned(words, vector, 16 * part), masks));
+        const __m256 distance = _mm256_mul_ps(_mm256_cvtepi32_ps(scaled), _mm256_loadu_ps(unit + i));
+        values[vector] = _mm256_add_ps(_mm256_loadu_ps(base + i), distance);
       }
       store_four(values, out + 32 * part, stream);
     }

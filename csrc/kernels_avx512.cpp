@@ -1,5 +1,5 @@
 // AVX-512 kernels (F, BW, DQ, VL, VBMI, GFNI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
-#include "driver.h"
+#include "dispatch.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__) && \
     defined(__GFNI__)
@@ -154,6 +154,22 @@ inline __m512 values_of(__m512i codes, __m512 scale, __m512 offset) {
   return _mm512_add_ps(offset, _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale));
 }
 
+// What quantising needs of the groups of 64 elements: the same for all, or by column.
+struct OneGroup {
+  __m512 offset, inverse;
+
+  __m512 offset_of(int) const { return offset; }
+  __m512 inverse_of(int) const { return inverse; }
+};
+
+struct ByColumn {
+  const float* offsets;
+  const float* inverses;
+
+  __m512 offset_of(int vector) const { return _mm512_loadu_ps(offsets + 16 * vector); }
+  __m512 inverse_of(int vector) const { return _mm512_loadu_ps(inverses + 16 * vector); }
+};
+
 struct Avx512Isa {
   static Range range(const float* x, int count) {
     __m512 low0 = load16(x), low1 = low0, high0 = low0, high1 = low0;
@@ -223,29 +239,54 @@ struct Avx512Isa {
   template <class T, int BITS>
   static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
     const int stride = group_size / 8;
+    const OneGroup group{_mm512_set1_ps(low), _mm512_set1_ps(inverse)};
+    const __m512i half = _mm512_set1_epi8(-128);
     __m512i edges = _mm512_setzero_si512();
+    __m512i fractions[2];
     if (group_size == 64) {
-      const __m512i codes = codes_of_values<BITS>(x, low, inverse, noise[0], kEvenBytes, &edges);
-      for (int plane = 0; plane < BITS; ++plane) {
-        const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
-        std::memcpy(planes + plane * stride, &mask, sizeof(mask));
-      }
+      store_masks<BITS>(codes_of_values<BITS>(x, group, noise[0], kEvenBytes, fractions), planes, stride);
+      edges = _mm512_sad_epu8(fractions[0], half);
     } else {
       for (int i = 0; i < group_size; i += 128) {
         const u32(*rows)[16] = noise + i / 64;
-        const __m512i first = codes_of_values<BITS>(x + i, low, inverse, rows[0], kReversedEights, &edges);
-        const __m512i second = codes_of_values<BITS>(x + i + 64, low, inverse, rows[1], kReversedEights, &edges);
+        const __m512i first = codes_of_values<BITS>(x + i, group, rows[0], kReversedEights, fractions);
+        const __m512i second = codes_of_values<BITS>(x + i + 64, group, rows[1], kReversedEights, fractions + 1);
         store_planes<BITS>(first, second, planes + i / 8, stride);
+        edges = _mm512_add_epi64(edges, _mm512_sad_epu8(fractions[0], half));
+        edges = _mm512_add_epi64(edges, _mm512_sad_epu8(fractions[1], half));
       }
     }
     return static_cast<u32>(_mm512_reduce_add_epi64(edges));
   }
 
-  // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors.
-  template <int BITS, class T>
-  GACT_ALWAYS_INLINE static __m512i codes_of_values(const T* x, float lowest, float scaling, const u32 words[16],
-                                                    const u8* order, __m512i* edges) {
-    const __m512 low = _mm512_set1_ps(lowest), inverse = _mm512_set1_ps(scaling);
+  template <class T, int BITS>
+  static void quantise_columns(const T* x, const float* offset, const float* inverse, const u32 words[16], u16* edges,
+                               u8* planes, int stride) {
+    __m512i fractions;
+    store_masks<BITS>(codes_of_values<BITS>(x, ByColumn{offset, inverse}, words, kEvenBytes, &fractions), planes,
+                      stride);
+    const __m512i distances = _mm512_abs_epi8(_mm512_xor_si512(fractions, _mm512_set1_epi8(-128)));
+    for (int half = 0; half < 2; ++half) {
+      const __m256i bytes = half ? _mm512_extracti64x4_epi64(distances, 1) : _mm512_castsi512_si256(distances);
+      const __m512i sums = _mm512_adds_epu16(_mm512_loadu_si512(edges + 32 * half), _mm512_cvtepu8_epi16(bytes));
+      _mm512_storeu_si512(edges + 32 * half, sums);
+    }
+  }
+
+  // 64 codes in order to 8 bytes in each plane.
+  template <int BITS>
+  GACT_ALWAYS_INLINE static void store_masks(__m512i codes, u8* planes, int stride) {
+    for (int plane = 0; plane < BITS; ++plane) {
+      const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
+      std::memcpy(planes + plane * stride, &mask, sizeof(mask));
+    }
+  }
+
+  // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors. `fractions` receives, in order, the
+  // eight highest bits of what is rounded.
+  template <int BITS, class T, class Groups>
+  GACT_ALWAYS_INLINE static __m512i codes_of_values(const T* x, const Groups& groups, const u32 words[16],
+                                                    const u8* order, __m512i* fractions) {
     const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
     const __m512i word = _mm512_load_si512(words);
     const __m512i noise[4] = {_mm512_and_si512(word, mask16), _mm512_and_si512(_mm512_srli_epi32(word, 8), mask16),
@@ -254,15 +295,15 @@ struct Avx512Isa {
     load64(x, values);
     __m512i steps[4], sums[4];
     for (int vector = 0; vector < 4; ++vector) {
-      steps[vector] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(values[vector], low), inverse));
+      const __m512 distance = _mm512_sub_ps(values[vector], groups.offset_of(vector));
+      steps[vector] = _mm512_cvtps_epi32(_mm512_mul_ps(distance, groups.inverse_of(vector)));
       if (needs_clamp(BITS)) steps[vector] = _mm512_min_epi32(steps[vector], limit);
       sums[vector] = _mm512_add_epi32(steps[vector], noise[vector]);
     }
     const __m512i even_words = _mm512_load_si512(kEvenWords);
-    const __m512i fractions = _mm512_permutex2var_epi8(_mm512_permutex2var_epi16(steps[0], even_words, steps[1]),
-                                                       _mm512_load_si512(kOddBytes),
-                                                       _mm512_permutex2var_epi16(steps[2], even_words, steps[3]));
-    *edges = _mm512_add_epi64(*edges, _mm512_sad_epu8(fractions, _mm512_set1_epi8(-128)));
+    *fractions = _mm512_permutex2var_epi8(_mm512_permutex2var_epi16(steps[0], even_words, steps[1]),
+                                          _mm512_load_si512(kOddBytes),
+                                          _mm512_permutex2var_epi16(steps[2], even_words, steps[3]));
     const __m512i odd_words = _mm512_load_si512(kOddWords);
     const __m512i lower = _mm512_permutex2var_epi16(sums[0], odd_words, sums[1]);
     const __m512i upper = _mm512_permutex2var_epi16(sums[2], odd_words, sums[3]);
@@ -324,41 +365,56 @@ struct Avx512Isa {
     }
   }
 
-  // base + (code * 65536 + 65535 - noise) * unit of 16 of 64 codes; `turned` has their noise in its lower halves.
-  GACT_ALWAYS_INLINE static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512 unit,
-                                                   __m512 base) {
+  template <class T, int BITS>
+  static void decode_columns(const u8* planes, int stride, const float* unit, const float* base, const u32* mask,
+                             const u32 words[16], T* out, bool stream) {
+    const __m512i codes = codes_of<BITS>(planes, stride);
+    const __m512i word = _mm512_load_si512(words);
+    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
+                               _mm512_ror_epi32(word, 24)};
+    __m512 values[4];
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      values[quarter] = dithered_values(codes, quarter, turned[quarter], _mm512_loadu_si512(mask + 16 * quarter),
+                                        _mm512_loadu_ps(unit + 16 * quarter), _mm512_loadu_ps(base + 16 * quarter));
+    }
+    store_four(values, out, stream);
+  }
+
+  static void store_four(const __m512 values[4], float* out, bool stream) {
+    for (int i = 0; i < 4; ++i) store64(out + 16 * i, _mm512_castps_si512(values[i]), stream);
+  }
+
+  template <class T>
+  static void store_four(const __m512 values[4], T* out, bool stream) {
+    store64(out, to_words(values[0], values[1], out), stream);
+    store64(out + 32, to_words(values[2], values[3], out), stream);
+  }
+
+  // base + (code * 65536 + 65535 - noise) * unit of 16 of 64 codes; `turned` has their noise in its lower halves,
+  // `mask` selects them, or nothing of the 65535 - noise of elements that are not dithered.
+  GACT_ALWAYS_INLINE static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512i mask,
+                                                   __m512 unit, __m512 base) {
     const __m512i third_byte =
         _mm512_add_epi8(_mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,
                                          7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0),
                         _mm512_set1_epi8(static_cast<char>(16 * quarter)));
     const __m512i shifted = _mm512_maskz_permutexvar_epi8(0x4444444444444444ull, third_byte, codes);
-    // shifted | (~turned & 0xFFFF)
-    const __m512i scaled = _mm512_ternarylogic_epi32(shifted, turned, _mm512_set1_epi32(0xFFFF), 0xF2);
+    // shifted | (~turned & mask)
+    const __m512i scaled = _mm512_ternarylogic_epi32(shifted, turned, mask, 0xF2);
     return _mm512_add_ps(base, _mm512_mul_ps(_mm512_cvtepi32_ps(scaled), unit));
-  }
-
-  GACT_ALWAYS_INLINE static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base,
-                                                float* out, bool stream) {
-    const __m512i word = _mm512_load_si512(words);
-    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
-                               _mm512_ror_epi32(word, 24)};
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      const __m512 values = dithered_values(codes, quarter, turned[quarter], unit, base);
-      store64(out + 16 * quarter, _mm512_castps_si512(values), stream);
-    }
   }
 
   template <class T>
   GACT_ALWAYS_INLINE static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, T* out,
                                                 bool stream) {
-    const __m512i word = _mm512_load_si512(words);
+    const __m512i word = _mm512_load_si512(words), mask = _mm512_set1_epi32(0xFFFF);
     const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
                                _mm512_ror_epi32(word, 24)};
-    for (int half = 0; half < 2; ++half) {
-      const __m512 low = dithered_values(codes, 2 * half, turned[2 * half], unit, base);
-      const __m512 high = dithered_values(codes, 2 * half + 1, turned[2 * half + 1], unit, base);
-      store64(out + 32 * half, to_words(low, high, out), stream);
+    __m512 values[4];
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      values[quarter] = dithered_values(codes, quarter, turned[quarter], mask, unit, base);
     }
+    store_four(values, out, stream);
   }
 
   // The values of codes 0..15 as floats, or of 0..31 as 16-bit words: widths that they cover are looked up.

@@ -1,5 +1,5 @@
 // Portable kernels: the primitives of driver.h written with the scalar functions of codec.h.
-#include "driver.h"
+#include "dispatch.h"
 
 namespace gact {
 namespace {
@@ -28,8 +28,10 @@ struct ScalarIsa {
     }
   }
 
-  static u32 noise_of(const u32 (*rows)[16], int i) {
-    const u32 word = rows[i >> 6][i & 15];
+  static u32 noise_of(const u32 (*rows)[16], int i) { return noise_of_chunk(rows[i >> 6], i & 63); }
+
+  static u32 noise_of_chunk(const u32 row[16], int i) {
+    const u32 word = row[i & 15];
     const u32 words[4] = {word, word, word, word};
     return random16(words, static_cast<u32>(i));
   }
@@ -74,6 +76,32 @@ struct ScalarIsa {
     for (int i = 0; i < group_size; ++i) {
       const u32 units = (code_at<BITS>(planes, group_size / 8, i) << 16) | (65535u - noise_of(noise, i));
       from_float(base + static_cast<float>(units) * unit, out + i);
+    }
+  }
+
+  template <class T, int BITS>
+  static void quantise_columns(const T* x, const float* offset, const float* inverse, const u32 words[16], u16* edges,
+                               u8* planes, int stride) {
+    constexpr i32 limit = ((1 << BITS) - 1) << 16;
+    for (int byte = 0; byte < kChunk / 8; ++byte) {
+      u32 bits[BITS] = {};
+      for (int i = 8 * byte; i < 8 * byte + 8; ++i) {
+        const i32 scaled = scaled_value(to_float(x[i]), offset[i], inverse[i], limit);
+        const u32 sum = edges[i] + edge_of(scaled);
+        edges[i] = static_cast<u16>(sum < 0xFFFFu ? sum : 0xFFFFu);
+        const u32 code = (static_cast<u32>(scaled) + noise_of_chunk(words, i)) >> 16;
+        for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << (i & 7);
+      }
+      for (int plane = 0; plane < BITS; ++plane) planes[plane * stride + byte] = static_cast<u8>(bits[plane]);
+    }
+  }
+
+  template <class T, int BITS>
+  static void decode_columns(const u8* planes, int stride, const float* unit, const float* base, const u32* mask,
+                             const u32 words[16], T* out, bool) {
+    for (int i = 0; i < kChunk; ++i) {
+      const u32 units = (code_at<BITS>(planes, stride, i) << 16) | ((65535u - noise_of_chunk(words, i)) & mask[i]);
+      from_float(base[i] + static_cast<float>(units) * unit[i], out + i);
     }
   }
 

@@ -26,14 +26,14 @@ GACT_FN double variance_of_group(const T* x, const float* weight, int count) {
   constexpr int kPerLane = GROUP / kWarpLanes;
   const int lane = static_cast<int>(lane_id());
   const Extent extent = extent_of_group(x, count);
-  const Group owned = describe(extent, lane % kWidths + 1, float_of(Largest<T>::bits));
+  const Group owned = describe(extent, lane % kWidths + 1, T{});
   float values[kPerLane], weights[kPerLane];
   float weight_sum = 0.0f;
   bool weighted = false;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int element = lane + i * kWarpLanes;
-    values[i] = element < count ? to_float(x[element]) : owned.low;
+    values[i] = element < count ? to_float(x[element]) : owned.grid.offset;
     weights[i] = element < count ? weight[element] : 0.0f;
     weight_sum += weights[i];
     weighted |= weights[i] != 0.0f;
@@ -41,14 +41,14 @@ GACT_FN double variance_of_group(const T* x, const float* weight, int count) {
   u32 sums[kWidths], edges[kWidths];
 #pragma unroll
   for (int width = 0; width < kWidths; ++width) {
-    const float low = float_of(shuffle(bits_of(owned.low), static_cast<u32>(width)));
-    const float inverse = float_of(shuffle(bits_of(owned.inverse), static_cast<u32>(width)));
+    const float offset = float_of(shuffle(bits_of(owned.grid.offset), static_cast<u32>(width)));
+    const float inverse = float_of(shuffle(bits_of(owned.grid.inverse), static_cast<u32>(width)));
     const i32 limit = static_cast<i32>(shuffle(static_cast<u32>(owned.limit), static_cast<u32>(width)));
     float sum = 0.0f;
     edges[width] = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const i32 scaled = scaled_value(values[i], low, inverse, limit);
+      const i32 scaled = scaled_value(values[i], offset, inverse, limit);
       const i32 fraction = scaled & 0xFFFF;
       sum += weights[i] * static_cast<float>(fraction * (65536 - fraction));
       edges[width] += lane + i * kWarpLanes < count ? edge_of(scaled) : 0u;
@@ -61,7 +61,7 @@ GACT_FN double variance_of_group(const T* x, const float* weight, int count) {
   if (!any_lane(weighted)) return 0.0;
   if (owned.special) return static_cast<double>(float_of(kInfinityBits));
   // scale^2 * f * (1 - f) with f = fraction / 65536, or scale^2 / 12.
-  const double square = static_cast<double>(owned.scale) * static_cast<double>(owned.scale);
+  const double square = static_cast<double>(owned.grid.scale) * static_cast<double>(owned.grid.scale);
   if (owned.may_dither && pays) return square * static_cast<double>(all_weights) / 12.0;
   return square * static_cast<double>(plain) / 4294967296.0;
 }

@@ -1,8 +1,7 @@
 // The loops of rounding_variance, included by driver.h in each kernels_*.cpp; compilers vectorise them.
 #pragma once
 
-#include "kernels.h"
-#include "plain_floats.h"
+#include "columns.h"
 
 namespace gact {
 namespace {
@@ -21,12 +20,12 @@ inline float sum_of(float terms[kLargestGroup], int count) {
 // sum of weight * f * (1 - f) in units of 2^-32, with f the fraction that pack rounds; or of weight / 12 where it
 // subtracts the noise again.
 inline double weighted_variance(const float* values, const float* weight, int count, const Group& group) {
-  const float low = group.low, inverse = group.inverse;
+  const float offset = group.grid.offset, inverse = group.grid.inverse;
   const i32 limit = group.limit;
   float terms[kLargestGroup];
   u32 edges = 0;
   for (int i = 0; i < count; ++i) {
-    const i32 scaled = scaled_value(values[i], low, inverse, limit);
+    const i32 scaled = scaled_value(values[i], offset, inverse, limit);
     const i32 fraction = scaled & 0xFFFF;
     terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
     edges += edge_of(scaled);
@@ -46,9 +45,7 @@ Extent extent_of_group(const T* x, int count) {
 }
 
 template <class Isa, class T>
-void variance_of_group(const VarianceJob& job, i64 start, int count, double totals[8]) {
-  const T* x = static_cast<const T*>(job.x) + start;
-  const float* weight = job.weight + start;
+void variance_of_group(const T* x, const float* weight, int count, double totals[8]) {
   float values[kLargestGroup];
   for (int i = 0; i < count; ++i) values[i] = to_float(x[i]);
   const Extent extent = extent_of_group<Isa>(x, count);
@@ -56,10 +53,11 @@ void variance_of_group(const VarianceJob& job, i64 start, int count, double tota
   for (int i = 0; i < count; ++i) weighted |= weight[i] != 0.0f;
   if (!weighted) return;
   for (int bits = 1; bits <= 8; ++bits) {
-    const Group group = describe(extent, bits, float_of(Largest<T>::bits));
+    const Group group = describe(extent, bits, T{});
     // scale^2 * f * (1 - f) with f = q / 65536
-    const double unit = static_cast<double>(group.scale) * group.scale / 4294967296.0;
+    const double scale = static_cast<double>(group.grid.scale);
     const double infinity = static_cast<double>(float_of(kInfinityBits));
+    const double unit = scale * scale / 4294967296.0;
     totals[bits - 1] += group.special ? infinity : unit * weighted_variance(values, weight, count, group);
   }
 }
@@ -70,7 +68,32 @@ void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   for (i64 start = first * kUnitElements; start < end; start += job.group_size) {
     const i64 left = end - start;
-    variance_of_group<Isa, T>(job, start, static_cast<int>(left < job.group_size ? left : job.group_size), totals);
+    const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
+    variance_of_group<Isa>(static_cast<const T*>(job.x) + start, job.weight + start, count, totals);
+  }
+}
+
+// Columns are gathered in tiles, so that what is read of a row lies side by side.
+constexpr int kTileColumns = 16;
+
+template <class Isa, class T>
+void variance_blocks(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
+  const PlainFloats plain;
+  T values[kTileColumns][kLargestGroup];
+  float weights[kTileColumns][kLargestGroup];
+  for (i64 index = first; index < last; ++index) {
+    const Block block = block_at(index, job.numel, job.group_size, job.columns);
+    for (i64 start = 0; start < job.columns; start += kTileColumns) {
+      const int count = static_cast<int>(job.columns - start < kTileColumns ? job.columns - start : kTileColumns);
+      for (int row = 0; row < block.rows; ++row) {
+        const i64 element = block.start + row * job.columns + start;
+        for (int c = 0; c < count; ++c) {
+          values[c][row] = static_cast<const T*>(job.x)[element + c];
+          weights[c][row] = job.weight[element + c];
+        }
+      }
+      for (int c = 0; c < count; ++c) variance_of_group<Isa>(values[c], weights[c], block.rows, totals);
+    }
   }
 }
 
@@ -79,6 +102,13 @@ void variance_any(const VarianceJob& job, i64 first, i64 last, double totals[8])
   if (job.element == Element::kFloat) return variance_units<Isa, float>(job, first, last, totals);
   if (job.element == Element::kHalf) return variance_units<Isa, Half>(job, first, last, totals);
   return variance_units<Isa, Bfloat>(job, first, last, totals);
+}
+
+template <class Isa>
+void variance_columns_any(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
+  if (job.element == Element::kFloat) return variance_blocks<Isa, float>(job, first, last, totals);
+  if (job.element == Element::kHalf) return variance_blocks<Isa, Half>(job, first, last, totals);
+  return variance_blocks<Isa, Bfloat>(job, first, last, totals);
 }
 
 }  // namespace

@@ -223,8 +223,7 @@ class Adapter:
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
         sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, -WIDTHS:]
-        dtypes = [torch.bfloat16 if bits <= 16 else torch.float32 for bits in exact_bits]
-        metadata_bits = np.array([codec.metadata_bits(self._config.group_size, dtype) for dtype in dtypes])
+        metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
         samples = mean[:, 2:-WIDTHS] if columns else None
         costs = Costs(names, variance, sizes, exact_bits, metadata_bits, samples=samples)
         return costs, dict(statistics.invalid)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from . import mixed_widths, ops
+from .memory_layout import Fill, Layout, flatten, layout_of, restore
 from .mixed_widths import UnitWidths
 from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 
-DEFAULT_GROUP_SIZE = 256
+DEFAULT_GROUP_SIZE = 128
 
 _COMPLEX_PARTS = {
     torch.complex32: torch.float16,
@@ -34,28 +35,6 @@ class Scheme(Enum):
     MIXED = auto()  # as QUANTISED, samples or groups at widths of their own: see mixed_widths.py
 
 
-class _Fill(Enum):
-    """How the elements of a strided tensor lie in the memory between its first and its last element."""
-
-    SPAN = auto()  # every place is an element; some may be several
-    SCATTERED = auto()  # gaps, every element has a place of its own
-    TANGLED = auto()  # gaps and shared places
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The memory of a strided tensor without its stride-0 and size-1 dimensions, widest stride first."""
-
-    fill: _Fill
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    span: int  # elements between the first and the last, both counted
-
-    @property
-    def stored_numel(self) -> int:
-        return _product(self.sizes) if self.fill is _Fill.SCATTERED else self.span
-
-
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A stored tensor. It owns its buffers and keeps nothing else alive.
@@ -67,6 +46,7 @@ class Packed:
         dtype, shape, strides: of the tensor that was packed.
         layout: how its elements lay in memory.
         group_size: elements that share a scale and an offset (QUANTISED, MIXED).
+        columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED, MIXED).
         seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
         counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
         one_width_bytes: what it would take at the one width that allows the same error, 0 where that is not known.
@@ -80,8 +60,9 @@ class Packed:
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
-    layout: _Layout
+    layout: Layout
     group_size: int = DEFAULT_GROUP_SIZE
+    columns: int = 1
     seed: int = 0
     counts: tuple[int, ...] = ()
     one_width_bytes: int = 0
@@ -103,48 +84,10 @@ class Packed:
     def nbytes_at(self, bits: int, group_size: int | None = None) -> int:
         """Bytes that the tensor would take at one width, 1 to 8 bits; it must be QUANTISED or MIXED."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        return sections(values, bits, group_size or self.group_size, _real_dtype(self.dtype)).total_bytes
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    numel = 1
-    for size in sizes:
-        numel *= size
-    return numel
-
-
-def _layout_of(tensor: Tensor) -> _Layout:
-    numel = tensor.numel()
-    if tensor.is_contiguous() or numel == 0:
-        return _Layout(_Fill.SPAN, (numel,), (1,), numel)
-    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
-    kept = [(stride, size) for size, stride in dimensions if size > 1 and stride != 0]
-    kept.sort(reverse=True)
-    span, gaps, shared = 1, False, False
-    for stride, size in reversed(kept):
-        gaps |= stride > span
-        shared |= stride < span
-        span += stride * (size - 1)
-    fill = _Fill.SPAN
-    if gaps:
-        fill = _Fill.TANGLED if shared else _Fill.SCATTERED
-    return _Layout(fill, tuple(size for _, size in kept), tuple(stride for stride, _ in kept), span)
-
-
-def _flatten(tensor: Tensor, layout: _Layout) -> Tensor:
-    """The stored elements in memory order, 1-D contiguous: a view where there are no gaps."""
-    if layout.fill is _Fill.SCATTERED:
-        return tensor.as_strided(layout.sizes, layout.strides).contiguous().view(-1)
-    return tensor.as_strided((layout.span,), (1,))
-
-
-def _restore(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], layout: _Layout) -> Tensor:
-    """Inverse of ``_flatten``: a tensor with this shape and these strides."""
-    if layout.fill is not _Fill.SCATTERED:
-        return flat.as_strided(shape, strides)
-    out = torch.empty_strided(shape, strides, dtype=flat.dtype, device=flat.device)
-    out.as_strided(layout.sizes, layout.strides).copy_(flat.view(layout.sizes))
-    return out
+        size, columns = group_size or self.group_size, self.columns
+        if self.scheme is Scheme.MIXED:
+            columns = _columns(self.layout, size, self.dtype, self.payload.device)
+        return sections(values, bits, size, columns).total_bytes
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -161,20 +104,19 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def metadata_bits(group_size: int, dtype: torch.dtype) -> float:
-    """Bits of scale and offset for an element, where groups are full. dtype: float32, float16 or bfloat16."""
-    groups = 4096
-    total_bytes = sections(groups * group_size, 1, group_size, dtype).total_bytes
-    return 8.0 * total_bytes / (groups * group_size) - 1.0
+def metadata_bits(group_size: int) -> float:
+    """Bits of scale and offset for an element, where groups are full."""
+    return 8.0 * sections(group_size, 1, group_size).total_bytes / group_size - 1.0
 
 
 def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
     """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
 
-    Elements are taken in memory order in groups of ``group_size``; an element of a finite group decodes to at most
-    one step of its group away: (max - min) / (2^bits - 1), rounded up to 7 significant bits. Groups with infinities
-    keep them exactly and give up two codes; groups with NaN decode to NaN. float64 and complex128 go through float32:
-    values beyond 3.4e38 become infinite and 2^-24 relative precision is lost on top.
+    A group is ``group_size`` elements of one column where ``columns_of`` finds columns, otherwise in a row of memory.
+    An element of a finite group decodes to at most one step of its group away: (max - min) / (2^bits - 1), rounded up
+    to 7 significant bits. Groups with infinities keep them exactly and give up two codes; groups with NaN decode to
+    NaN. float64 and complex128 go through float32: values beyond 3.4e38 become infinite and 2^-24 relative precision
+    is lost on top.
 
     Args:
         tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
@@ -189,24 +131,38 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     """
     _check_numbers(None if isinstance(bits, UnitWidths) else bits, seed, group_size)
     data = _plain(tensor)
-    layout = _layout_of(data)
+    layout = layout_of(data)
     if data.dtype == torch.bool and bits == 1:
         return pack_mask(tensor)
-    if bits is None or layout.fill is _Fill.TANGLED:
+    if bits is None or layout.fill is Fill.TANGLED:
         if bits is not None:
             _real_dtype(data.dtype)
         return _pack_exact(data, layout)
     part = _real_dtype(data.dtype)
     conjugate = data.is_conj()
     physical = data.conj() if conjugate else data
-    flat = _flatten(physical, layout)
+    flat = flatten(physical, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    about = data.dtype, data.shape, data.stride(), layout, group_size, seed
+    columns = _columns(layout, group_size, data.dtype, data.device)
+    about = data.dtype, data.shape, data.stride(), layout, group_size
     if isinstance(bits, UnitWidths):
-        payload = mixed_widths.pack(values.to(part), bits, group_size, seed)
-        return Packed(payload, Scheme.MIXED, None, *about, bits.counts, conjugate=conjugate)
-    payload = ops.pack(values.to(part), bits, group_size, seed)
-    return Packed(payload, Scheme.QUANTISED, bits, *about, conjugate=conjugate)
+        columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
+        payload = mixed_widths.pack(values.to(part), bits, group_size, seed, columns)
+        return Packed(payload, Scheme.MIXED, None, *about, columns, seed, bits.counts, conjugate=conjugate)
+    payload = ops.pack(values.to(part), bits, group_size, seed, columns)
+    return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
+
+
+def columns_of(tensor: Tensor, group_size: int) -> int:
+    """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order."""
+    return _columns(layout_of(tensor), group_size, tensor.dtype, tensor.device)
+
+
+def _columns(layout: Layout, group_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The one place that decides it: by shape, strides and kind of device alone."""
+    if device.type == "cuda":  # the kernels of csrc/codec.cu know groups in memory order only
+        return 1
+    return layout.columns(group_size, dtype.is_complex)
 
 
 def _check_numbers(bits: int | None, seed: int, group_size: int) -> None:
@@ -234,12 +190,12 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 def borrow(tensor: Tensor) -> Packed:
     """An exact Packed whose payload is the tensor's own memory unless that has gaps, for who copies it elsewhere."""
     data = _plain(tensor)
-    return _pack_exact(data, _layout_of(data), private=False)
+    return _pack_exact(data, layout_of(data), private=False)
 
 
 def stored_bytes(tensor: Tensor) -> int:
     """Bytes of the payload that borrow() makes of a strided tensor."""
-    return _layout_of(tensor).stored_numel * tensor.element_size()
+    return layout_of(tensor).stored_numel * tensor.element_size()
 
 
 def without_payload(packed: Packed) -> Packed:
@@ -252,11 +208,11 @@ def with_payload(packed: Packed, payload: Tensor) -> Packed:
     return replace(packed, payload=payload)
 
 
-def _pack_exact(data: Tensor, layout: _Layout, private: bool = True) -> Packed:
+def _pack_exact(data: Tensor, layout: Layout, private: bool = True) -> Packed:
     conjugate = data.is_conj()
     physical = data.conj() if conjugate else data
-    flat = _flatten(physical, layout)
-    payload = flat.clone() if private and layout.fill is not _Fill.SCATTERED else flat
+    flat = flatten(physical, layout)
+    payload = flat.clone() if private and layout.fill is not Fill.SCATTERED else flat
     return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, conjugate=conjugate)
 
 
@@ -271,10 +227,10 @@ def pack_mask(tensor: Tensor) -> Packed:
     data = _plain(tensor)
     if data.dtype not in MASK_DTYPES:
         raise TypeError(f"a mask cannot have dtype {data.dtype}, expected one of {MASK_DTYPES}; use .to(torch.bool)")
-    layout = _layout_of(data)
-    if layout.fill is _Fill.TANGLED:
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED:
         return _pack_exact(data, layout)
-    return Packed(ops.pack_mask(_flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
+    return Packed(ops.pack_mask(flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
 def pack_binary(tensor: Tensor) -> Packed:
@@ -288,10 +244,10 @@ def pack_binary(tensor: Tensor) -> Packed:
     data = _plain(tensor)
     if not data.is_floating_point() or data.dtype not in MASK_DTYPES:
         raise TypeError(f"got {data.dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
-    layout = _layout_of(data)
-    if layout.fill is _Fill.TANGLED or layout.stored_numel == 0:
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
         return _pack_exact(data, layout)
-    flat = _flatten(data, layout)
+    flat = flatten(data, layout)
     high = flat.amax()
     constant = torch.where(high != 0, high, flat.amin())
     return Packed(
@@ -308,10 +264,10 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
     None where that saves nothing, and on an accelerator, where finding their range would wait for the device.
     """
     data = _plain(tensor)
-    layout = _layout_of(data)
-    if data.device.type != "cpu" or data.numel() == 0 or layout.fill is _Fill.TANGLED:
+    layout = layout_of(data)
+    if data.device.type != "cpu" or data.numel() == 0 or layout.fill is Fill.TANGLED:
         return None
-    flat = _flatten(data, layout)
+    flat = flatten(data, layout)
     low, high = (int(bound) for bound in flat.aminmax())
     for narrow, least, most in _NARROW_TYPES:
         if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
@@ -322,20 +278,20 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
 
 def in_parts(tensor: Tensor) -> bool:
     """Whether ``pack`` takes widths for parts of the memory of a strided tensor."""
-    return tensor.numel() > 0 and _layout_of(tensor).fill is not _Fill.TANGLED
+    return tensor.numel() > 0 and layout_of(tensor).fill is not Fill.TANGLED
 
 
 def stored_values(tensor: Tensor) -> Tensor:
     """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
     data = _plain(tensor).resolve_conj()
-    flat = _flatten(data, _layout_of(data))
+    flat = flatten(data, layout_of(data))
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return values.to(_real_dtype(data.dtype))
 
 
 def unpack(packed: Packed) -> Tensor:
     """A private tensor with the dtype, shape and strides of the one that was packed."""
-    out = _restore(_decode(packed), packed.shape, packed.strides, packed.layout)
+    out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
     return out.conj() if packed.conjugate else out
 
 
@@ -355,10 +311,11 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
     part = _COMPLEX_PARTS.get(packed.dtype, packed.dtype)
     values = numel * 2 if packed.dtype.is_complex else numel
     stored = _real_dtype(packed.dtype)
+    form = packed.group_size, values, stored, packed.seed, packed.columns
     if packed.scheme is Scheme.MIXED:
-        flat = mixed_widths.unpack(packed.payload, packed.counts, packed.group_size, values, stored, packed.seed)
+        flat = mixed_widths.unpack(packed.payload, packed.counts, *form)
     else:
-        flat = ops.unpack(packed.payload, packed.bits, packed.group_size, values, stored, packed.seed)
+        flat = ops.unpack(packed.payload, packed.bits, *form)
     flat = flat.to(part)
     return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat
 
@@ -388,5 +345,6 @@ def from_tensors(
         buffer = buffer.view(dtype)
     elif scheme is Scheme.NARROW:
         buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
-    layout = _layout_of(torch.empty_strided(shape, strides, device="meta"))
-    return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, seed))
+    layout = layout_of(torch.empty_strided(shape, strides, device="meta"))
+    columns = _columns(layout, group_size, dtype, buffer.device)
+    return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, columns, seed))

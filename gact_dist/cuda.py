@@ -230,19 +230,26 @@ def _check_aligned(buffer: Tensor) -> None:
         raise ValueError("the packed buffer does not begin at a multiple of 4 bytes; use a tensor of its own for it")
 
 
-def pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
+def _check_memory_order(columns: int) -> None:
+    if columns != 1:
+        raise ValueError(f"columns is {columns}, expected 1: CUDA tensors have groups in memory order only")
+
+
+def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """``ops_reference.pack`` for a CUDA tensor."""
     reference.check_format(bits, group_size, x.dtype)
-    buffer = x.new_empty(reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes, dtype=torch.uint8)
+    _check_memory_order(columns)
+    buffer = x.new_empty(reference.sections(x.numel(), bits, group_size).total_bytes, dtype=torch.uint8)
     pack_out(x, bits, group_size, seed, buffer)
     return buffer
 
 
-def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> None:
+def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``ops_reference.pack_out`` for CUDA tensors."""
     reference.check_format(bits, group_size, x.dtype)
+    _check_memory_order(columns)
     reference.check_flat(x, "x")
-    where = reference.sections(x.numel(), bits, group_size, x.dtype)
+    where = reference.sections(x.numel(), bits, group_size)
     reference.check_buffer(out, where.total_bytes)
     if x.numel() == 0:
         return
@@ -260,19 +267,29 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> N
     )
 
 
-def unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def unpack(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
+) -> Tensor:
     """``ops_reference.unpack`` for a CUDA tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    unpack_out(buffer, bits, group_size, numel, dtype, seed, out)
+    unpack_out(buffer, bits, group_size, numel, dtype, seed, out, columns)
     return out
 
 
 def unpack_out(
-    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, out: Tensor
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int = 1,
 ) -> None:
     """``ops_reference.unpack_out`` for CUDA tensors."""
     reference.check_format(bits, group_size, dtype)
-    where = reference.sections(numel, bits, group_size, dtype)
+    _check_memory_order(columns)
+    where = reference.sections(numel, bits, group_size)
     reference.check_buffer(buffer, where.total_bytes)
     reference.check_out(out, numel, dtype)
     if numel == 0:
@@ -319,9 +336,10 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     """``ops_reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
     reference.check_format(reference.MIN_BITS, group_size, x.dtype)
+    _check_memory_order(columns)
     reference.check_flat(x, "x")
     reference.check_weight(weight, x)
     if x.numel() == 0:

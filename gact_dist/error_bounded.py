@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from .mixed_widths import COUNTS, UnitWidths
-from .ops_reference import GROUP_SIZES, MAX_BITS, MIN_BITS
+from .ops_reference import GROUP_SIZES, MAX_BITS, MIN_BITS, to_groups
 
 # Steps to try, as multiples of the root mean square of the steps at one width, largest first.
 _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))
 
 
-def group_widths(values: Tensor, bits: int, group_size: int) -> tuple[UnitWidths, float] | None:
+def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -> tuple[UnitWidths, float] | None:
     """(a width for each group, the bound that every element's error keeps to) with at most the variance of `bits` bits.
 
-    values: flat tensor [N] on the CPU, of which every unit is a group. None where no bound takes fewer bits than that
-    one width, and on an accelerator.
+    values: flat tensor [N] on the CPU, of which every unit is a group in memory order. columns: by which one width
+    would group them. None where no bound takes fewer bits than that one width, and on an accelerator.
     """
     if values.device.type != "cpu" or values.numel() == 0 or values.numel() % group_size:
         return None
@@ -35,7 +35,7 @@ def group_widths(values: Tensor, bits: int, group_size: int) -> tuple[UnitWidths
     finite = spread.isfinite()
     ranges = spread.where(finite, 0.0)
     zero = (high == 0) & (low == 0)
-    allowed = float(ranges.square().sum()) / (2**bits - 1) ** 2
+    allowed = _squared_ranges(values, group_size, columns) / (2**bits - 1) ** 2
     root_mean_square = (allowed / len(ranges)) ** 0.5
     for factor in _LADDER:
         bound = factor * root_mean_square
@@ -52,6 +52,14 @@ def group_widths(values: Tensor, bits: int, group_size: int) -> tuple[UnitWidths
         # a group's step is rounded up to 7 significant bits when it is stored
         return UnitWidths(widths.to(torch.uint8), tuple(counts)), bound * (1 + 2.0**-6)
     return None
+
+
+def _squared_ranges(values: Tensor, group_size: int, columns: int) -> float:
+    """Sum over the groups of one width; a last block of columns that is short is left out."""
+    block = group_size * columns
+    groups = to_groups(values[: len(values) // block * block], group_size, columns, 0.0)
+    spread = groups.amax(1).double() - groups.amin(1).double()
+    return float(spread.where(spread.isfinite(), 0.0).square().sum())
 
 
 def unit_size(numel: int, group_size: int) -> int | None:

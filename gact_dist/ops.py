@@ -60,28 +60,41 @@ def _serve_cuda(function: Callable, definition: Callable) -> Callable:
     return kernel
 
 
-def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
+def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     reference.check_format(bits, group_size, x.dtype)
     reference.check_flat(x, "x")
-    total_bytes = reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes
+    reference.check_columns(x.numel(), columns)
+    total_bytes = reference.sections(x.numel(), bits, group_size, columns).total_bytes
     return x.new_empty(total_bytes, dtype=torch.uint8)
 
 
-def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> None:
+def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     reference.check_format(bits, group_size, x.dtype)
     reference.check_flat(x, "x")
-    reference.check_buffer(out, reference.sections(x.numel(), bits, group_size, x.dtype).total_bytes)
+    reference.check_columns(x.numel(), columns)
+    reference.check_buffer(out, reference.sections(x.numel(), bits, group_size, columns).total_bytes)
 
 
-def _fake_unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def _fake_unpack(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
+) -> Tensor:
     reference.check_format(bits, group_size, dtype)
+    reference.check_columns(numel, columns)
     return buffer.new_empty(numel, dtype=dtype)
 
 
 def _fake_unpack_out(
-    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, out: Tensor
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int = 1,
 ) -> None:
     reference.check_format(bits, group_size, dtype)
+    reference.check_columns(numel, columns)
     reference.check_out(out, numel, dtype)
 
 
@@ -96,8 +109,9 @@ def _fake_unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer.new_empty(numel, dtype=dtype)
 
 
-def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     reference.check_format(reference.MIN_BITS, group_size, x.dtype)
+    reference.check_columns(x.numel(), columns)
     reference.check_weight(weight, x)
     return x.new_empty(reference.MAX_BITS, dtype=torch.float64)
 
@@ -110,24 +124,18 @@ def _define(schema: str, definition: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"gact_dist::{name}", fake, lib=_library)
 
 
-_define("pack(Tensor x, int bits, int group_size, int seed) -> Tensor", reference.pack, _fake_pack)
+_FORMAT = "int bits, int group_size"
+_STORED = f"Tensor buffer, {_FORMAT}, int numel, ScalarType dtype, int seed"
+_define(f"pack(Tensor x, {_FORMAT}, int seed, int columns=1) -> Tensor", reference.pack, _fake_pack)
 _define(
-    "pack_out(Tensor x, int bits, int group_size, int seed, Tensor(a!) out) -> ()", reference.pack_out, _fake_pack_out
+    f"pack_out(Tensor x, {_FORMAT}, int seed, Tensor(a!) out, int columns=1) -> ()", reference.pack_out, _fake_pack_out
 )
-_define(
-    "unpack(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype, int seed) -> Tensor",
-    reference.unpack,
-    _fake_unpack,
-)
-_define(
-    "unpack_out(Tensor buffer, int bits, int group_size, int numel, ScalarType dtype, int seed, Tensor(a!) out) -> ()",
-    reference.unpack_out,
-    _fake_unpack_out,
-)
+_define(f"unpack({_STORED}, int columns=1) -> Tensor", reference.unpack, _fake_unpack)
+_define(f"unpack_out({_STORED}, Tensor(a!) out, int columns=1) -> ()", reference.unpack_out, _fake_unpack_out)
 _define("pack_mask(Tensor x) -> Tensor", reference.pack_mask, _fake_pack_mask)
 _define("unpack_mask(Tensor buffer, int numel, ScalarType dtype) -> Tensor", reference.unpack_mask, _fake_unpack_mask)
 _define(
-    "rounding_variance(Tensor x, Tensor weight, int group_size) -> Tensor",
+    "rounding_variance(Tensor x, Tensor weight, int group_size, int columns=1) -> Tensor",
     reference.rounding_variance,
     _fake_rounding_variance,
 )

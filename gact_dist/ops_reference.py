@@ -13,6 +13,8 @@ MIN_BITS = 1
 MAX_BITS = 8
 GROUP_SIZES = (64, 128, 256, 512)
 PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of the columns of a row that are grouped one by one: what a GPU's warp has of a plane lies in whole words then.
+COLUMN_MULTIPLE = 32
 MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 # 65536 / scale has to stay finite in float32, which holds down to this scale.
@@ -22,29 +24,34 @@ MIN_SCALE = 2.0**-111
 _CHUNK_ELEMENTS = 1 << 20
 _PHILOX_BLOCK = 256
 _WORD = 0xFFFFFFFF
-# The distance of two stored scales as float32 bits: bfloat16 without its lowest bit, which marks dithered groups.
+# The distance of two stored scales as float32 bits: bfloat16 without its lowest bit, which marks dithered groups, or of
+# special groups with one bit those whose code 1 is +inf.
 _SCALE_STEP = 0x20000
+# Of stored scales, as int16: the sign, and a NaN with it.
+_SPECIAL_FLAG = -0x8000
+_DEAD_SCALE = -0x0040
+# The float16 next to zero on the negative side, as int16.
+_HALF_BELOW_ZERO = -0x7FFF
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Where the three sections of a packed buffer lie; all values in bytes except ``groups``."""
+    """Where the three sections of a packed buffer lie; starts and total in bytes."""
 
-    groups: int
-    group_planes_bytes: int
+    groups: int  # that share a scale and an offset
+    plane_sets: int  # of `group_size` elements in memory order
     scale_start_bytes: int
     offset_start_bytes: int
     total_bytes: int
 
 
-def sections(numel: int, bits: int, group_size: int, dtype: torch.dtype) -> Sections:
-    """Section starts of the buffer that holds ``numel`` elements of ``dtype`` at ``bits`` bits."""
-    groups = (numel + group_size - 1) // group_size
-    group_planes_bytes = bits * group_size // 8
-    scale_start_bytes = groups * group_planes_bytes
-    offset_start_bytes = (scale_start_bytes + 2 * groups + 3) // 4 * 4
-    total_bytes = offset_start_bytes + groups * dtype.itemsize
-    return Sections(groups, group_planes_bytes, scale_start_bytes, offset_start_bytes, total_bytes)
+def sections(numel: int, bits: int, group_size: int, columns: int = 1) -> Sections:
+    """Section starts of the buffer that holds ``numel`` elements, in rows of ``columns``, at ``bits`` bits."""
+    plane_sets = (numel + group_size - 1) // group_size
+    groups = (numel // columns + group_size - 1) // group_size * columns
+    scale_start_bytes = plane_sets * (bits * group_size // 8)
+    offset_start_bytes = scale_start_bytes + 2 * groups
+    return Sections(groups, plane_sets, scale_start_bytes, offset_start_bytes, offset_start_bytes + 2 * groups)
 
 
 def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:
@@ -55,6 +62,15 @@ def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:
         raise ValueError(f"group_size is {group_size}, expected one of {GROUP_SIZES}")
     if dtype not in PACK_DTYPES:
         raise TypeError(f"dtype is {dtype}, expected one of {PACK_DTYPES}; codec.pack handles the others")
+
+
+def check_columns(numel: int, columns: int) -> None:
+    """Raise ValueError unless ``numel`` elements are whole rows of ``columns``, a multiple of 32 or 1."""
+    if columns < 1 or numel % columns != 0 or (columns > 1 and columns % COLUMN_MULTIPLE != 0):
+        raise ValueError(
+            f"columns is {columns}, expected a multiple of {COLUMN_MULTIPLE} that divides the {numel} elements, or 1 "
+            "for groups in memory order"
+        )
 
 
 def check_flat(x: Tensor, name: str) -> None:
@@ -121,52 +137,121 @@ def _bits_of(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def storable_scale(spread: Tensor, low: Tensor, levels: Tensor, largest: float) -> Tensor:
-    """spread / levels rounded outward to a bfloat16 whose lowest bit is zero, float32 [G].
+def floor_offset(low: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest offset at most ``low`` that can be stored: its 16 bits as int16 [G, 1] and its value as float32.
 
-    Rounded up, so that low + levels * scale covers the range; but never so far that the top code decodes to more
-    than ``largest``, the largest finite value of the stored dtype: there the scale steps down again.
+    A 16-bit type holds the smallest element itself. For float32 it is a float16 that counts in units of four steps: the
+    product of its 11 significant bits and the 7 of a scale is exact, and it is at most 2^-10 of its size below ``low``.
     """
+    if dtype != torch.float32:
+        return low.to(dtype).view(torch.int16), low
+    inverse = torch.where(scale > 0, torch.full_like(scale, 65536.0) / scale, 0.0)
+    nearest = (low * inverse * 2.0**-18).to(torch.float16).view(torch.int16)
+    below = torch.where(nearest > 0, nearest - 1, torch.where(nearest == 0, _HALF_BELOW_ZERO, nearest + 1))
+    stored = torch.where(offset_value(nearest, scale, dtype) > low, below.to(torch.int16), nearest)
+    return stored, offset_value(stored, scale, dtype)
+
+
+def offset_value(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 value of stored offsets (int16) of groups with this ``scale``."""
+    if dtype != torch.float32:
+        return stored.view(dtype).float()
+    return stored.view(torch.float16).float() * 4.0 * scale
+
+
+def covering_scale(spread: Tensor, levels: Tensor) -> Tensor:
+    """spread / levels rounded up to a bfloat16 whose lowest bit is zero, so that levels * scale covers the spread."""
     step = spread / levels
     scale = ((_bits_of(step) + _SCALE_STEP - 1) & -_SCALE_STEP).view(torch.float32)
-    scale = torch.where(scale * levels < spread, (_bits_of(scale) + _SCALE_STEP).view(torch.float32), scale)
-    scale = torch.where(scale < MIN_SCALE, torch.full_like(scale, MIN_SCALE), scale)
+    scale = torch.where(scale * levels < spread, _next_scale(scale, 1), scale)
+    return torch.where(scale < MIN_SCALE, torch.full_like(scale, MIN_SCALE), scale)
+
+
+def _next_scale(scale: Tensor, steps: int) -> Tensor:
+    return (_bits_of(scale) + steps * _SCALE_STEP).view(torch.float32)
+
+
+def constant_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of groups of equal elements: none, but for float32 a power of two at about 2^-10 of the value.
+
+    Values of 11 significant bits are offsets in it; what is left of others is less than one step.
+    """
+    if dtype != torch.float32:
+        return torch.zeros_like(value)
+    least = torch.full_like(value, MIN_SCALE)
+    power = torch.maximum((_bits_of(value) & 0x7F800000) - (10 << 23), _bits_of(least)).view(torch.float32)
+    return torch.where(value == 0, 0.0, power)
+
+
+def grid_of(low: Tensor, high: Tensor, levels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(scale, stored offset, offset, levels), each [G, 1], for groups that reach from ``low`` to ``high``.
+
+    The grid covers the range, but nothing on it exceeds the largest finite value of ``dtype``: near that the scale
+    steps down and the offset up again, or nothing but the offset is left.
+    """
+    spread = high - low
+    scale = covering_scale(spread, levels)
+    if dtype == torch.float32:  # widened by the rounding of the offset where that of the scale has no room for it
+        tight = high - floor_offset(low, scale, dtype)[1] <= scale * levels
+        wider = (spread + low.abs() * 2.0**-10) * (1 + 2.0**-16)
+        scale = torch.where(tight, scale, covering_scale(wider, levels))
+    scale = torch.where(spread > 0, scale, constant_scale(low, dtype))
+    stored, offset = floor_offset(low, scale, dtype)
+
+    largest = torch.finfo(dtype).max
     for _ in range(3):
-        fits = low + scale * levels <= largest
-        scale = torch.where(fits, scale, (_bits_of(scale) - _SCALE_STEP).view(torch.float32))
-    return torch.where(spread > 0, scale, torch.zeros_like(scale))
+        fits = (offset + scale * levels <= largest) | (scale == 0)
+        scale = torch.where(fits, scale, _next_scale(scale, -1))
+        stored, offset = floor_offset(low, scale, dtype)
+    stored = torch.where(offset >= -largest, stored, stored - 1)  # towards zero
+    offset = offset_value(stored, scale, dtype)
+    storable = (offset + scale * levels <= largest) & (offset >= -largest)
+    return scale, stored, offset, torch.where(storable, levels, 0.0)
 
 
-def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, levels: Tensor, largest: float) -> Tensor:
-    """bool [G]: groups where half a step more on either side changes no sign and overflows nothing."""
+def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, offset: Tensor, levels: Tensor, largest: float) -> Tensor:
+    """bool [G, 1]: groups where half a step more on either side changes no sign and overflows nothing."""
     half = scale * 0.5
     keeps_sign = ((low < 0) & (high > 0)) | (low > half) | (high < -half)
-    return (scale > 0) & keeps_sign & (low + scale * levels + scale <= largest) & (low - scale >= -largest)
+    return (high > low) & keeps_sign & (offset + scale * levels + scale <= largest) & (offset - scale >= -largest)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What pack knows of each group before it rounds: float32 values [G, group_size] and parameters [G, 1]."""
+    """What pack knows of each group before it rounds: values [G, group_size] and parameters [G, 1]."""
 
-    values: Tensor  # inputs in float32, with `low` where the input is not finite or beyond the end
-    infinite: Tensor  # bool: -1, 0 or +1 in int8 for -inf, finite, +inf
+    values: Tensor  # inputs in float32, with the smallest where the input is not finite or beyond the end
+    infinite: Tensor  # -1, 0 or +1 in int8 for -inf, finite, +inf
     special: Tensor  # bool [G, 1]: a NaN, an infinity or a range that overflows
     dead: Tensor  # bool [G, 1]: decodes to NaN
-    low: Tensor
     levels: Tensor  # steps between the finite codes
     scale: Tensor
+    offset: Tensor  # at most the smallest value
+    stored_offset: Tensor  # int16 [G, 1]: see floor_offset
     may_dither: Tensor  # bool [G, 1]: see dither_allowed
     valid: Tensor  # bool [G, group_size]: not beyond the end
 
 
-def describe_groups(x: Tensor, bits: int, group_size: int) -> Groups:
-    """Range, level count and scale of each group of the flat tensor ``x``."""
-    largest = torch.finfo(x.dtype).max
-    groups = (x.numel() + group_size - 1) // group_size
-    padded = torch.full((groups * group_size,), torch.nan, device=x.device, dtype=torch.float32)
-    padded[: x.numel()] = x
-    padded = padded.view(groups, group_size)
-    valid = torch.arange(groups * group_size, device=x.device).view(groups, group_size) < x.numel()
+def to_groups(flat: Tensor, group_size: int, columns: int, fill: float) -> Tensor:
+    """[G, group_size] of elements in memory order; what is missing in the last groups is ``fill``.
+
+    Group ``block * columns + column`` has that column of ``group_size`` rows of ``columns`` elements; with one column
+    it has ``group_size`` elements in a row.
+    """
+    missing = -flat.numel() % (group_size * columns)
+    padded = torch.cat([flat, flat.new_full((missing,), fill)])
+    return padded.view(-1, group_size, columns).transpose(1, 2).reshape(-1, group_size)
+
+
+def from_groups(grouped: Tensor, columns: int) -> Tensor:
+    """The inverse of ``to_groups``: flat, with what was missing at the end."""
+    return grouped.view(-1, columns, grouped.shape[1]).transpose(1, 2).reshape(-1)
+
+
+def describe_groups(x: Tensor, bits: int, group_size: int, columns: int) -> Groups:
+    """Range, level count, scale and offset of each group of the flat tensor ``x``."""
+    padded = to_groups(x.float(), group_size, columns, torch.nan)
+    valid = to_groups(torch.ones_like(x, dtype=torch.bool), group_size, columns, False)
 
     finite = torch.isfinite(padded)
     minus, plus = padded == -torch.inf, padded == torch.inf
@@ -180,30 +265,30 @@ def describe_groups(x: Tensor, bits: int, group_size: int) -> Groups:
 
     infinite = has_minus | has_plus
     dead = has_nan | ~torch.isfinite(spread)
-    top = 2**bits - 1
-    levels = torch.full_like(spread, top)
     if bits == 1:
         dead = dead | (infinite & ((spread != 0) | (has_minus & has_plus)))
-    else:
-        levels = torch.where(infinite, levels - 2, levels)
-    scale = storable_scale(spread, low, levels, largest)
+    top = 2**bits - 1
+    levels = torch.full_like(spread, top).where(~infinite, max(top - 2, 0))
+    scale, stored, offset, levels = grid_of(low, high, levels, x.dtype)
+    allowed = dither_allowed(low, high, scale, offset, levels, torch.finfo(x.dtype).max)
     return Groups(
         values=torch.where(finite, padded, low),
         infinite=plus.to(torch.int8) - minus.to(torch.int8),
         special=infinite | dead,
         dead=dead,
-        low=low,
         levels=levels,
         scale=scale,
-        may_dither=~(infinite | dead) & dither_allowed(low, high, scale, levels, largest),
+        offset=offset,
+        stored_offset=stored,
+        may_dither=~(infinite | dead) & allowed,
         valid=valid,
     )
 
 
 def scaled_values(groups: Groups) -> Tensor:
-    """(value - low) / scale in units of 2^-16, rounded to even and clamped: int32 [G, group_size]."""
+    """(value - offset) / scale in units of 2^-16, rounded to even and clamped: int32 [G, group_size]."""
     inverse = torch.where(groups.scale > 0, torch.full_like(groups.scale, 65536.0) / groups.scale, 0.0)
-    steps = torch.round((groups.values - groups.low) * inverse)
+    steps = torch.round((groups.values - groups.offset) * inverse).clamp(min=0.0)
     return torch.minimum(steps, groups.levels * 65536.0).nan_to_num(0.0).to(torch.int32)
 
 
@@ -218,31 +303,35 @@ def dithered(groups: Groups, scaled: Tensor) -> Tensor:
     return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))
 
 
-def pack_groups(x: Tensor, bits: int, group_size: int, seed: int, first_group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack the groups that start at number ``first_group``.
+def pack_groups(
+    x: Tensor, bits: int, group_size: int, seed: int, first_element: int, columns: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack whole groups, the elements of a tensor from number ``first_element`` on.
 
     Returns:
-        planes uint8 [G, bits, group_size / 8], scale bfloat16 [G], offset [G] in the dtype of ``x``.
+        planes uint8 [S, bits, group_size / 8] for S sets of ``group_size`` elements in memory order, scale int16 [G] (a
+        bfloat16 and its flags), offset int16 [G].
     """
-    groups = describe_groups(x, bits, group_size)
-    noise = random16(first_group * group_size, groups.values.numel(), seed, x.device).view_as(groups.values)
+    groups = describe_groups(x, bits, group_size, columns)
+    noise = to_groups(random16(first_element, x.numel(), seed, x.device), group_size, columns, 0)
     scaled = scaled_values(groups)
     codes = (scaled + noise) >> 16
     # The two highest codes of a group with infinities mean -inf and +inf; with one bit, code 1 is the only one left.
     plus_code = 2**bits - 1
     minus_code = max(plus_code - 1, 1)
     codes = codes.masked_fill(groups.infinite > 0, plus_code).masked_fill(groups.infinite < 0, minus_code)
-    codes = codes.masked_fill(groups.dead, 0)
-    codes.view(-1)[x.numel() :] = 0
+    codes = codes.masked_fill(groups.dead | ~groups.valid, 0)
+    plane_sets = (x.numel() + group_size - 1) // group_size
+    flat = from_groups(codes, columns)[: plane_sets * group_size]
 
-    scale = groups.scale
-    if bits == 1:  # sign bit alone: code 1 is -inf; -1: code 1 is +inf
-        scale = torch.where(groups.special & (groups.infinite > 0).any(1, True), torch.ones_like(scale), scale)
-    scale = scale.masked_fill(groups.dead, 0.0)
-    scale = torch.where(groups.special, -scale, scale)
-    scale = torch.where(dithered(groups, scaled), (_bits_of(scale) | 0x10000).view(torch.float32), scale)
-    offset = _round_to(groups.low.masked_fill(groups.dead, torch.nan), x.dtype)
-    return _planes_of(codes, bits), scale.to(torch.bfloat16).view(-1), offset.view(-1)
+    scale = (_bits_of(groups.scale) >> 16).to(torch.int16)
+    scale = scale.where(~groups.special, scale | _SPECIAL_FLAG)
+    lowest = dithered(groups, scaled)
+    if bits == 1:
+        lowest = lowest | (groups.infinite > 0).any(1, True)
+    scale = scale.where(~lowest, scale | 1).masked_fill(groups.dead, _DEAD_SCALE)
+    planes = _planes_of(flat.view(plane_sets, group_size), bits)
+    return planes, scale.view(-1), groups.stored_offset.masked_fill(groups.dead, 0).view(-1)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -266,62 +355,77 @@ def _bits_of_bytes(packed: Tensor) -> Tensor:
     return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).view(packed.shape[0], -1)
 
 
-def _chunks(groups: int, group_size: int) -> list[tuple[int, int]]:
-    step = _CHUNK_ELEMENTS // group_size
-    return [(first, min(first + step, groups)) for first in range(0, groups, step)]
+def _chunks(numel: int, group_size: int, columns: int) -> list[tuple[slice, slice]]:
+    """Elements that are handled at once, whole groups; and their groups, which have the numbers of their plane sets."""
+    block = group_size * columns
+    step = max(_CHUNK_ELEMENTS // block, 1) * block
+    starts = range(0, numel, step)
+    return [(slice(i, i + step), slice(i // group_size, (i + step) // group_size)) for i in starts]
 
 
-def pack(x: Tensor, bits: int, group_size: int, seed: int) -> Tensor:
+def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """Quantise a flat tensor (float32, float16 or bfloat16, [N]) with stochastic rounding into one uint8 buffer.
 
-    See docs/codec.md for the format. Raises ValueError or TypeError for a format that does not exist.
+    Groups are ``group_size`` elements in a row, or with ``columns`` > 1 of one column of ``group_size`` rows of so many
+    elements. See docs/codec.md for the format. Raises ValueError or TypeError for a format that does not exist.
     """
     check_format(bits, group_size, x.dtype)
-    buffer = x.new_empty(sections(x.numel(), bits, group_size, x.dtype).total_bytes, dtype=torch.uint8)
-    pack_out(x, bits, group_size, seed, buffer)
+    check_columns(x.numel(), columns)
+    buffer = x.new_empty(sections(x.numel(), bits, group_size, columns).total_bytes, dtype=torch.uint8)
+    pack_out(x, bits, group_size, seed, buffer, columns)
     return buffer
 
 
-def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor) -> None:
+def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``pack`` into ``out``, a flat uint8 tensor of ``sections(...).total_bytes`` elements, aligned to 4 bytes."""
     check_format(bits, group_size, x.dtype)
     check_flat(x, "x")
-    where = sections(x.numel(), bits, group_size, x.dtype)
+    check_columns(x.numel(), columns)
+    where = sections(x.numel(), bits, group_size, columns)
     check_buffer(out, where.total_bytes)
-    out[where.scale_start_bytes : where.offset_start_bytes] = 0  # padding bytes are part of the definition
-    planes, scale, offset = _split(out, where, bits, group_size, x.dtype)
-    for first, last in _chunks(where.groups, group_size):
-        piece = x[first * group_size : last * group_size]
-        planes[first:last], scale[first:last], offset[first:last] = pack_groups(piece, bits, group_size, seed, first)
+    planes, scale, offset = _split(out, where, bits, group_size)
+    for elements, groups in _chunks(x.numel(), group_size, columns):
+        parts = pack_groups(x[elements], bits, group_size, seed, elements.start, columns)
+        planes[groups], scale[groups], offset[groups] = parts
 
 
-def _split(buffer: Tensor, where: Sections, bits: int, group_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    planes = buffer[: where.scale_start_bytes].view(where.groups, bits, group_size // 8)
-    scale = buffer[where.scale_start_bytes :][: 2 * where.groups].view(torch.bfloat16)
-    offset = buffer[where.offset_start_bytes :].view(dtype)
+def _split(buffer: Tensor, where: Sections, bits: int, group_size: int) -> tuple[Tensor, ...]:
+    planes = buffer[: where.scale_start_bytes].view(where.plane_sets, bits, group_size // 8)
+    scale = buffer[where.scale_start_bytes : where.offset_start_bytes].view(torch.int16)
+    offset = buffer[where.offset_start_bytes :].view(torch.int16)
     return planes, scale, offset
 
 
-def unpack(buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+def unpack(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
+) -> Tensor:
     """Decode what ``pack`` made with this seed: flat tensor [numel] of ``dtype``."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    unpack_out(buffer, bits, group_size, numel, dtype, seed, out)
+    unpack_out(buffer, bits, group_size, numel, dtype, seed, out, columns)
     return out
 
 
 def unpack_out(
-    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, out: Tensor
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int = 1,
 ) -> None:
     """Decode what ``pack`` made into ``out``, a contiguous tensor [numel] of ``dtype``."""
     check_format(bits, group_size, dtype)
-    where = sections(numel, bits, group_size, dtype)
+    check_columns(numel, columns)
+    where = sections(numel, bits, group_size, columns)
     check_buffer(buffer, where.total_bytes)
     check_out(out, numel, dtype)
-    planes, scale, offset = _split(buffer, where, bits, group_size, dtype)
-    for first, last in _chunks(where.groups, group_size):
-        values = unpack_groups(planes[first:last], scale[first:last], offset[first:last], bits, seed, first).view(-1)
-        piece = out[first * group_size : last * group_size]
-        piece.copy_(values[: piece.numel()])
+    planes, scale, offset = _split(buffer, where, bits, group_size)
+    for elements, groups in _chunks(numel, group_size, columns):
+        parts = (planes[groups], scale[groups], offset[groups])
+        piece = out[elements]
+        piece.copy_(unpack_groups(*parts, bits, seed, elements.start, dtype, columns)[: piece.numel()])
 
 
 def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
@@ -331,31 +435,42 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
         raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
 
 
-def unpack_groups(planes: Tensor, scale: Tensor, offset: Tensor, bits: int, seed: int, first_group: int) -> Tensor:
-    """Inverse of ``pack_groups``: values [G, group_size] in the dtype of ``offset``."""
+def unpack_groups(
+    planes: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    bits: int,
+    seed: int,
+    first_element: int,
+    dtype: torch.dtype,
+    columns: int = 1,
+) -> Tensor:
+    """Inverse of ``pack_groups``: flat values of ``dtype``, of whole groups."""
+    group_size = 8 * planes.shape[2]
     codes = _bits_of_bytes(planes[:, 0])
     for plane in range(1, bits):
         codes = codes | (_bits_of_bytes(planes[:, plane]) << plane)
-    stored = _bits_of(scale.float()).unsqueeze(1)
-    dither = (stored & 0x10000) != 0
-    step = (stored & -_SCALE_STEP).view(torch.float32)
-    special = torch.signbit(step)
-    low = offset.float().unsqueeze(1)
-    # code * |scale| is exact in float32: 8 bits times 7 bits.
-    values = low + codes.to(torch.float32) * step.abs()
+    codes = to_groups(codes.view(-1), group_size, columns, 0)
+    stored = scale.unsqueeze(1)
+    special, lowest = stored < 0, (stored & 1) != 0
+    step = (stored & 0x7FFE).view(torch.bfloat16).float()
+    low = offset_value(offset.unsqueeze(1), step, dtype)
+    # code * step is exact in float32: 8 bits times 7 bits.
+    values = low + codes.to(torch.float32) * step
     top = 2**bits - 1
     if bits == 1:
-        infinity = torch.where(step == 0, -torch.inf, torch.inf)
+        infinity = torch.where(lowest, torch.inf, -torch.inf)
         values = torch.where(special & (codes == 1), infinity, values)
     else:
         values = torch.where(special & (codes == top - 1), -torch.inf, values)
         values = torch.where(special & (codes == top), torch.inf, values)
     # Dithered: code + 1/2 - noise steps, counted in units of 2^-16 from half a step below the offset.
-    noise = random16(first_group * codes.shape[1], codes.numel(), seed, codes.device).view_as(codes)
+    noise = to_groups(random16(first_element, codes.numel(), seed, codes.device), group_size, columns, 0)
     unit = step * 2.0**-16
     base = low - unit * 32767.5
     units = ((codes << 16) + 65535 - noise).to(torch.float32)
-    return _round_to(torch.where(dither, base + units * unit, values), offset.dtype)
+    values = torch.where(lowest & ~special, base + units * unit, values)
+    return _round_to(from_groups(values, columns), dtype)
 
 
 def pack_mask(x: Tensor) -> Tensor:
@@ -389,7 +504,7 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     """Weighted variance that rounding adds at 1..8 bits: float64 [8].
 
     Entry b - 1 is sum_i weight_i * scale(b)^2 * f_i * (1 - f_i) with f_i the fraction that ``pack`` would round at b
@@ -399,14 +514,15 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
     Args:
         x: flat tensor [N], float32, float16 or bfloat16.
         weight: float32 [N].
+        group_size, columns: as in ``pack``.
     """
     check_format(MIN_BITS, group_size, x.dtype)
     check_flat(x, "x")
     check_weight(weight, x)
+    check_columns(x.numel(), columns)
     totals = torch.zeros(MAX_BITS, dtype=torch.float64, device=x.device)
-    for first, last in _chunks((x.numel() + group_size - 1) // group_size, group_size):
-        piece = slice(first * group_size, last * group_size)
-        totals += _variance_of_groups(x[piece], weight[piece], group_size)
+    for elements, _ in _chunks(x.numel(), group_size, columns):
+        totals += _variance_of_groups(x[elements], weight[elements], group_size, columns)
     return totals
 
 
@@ -419,12 +535,11 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
         )
 
 
-def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int) -> Tensor:
+def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int, columns: int) -> Tensor:
     totals = []
+    weights = to_groups(weight, group_size, columns, 0.0)
     for bits in range(MIN_BITS, MAX_BITS + 1):
-        groups = describe_groups(x, bits, group_size)
-        weights = torch.zeros_like(groups.values)
-        weights.view(-1)[: x.numel()] = weight
+        groups = describe_groups(x, bits, group_size, columns)
         scaled = scaled_values(groups)
         fraction = (scaled & 0xFFFF).double() / 65536
         variance = torch.where(dithered(groups, scaled), 1 / 12, fraction * (1 - fraction))

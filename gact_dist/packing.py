@@ -43,7 +43,7 @@ class Packer:
     """Packs the saved tensors of one model; it learns the size of the batch from the inputs of each forward."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        self._group_size = config.group_size
+        self.group_size = config.group_size
         self._error_bounded = config.compressor == "error-bounded"
         self._per_sample = config.policy == "actnn"
         self.samples: int | None = None
@@ -88,34 +88,42 @@ class Packer:
         """Store a tensor as its bits say: their average where they are for samples and it is not made of samples."""
         if isinstance(bits, tuple) and self.applies_to(tensor):
             units = mixed_widths.ranked(self.keys(tensor), counts_of(bits, self.samples or 1))
-            return codec.pack(tensor, units, seed, self._group_size)
+            return codec.pack(tensor, units, seed, self.group_size)
         width = one_width(bits)
         bounded = self._within_bound(tensor, width, seed) if self._error_bounded and width is not None else None
-        return bounded or codec.pack(tensor, width, seed, self._group_size)
+        return bounded or codec.pack(tensor, width, seed, self.group_size)
 
     def _within_bound(self, tensor: Tensor, width: int, seed: int) -> codec.Packed | None:
         """A tensor's groups at widths of their own, where that takes fewer bytes than one width."""
         if tensor.device.type != "cpu" or not codec.in_parts(tensor):
             return None
         values = codec.stored_values(tensor)
-        size = error_bounded.unit_size(values.numel(), self._group_size)
+        size = error_bounded.unit_size(values.numel(), self.group_size)
         if size is None:
             return None
-        found = error_bounded.group_widths(values, width, size)
+        found = error_bounded.group_widths(values, width, size, codec.columns_of(tensor, size))
         if found is None:
             return None
         packed = codec.pack(tensor, found[0], seed, size)
-        one_width_bytes = packed.nbytes_at(width, self._group_size)
+        one_width_bytes = packed.nbytes_at(width, self.group_size)
         return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
 
     def applies_to(self, tensor: Tensor) -> bool:
         """Whether the samples of a tensor may have widths of their own."""
         return self._per_sample and made_of_samples(tensor, self.samples)
 
+    def columns_of(self, tensor: Tensor) -> int:
+        """By which a tensor is grouped, as codec.columns_of says, or its samples with widths of their own."""
+        columns = codec.columns_of(tensor, self.group_size)
+        if not self.applies_to(tensor):
+            return columns
+        numel = tensor.numel() * (2 if tensor.is_complex() else 1)
+        return mixed_widths.columns_within(numel, self.samples or 1, self.group_size, columns)
+
     def keys(self, tensor: Tensor) -> Tensor:
         """float32 [samples] by which the samples are ranked: about proportional to what rounding each adds to the
         gradient's variance. The tensor must be made of samples."""
-        keys = mixed_widths.squared_ranges(codec.stored_values(tensor), self.samples or 1, self._group_size)
+        keys = mixed_widths.squared_ranges(codec.stored_values(tensor), self.samples or 1, self.group_size)
         sizes = self._gradient_sizes
         if sizes is None or len(sizes) < len(keys):
             return keys

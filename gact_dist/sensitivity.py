@@ -46,6 +46,7 @@ from .handles import Recorded
 from .influence import Influence, disjoint
 from .isolation import untouched
 from .operators import OperatorObserver
+from .packing import Packer
 from .per_sample import Bits, statistics
 from .recomputation import measurable
 from .standins import StandInMode
@@ -126,7 +127,7 @@ def _measure_by_rerun(
         run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})
         # before its backward, which may write into what was saved
-        measured = [(r, _rounding(r.tensor, None, engine.config.group_size)) for r in records if r.compressible]
+        measured = [(r, _rounding(r.tensor, None, engine.packer)) for r in records if r.compressible]
         del loss
         seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
         base = gradients(run(seeds)[0])
@@ -154,11 +155,11 @@ def _from_change(
     return _sensitivity(record, variance, by_perturbation=True, samples=samples)
 
 
-def _rounding(tensor: Tensor, weight: Tensor | None, group_size: int) -> Tensor:
+def _rounding(tensor: Tensor, weight: Tensor | None, packer: Packer) -> Tensor:
     """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    return ops.rounding_variance(values, weights, group_size).cpu()
+    return ops.rounding_variance(values, weights, packer.group_size, packer.columns_of(tensor)).cpu()
 
 
 def _sensitivity(
@@ -185,7 +186,6 @@ class _Probe:
     def __init__(self, loss: Tensor, records: Sequence[Recorded], engine: Engine, seed: int) -> None:
         self.loss = loss
         self.records = records
-        self.group_size = engine.config.group_size
         self.operating_bits = engine.bits_of
         self.packer = engine.packer
         self.average_bits = engine.config.bits or 0.0
@@ -275,7 +275,7 @@ class _Probe:
 
     def _by_rule(self, record: Recorded, square: Tensor) -> Sensitivity:
         weight = _seen_through(record, square)
-        rounding = _rounding(record.tensor, weight, self.group_size)
+        rounding = _rounding(record.tensor, weight, self.packer)
         return _sensitivity(record, rounding, by_perturbation=False, samples=self._samples(record, weight))
 
     def _samples(self, record: Recorded, weight: Tensor | None = None) -> NDArray[np.float64] | None:
@@ -288,7 +288,8 @@ class _Probe:
             return statistics(keys, None, average_bits)
         values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
         pairs = zip(values, weights, strict=True)
-        variance = [ops.rounding_variance(x, w, self.group_size)[_SAMPLE_BITS - 1] for x, w in pairs]
+        form = self.packer.group_size, self.packer.columns_of(tensor)
+        variance = [ops.rounding_variance(x, w, *form)[_SAMPLE_BITS - 1] for x, w in pairs]
         return statistics(keys, torch.stack(variance).cpu().numpy(), average_bits)
 
     def perturb(self, names: Collection[str] | None = None) -> list[Sensitivity]:
@@ -309,7 +310,7 @@ class _Probe:
                 for record in group:
                     own = [k for k in range(len(self.leaves)) if influence.moved[record] >> k & 1]
                     change[record] = square_distance([moved[k] for k in own], [base[k] for k in own])
-        roundings = [_rounding(record.tensor, None, self.group_size) for record in wanted]
+        roundings = [_rounding(record.tensor, None, self.packer) for record in wanted]
         return [
             _from_change(record, change[record], rounding, self._samples(record))
             for record, rounding in zip(wanted, roundings, strict=True)

@@ -22,6 +22,7 @@ def special_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     cases["signed zeros"] = torch.where(base > 0, 0.0, -0.0).to(dtype)
     cases["subnormal"] = (torch.arange(2048) % 7).to(dtype) * smallest
     cases["largest"] = base.clone().fill_(info.max)
+    cases["lowest"] = base.clone().fill_(info.min)
     cases["whole range"] = torch.where(base > 0, info.max, info.min).to(dtype)
     cases["mask"] = torch.where(base > 0, 0.0, info.min).to(dtype)
     cases["near the top"] = (info.max * (1 - base.float().abs() / 100)).to(dtype)

@@ -227,7 +227,8 @@ def test_any_operator_is_compressed_and_only_samples_have_widths_of_their_own():
         loss_fn(batch).backward()
     plan = {name.split(":")[-1].split("@")[0]: bits for name, bits in gact.plan.items()}
     assert isinstance(plan["Softmax"], tuple)
-    assert isinstance(plan["UnsafeView"], tuple)  # [batch * length, channels]
+    flattened = [bits for name, bits in gact.plan.items() if "UnsafeView" in name]  # [batch * length, channels]
+    assert any(isinstance(bits, tuple) for bits in flattened)
     assert isinstance(plan["Exp"], int)  # [length, batch, channels] in memory
     assert isinstance(plan["Tanh"], int)  # as many rows as there are entries in a table
     compressible = [row for row in gact.report().rows if row.name in gact.plan]

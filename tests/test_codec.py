@@ -126,21 +126,59 @@ def test_gaps_are_neither_read_nor_stored() -> None:
     x = base[:, :8]
     packed = codec.pack(x, bits=8)
     assert bool(torch.isfinite(codec.unpack(packed)).all())
-    assert packed.nbytes == ops_reference.sections(512, 8, 256, torch.float32).total_bytes
+    assert packed.nbytes == ops_reference.sections(512, 8, codec.DEFAULT_GROUP_SIZE).total_bytes
 
 
 def test_an_expanded_tensor_stores_its_base_only() -> None:
     x = random_tensor(512, 1).expand(512, 1000)
-    assert codec.pack(x, bits=4).nbytes == ops_reference.sections(512, 4, 256, torch.float32).total_bytes
+    assert codec.pack(x, bits=4).nbytes == ops_reference.sections(512, 4, codec.DEFAULT_GROUP_SIZE).total_bytes
     assert codec.pack(x, bits=None).nbytes == 512 * 4
+
+
+def test_columns_are_the_channels_where_the_shape_tells_of_any() -> None:
+    tokens, image = random_tensor(8, 64, 96), random_tensor(8, 64, 12, 12)
+    heads = tokens.view(8, 64, 3, 32).transpose(1, 2)
+    expected = [
+        (tokens, 96),
+        (tokens.view(512, 96), 96),
+        (tokens.view(512, 96).t(), 96),
+        (tokens.transpose(0, 1), 96),
+        (tokens[:, 1:, :64], 64),  # gathered before it is packed
+        (heads, 96),  # side by side in memory
+        (heads.transpose(2, 3), 96),
+        (image.to(memory_format=torch.channels_last), 64),
+        (image, 1),
+        (heads.contiguous(), 1),  # nothing tells it from images
+        (tokens[:1, :60], 1),  # less than a group of rows
+        (tokens.view(1024, 48), 1),  # not a multiple of 32
+        (tokens.reshape(-1), 1),
+        (tokens[:, :, :1].expand(8, 64, 96), 1),
+        (torch.complex(tokens, tokens), 192),
+    ]
+    for tensor, columns in expected:
+        assert codec.columns_of(tensor, 64) == columns, (tensor.shape, tensor.stride())
+        packed = codec.pack(tensor, bits=8, group_size=64)
+        assert packed.columns == columns
+        decoded = codec.unpack(packed)
+        assert decoded.stride() == tensor.stride()
+        assert float((decoded - tensor).abs().max()) <= 2**0.5 * 10 / 255 * (1 + 2**-6)
+        assert torch.equal(
+            codec.from_tensors(*codec.to_tensors(packed), tensor.dtype, tensor.shape, tensor.stride()), decoded
+        )
+
+
+def test_a_channel_of_its_own_scale_is_rounded_by_its_own_scale() -> None:
+    x = random_tensor(4, 128, 64) * torch.logspace(-4, 4, 64)
+    errors = (codec.unpack(codec.pack(x, bits=8, group_size=128)) - x).abs().amax((0, 1))
+    assert bool((errors <= x.abs().amax((0, 1)) * 2 / 255 * (1 + 2**-6)).all())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nbytes_is_bits_and_one_scale_and_offset_for_each_group(bits: int, dtype: torch.dtype) -> None:
     x = random_tensor(64, 1024, dtype=dtype)
-    groups = x.numel() // 256
-    assert codec.pack(x, bits=bits).nbytes == x.numel() * bits // 8 + groups * (2 + dtype.itemsize)
+    groups = x.numel() // codec.DEFAULT_GROUP_SIZE
+    assert codec.pack(x, bits=bits).nbytes == x.numel() * bits // 8 + groups * (2 + 2)
 
 
 def test_float64_goes_through_float32() -> None:
@@ -227,7 +265,7 @@ def test_fake_tensors_of_more_than_32_bits_of_elements() -> None:
         packed = codec.pack(x, 2)
         decoded = codec.unpack(packed)
         assert (decoded.shape, decoded.stride()) == (x.shape, x.stride())
-        assert packed.nbytes == ops_reference.sections(3 * 2**32, 2, 256, torch.bfloat16).total_bytes
+        assert packed.nbytes == ops_reference.sections(3 * 2**32, 2, codec.DEFAULT_GROUP_SIZE).total_bytes
 
 
 def test_user_mistakes_say_what_to_do() -> None:

@@ -106,9 +106,21 @@ def test_emulated_kernels_read_and_write_unaligned_memory(kernels: None, dtype: 
     assert float(out[0]) == float(out[-1]) == 7  # nothing beside it was written
 
 
+def test_columns_are_refused() -> None:
+    x = random_tensor(64 * 32, torch.float32)
+    buffer = reference.pack(x, 4, 64, 0, 32)
+    for call in (
+        lambda: cuda.pack(x, 4, 64, 0, 32),
+        lambda: cuda.unpack(buffer, 4, 64, x.numel(), x.dtype, 0, 32),
+        lambda: cuda.rounding_variance(x, x, 64, 32),
+    ):
+        with pytest.raises(ValueError, match="columns is 32, expected 1"):
+            call()
+
+
 def test_a_packed_buffer_that_is_not_aligned_is_refused() -> None:
     x = random_tensor(256, torch.float32)
-    total_bytes = reference.sections(256, 4, 256, torch.float32).total_bytes
+    total_bytes = reference.sections(256, 4, 256).total_bytes
     buffer = torch.zeros(total_bytes + 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 4 bytes"):
         cuda.pack_out(x, 4, 256, 0, buffer[1 : 1 + total_bytes])

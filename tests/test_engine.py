@@ -66,8 +66,8 @@ def test_retained_bytes_are_the_derived_ones():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     x = torch.randn(256, 64)
     _, report = rows_of(lambda: model(x).sum(), model, bits=3)
-    # 64 groups of 256 elements: 3 planes of 32 bytes, a bfloat16 scale and a float32 offset for each group
-    assert report.retained_bytes == 3 * 64 * (3 * 32 + 2 + 4)
+    # 128 groups of 128 elements: 3 planes of 16 bytes, a scale and an offset of two bytes for each group
+    assert report.retained_bytes == 3 * 128 * (3 * 16 + 2 + 2)
     assert report.ratio == pytest.approx(report.exact_bytes / report.retained_bytes)
 
 
@@ -155,7 +155,7 @@ def test_overlapping_views_store_their_base_where_that_is_smaller():
             loss = forward()
         sizes.append(gact.report().retained_bytes)
     # five windows of 30 rows store 150 rows, their base 40: from the second step on the base is stored
-    one_row = 64 * (8 / 8) + 64 / 256 * 6
+    one_row = 64 * (8 / 8) + 64 / 128 * 4
     assert sizes[1] == sizes[2] == pytest.approx(40 * one_row)
     expected = torch.autograd.grad(forward(), x)[0]
     (gradient,) = torch.autograd.grad(loss, x)

@@ -100,7 +100,7 @@ def test_the_noise_is_unbiased():
 
 def test_a_plan_is_respected_and_changed_without_compiling_anew():
     model = compiled("blocks")
-    config = Config(bits=3, min_numel=16, adapt_interval=2, adapt_tolerance=0, compile_hooks="inlined")
+    config = Config(bits=4, min_numel=16, adapt_interval=2, adapt_tolerance=0, compile_hooks="inlined")
     gact = gact_dist.attach(model, config=config)
     plans = []
     for _ in range(4):

@@ -43,7 +43,7 @@ def test_the_payload_is_what_one_width_makes_of_its_units(isa: str, dtype: torch
         assert torch.equal(raw(decoded[rows].view(-1)), raw(values))
         start += (len(expected) + 3) // 4 * 4
     assert not decoded[3].any()
-    assert packed.nbytes == start == mixed_widths.total_bytes(units_of(widths).counts, x.numel(), 128, dtype)
+    assert packed.nbytes == start == mixed_widths.total_bytes(units_of(widths).counts, x.numel(), 128)
     assert packed.average_bits == sum(widths) / 7
 
 
@@ -140,7 +140,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         keys = mixed_widths.squared_ranges(codec.stored_values(x), 8, 256)
         packed = codec.pack(x, mixed_widths.ranked(keys, counts), SEED)
         assert codec.unpack(packed).shape == x.shape
-    assert packed.nbytes == mixed_widths.total_bytes(counts, 3200, 256, torch.float32)
+    assert packed.nbytes == mixed_widths.total_bytes(counts, 3200, codec.DEFAULT_GROUP_SIZE)
 
 
 def test_user_mistakes_say_what_was_got_and_expected() -> None:

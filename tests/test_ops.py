@@ -12,7 +12,7 @@ from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gact_dist import ops
+from gact_dist import codec, ops
 from gact_dist import ops_reference as reference
 
 DTYPES = reference.PACK_DTYPES
@@ -67,6 +67,57 @@ def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: 
             assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
 
 
+# Rows and columns: short last blocks, rows that begin within 64 elements, a single row, none.
+ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32))
+
+
+def column_tensors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    plain = random_tensor(rows * columns, dtype) * torch.logspace(-2, 2, columns).to(dtype).repeat(rows)
+    cases = {"plain": plain}
+    if rows > 64:
+        rare = plain.clone().view(rows, columns)
+        rare[:, 1], rare[40, 2], rare[:, 3] = 1.5, torch.nan, rare[:, 3].abs() + 1
+        rare[3::5, 4], rare[4::5, 4], rare[7::9, 5], rare[::2, 6] = torch.inf, -torch.inf, torch.inf, 0.0
+        rare[:, 7] = torch.where(rare[:, 7] > 0, 0.5, -torch.inf)
+        rare[:, 8], rare[:, 9] = torch.finfo(dtype).max, torch.finfo(dtype).min
+        rare[:, 10] = torch.where(rare[:, 10] > 0, torch.finfo(dtype).max, torch.finfo(dtype).min)
+        rare[-1, -1] = torch.inf
+        cases["rare values"] = rare.view(-1)
+    return cases
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
+def test_native_columns_are_those_of_the_reference(
+    isa: str, dtype: torch.dtype, group_size: int, rows: int, columns: int
+) -> None:
+    weight = torch.rand(rows * columns, generator=torch.Generator().manual_seed(2))
+    for name, x in column_tensors(rows, columns, dtype).items():
+        for bits in (1, 2, 3, 5, 8):
+            expected = reference.pack(x, bits, group_size, SEED, columns)
+            assert torch.equal(ops.pack(x, bits, group_size, SEED, columns), expected), (name, bits)
+            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
+            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
+            assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
+        variance = ops.rounding_variance(x, weight, group_size, columns)
+        torch.testing.assert_close(
+            variance, reference.rounding_variance(x, weight, group_size, columns), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_columns_read_and_write_unaligned_memory_and_stream_large_outputs(isa: str, dtype: torch.dtype) -> None:
+    rows = (20 << 20) // dtype.itemsize // 96
+    x = random_tensor(rows * 96 + 1, dtype)[1:]
+    packed = ops.pack(x.clone(), 3, 128, SEED, 96)
+    assert torch.equal(ops.pack(x, 3, 128, SEED, 96), packed)
+    wanted = ops.unpack(packed, 3, 128, x.numel(), dtype, SEED, 96)
+    for out in (torch.empty(x.numel() + 1, dtype=dtype)[1:], torch.empty(x.numel(), dtype=dtype)):
+        ops.unpack_out(packed, 3, 128, x.numel(), dtype, SEED, out, 96)
+        assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_reads_and_writes_unaligned_memory(isa: str, dtype: torch.dtype) -> None:
     x = random_tensor(5001, dtype)[1:]
@@ -105,7 +156,10 @@ def test_pack_does_not_depend_on_the_number_of_threads(isa: str) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append((ops.pack(x, 3, 64, SEED), ops.rounding_variance(x, weight, 64), ops.pack_mask(x > 0)))
+            rows = ops.pack(x[:299_904], 3, 64, SEED, 96)  # 3124 rows
+            variance = ops.rounding_variance(x[:299_904], weight[:299_904], 64, 96)
+            results.append((ops.pack(x, 3, 64, SEED), ops.rounding_variance(x, weight, 64), rows, variance))
+            results[-1] += (ops.unpack(rows, 3, 64, 299_904, x.dtype, SEED, 96), ops.pack_mask(x > 0))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -167,7 +221,7 @@ def test_fake_tensors_have_the_size_of_huge_results() -> None:
     with FakeTensorMode():
         x = torch.empty(numel, dtype=torch.bfloat16)
         buffer = ops.pack(x, 4, 256, 1)
-        assert buffer.numel() == reference.sections(numel, 4, 256, torch.bfloat16).total_bytes
+        assert buffer.numel() == reference.sections(numel, 4, 256).total_bytes
         assert ops.unpack(buffer, 4, 256, numel, torch.bfloat16, SEED).shape == (numel,)
         assert ops.pack_mask(x).numel() == (numel + 7) // 8
 
@@ -185,6 +239,11 @@ def test_wrong_arguments_raise(native: bool) -> None:
         lambda: module.pack(x.view(16, 16), 4, 256, 0),
         lambda: module.pack(x[::2], 4, 256, 0),
         lambda: module.pack_out(x, 4, 256, 0, buffer[1:]),
+        lambda: module.pack(x, 4, 256, 0, 0),
+        lambda: module.pack(x, 4, 256, 0, 16),
+        lambda: module.pack(x, 4, 256, 0, 96),
+        lambda: module.unpack(buffer, 4, 256, 256, torch.float32, SEED, 64),
+        lambda: module.rounding_variance(x, x, 256, 48),
         lambda: module.unpack(buffer, 3, 256, 256, torch.float32, SEED),
         lambda: module.unpack(buffer, 4, 256, 256, torch.int32, SEED),
         lambda: module.unpack_out(buffer, 4, 256, 256, torch.float32, SEED, torch.empty(255)),
@@ -212,7 +271,7 @@ print(ops.isa(), at_import, len(ours), packed.payload.numpy().tobytes().hex())
 """
     environment = os.environ | {"GACT_DIST_ISA": "reference"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    expected = ops.pack(torch.arange(1000, dtype=torch.float32), 3, 256, 9)
+    expected = ops.pack(torch.arange(1000, dtype=torch.float32), 3, codec.DEFAULT_GROUP_SIZE, 9)
     assert result.stdout.split() == ["reference", "0", "1", expected.numpy().tobytes().hex()]
 
 

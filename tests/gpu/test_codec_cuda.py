@@ -144,14 +144,13 @@ def test_elements_beyond_32_bits_are_numbered_right() -> None:
     tail = random_tensor(numel - first * group_size, torch.bfloat16)
     x[first * group_size :] = tail.to(DEVICE)
     buffer = ops.pack(x, bits, group_size, SEED)
-    planes, scale, offset = reference._split(
-        buffer, reference.sections(numel, bits, group_size, x.dtype), bits, group_size, x.dtype
-    )
+    planes, scale, offset = reference._split(buffer, reference.sections(numel, bits, group_size), bits, group_size)
     stored = [part[first:].cpu() for part in (planes, scale, offset)]
-    for part, expected in zip(stored, reference.pack_groups(tail, bits, group_size, SEED, first), strict=True):
+    start = first * group_size
+    for part, expected in zip(stored, reference.pack_groups(tail, bits, group_size, SEED, start), strict=True):
         assert torch.equal(raw(part), raw(expected))
-    decoded = ops.unpack(buffer, bits, group_size, numel, x.dtype, SEED)[first * group_size :]
-    wanted = reference.unpack_groups(*stored, bits, SEED, first).view(-1)[: tail.numel()]
+    decoded = ops.unpack(buffer, bits, group_size, numel, x.dtype, SEED)[start:]
+    wanted = reference.unpack_groups(*stored, bits, SEED, start, x.dtype)[: tail.numel()]
     assert torch.equal(decoded.cpu(), wanted)
 
 
