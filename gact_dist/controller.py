@@ -1,6 +1,5 @@
 """The handle that a user holds: composes engine, sensitivity, allocation and agreement, and keeps the schedule."""
 
-import json
 import logging
 import math
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import sync
+from . import state_text, sync
 from .adaptation import Adaptation, Adapter
 from .batches import first_samples
 from .compiled import has_compiled_parts
@@ -30,9 +29,7 @@ from .wrappers import sharding, tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
 _default_level = "L2"
-_STATE = "gact_dist"  # the one key of state_dict()
 _LONGEST_INTERVAL = 8  # in adapt_intervals
-_STATE_KEYS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter"}
 
 _installed: set["Controller"] = set()
 """Controllers whose hooks are on: one that the user drops must not take some other hook off when it is collected."""
@@ -85,6 +82,8 @@ class Controller:
         tensor_parallel = tensor_parallel_groups(model)
         data_parallel = _data_parallel(process_group, tensor_parallel)
         self._groups = [*data_parallel, *tensor_parallel]
+        sharing = math.prod(sync.world_size(group) for group in self._groups)
+        self._state_key = state_text.key_of(model, shared_by_all=sharing == sync.world_size())
         rank = sync.rank(*data_parallel) if data_parallel else 0
         self._engine = None
         if self.config.policy != "off":
@@ -347,12 +346,13 @@ class Controller:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.
 
         It is one value because torch.distributed.checkpoint loads only keys that the loading side has already, and the
-        names of a plan are not known there. Under follow(), what was observed for an adaptation that is due in the next
-        step is dropped, for it is not part of the state: this run and a resumed one both observe the next forward and
-        adapt a step later.
+        names of a plan are not known there. Where only some ranks hold these modules, as those of a pipeline stage do,
+        a number behind the key stands for the modules' names. Under follow(), what was observed for an adaptation that
+        is due in the next step is dropped, for it is not part of the state: this run and a resumed one both observe the
+        next forward and adapt a step later.
         """
         self._observation = None
-        state = {
+        fields = {
             "config": self.config.to_dict(),
             "step": self._step,
             "adapted_at": self._adapted_at,
@@ -362,11 +362,14 @@ class Controller:
             "engine": self._engine.state_dict() if self._engine is not None else {},
             "adapter": self._adapter.state_dict() if self._adapter is not None else {},
         }
-        return {_STATE: json.dumps(state)}
+        return state_text.write(self._state_key, fields)
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
-        """Go on from a state_dict(), at the same or another world size. Raises ValueError for anything else."""
-        loaded = _read(state)
+        """Go on from a state_dict(), at the same or another world size.
+
+        Raises ValueError for anything else, and for a state of other modules, such as those of another pipeline stage.
+        """
+        loaded = state_text.read(state, self._state_key, self._model)
         self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
         self._plan = plan_from(loaded["plan"], shares=self.config.policy == "actnn")
         self._sensitivity = loaded["sensitivity"]
@@ -396,19 +399,6 @@ class Controller:
     def _expect_not_detached(self, what: str) -> None:
         if self._state is Lifecycle.DETACHED:
             raise RuntimeError(f"{what} on a controller that was detached: call gact_dist.attach(model) for a new one")
-
-
-def _read(state: Any) -> dict[str, Any]:
-    """What state_dict() put into its one value; ValueError for anything else."""
-    text = state.get(_STATE) if isinstance(state, Mapping) else None
-    try:
-        loaded = json.loads(text) if isinstance(text, str) else None
-    except json.JSONDecodeError:
-        loaded = None
-    if not isinstance(loaded, dict) or set(loaded) != _STATE_KEYS:
-        got = f"keys {sorted(state)}" if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"state holds {got}, expected {{{_STATE!r}: ...}}: pass what state_dict() returned")
-    return loaded
 
 
 def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:

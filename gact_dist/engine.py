@@ -6,7 +6,6 @@ Nothing else in the package touches saved_tensors_hooks. For the lifetime of wha
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import codec, inlined
 from .block_inputs import BlockInputs
+from .checkpoint_closures import Bypassing, told_of_checkpoints
 from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts, running_region
 from .config import Config
 from .footprint import Footprint
@@ -28,7 +28,7 @@ from .operators import OperatorObserver, Role
 from .packing import Packer
 from .per_sample import Bits
 from .policies import policy_of
-from .recomputation import in_backward, keyword_tensors, refuse_inside_checkpoint, watch_selective
+from .recomputation import in_backward, refuse_inside_checkpoint
 from .rounding_keys import RoundingKeys
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
@@ -63,6 +63,7 @@ class Engine:
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
+        self._bypassing = Bypassing(self._parameters, self._namer, self.ledger, self._memory_of)
         self._keys = RoundingKeys(config.seed, rank)
         self.packer = Packer(model, config)
 
@@ -100,7 +101,8 @@ class Engine:
         # a compiled region is compiled anew under a function mode, and shows it no operator
         if self._observe_next and self.config.policy != "exact" and not self._namer.scope.compiled:
             observer = OperatorObserver(self._blocks.note_discrete)
-        with self._observed(observer), self._saved_tensors_hooks():
+        told = told_of_checkpoints(self._bypassing.note)
+        with self._observed(observer), told, self._saved_tensors_hooks():
             try:
                 yield
             finally:
@@ -223,9 +225,9 @@ class Engine:
         self._region = compiled_region(frame)
         self._blocks.look(frame)
         if self._blocks.call is not None:
-            watch_selective(frame, self._account_kept)
+            self._bypassing.add_held(self._blocks.call)
             if tensor.is_floating_point() and self.config.policy != "exact":
-                return self._pack_block_input(self._blocks.call, tensor, memory)
+                return self._pack_block_input(tensor, memory)
         own_relu_save = self.config.policy != "exact" and is_own_relu_save(tensor, memory)
         if own_relu_save:
             memory.relu_versions.add(tensor._version)
@@ -264,11 +266,9 @@ class Engine:
         self.ledger.add(tensor, name, memory, packed)
         return packed
 
-    def _pack_block_input(self, call: FrameType, tensor: Tensor, memory: Memory) -> Any:
+    def _pack_block_input(self, tensor: Tensor, memory: Memory) -> Any:
         """An input of a checkpointed block: a twin that is stored already may be rounded only where it may be."""
         name = self._namer.block_input()
-        for keyword, kept in keyword_tensors(call).items():
-            self._account_bypassing(kept, f"{name} (keyword {keyword})")
         known = name in self._roles or self._records is None
         role = self._role(tensor, name)
         twin = find(tensor, memory) if known and role is Role.ACTIVATION else None
@@ -392,15 +392,6 @@ class Engine:
             handle.replacement = codec.unpack(self.packer.pack(tensor, *self._rounded[name]))
         records.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
-
-    def _account_bypassing(self, tensor: Tensor, name: str) -> None:
-        """Report what a checkpoint keeps exactly, out of reach of hooks."""
-        memory = self._memory_of(tensor)
-        if type(tensor) is Tensor and not memory.seen_bytes and not self._parameters.is_parameter(tensor, None):
-            self.ledger.add(tensor, name, memory, tensor)
-
-    def _account_kept(self, tensor: Tensor, operator: str) -> None:
-        self._account_bypassing(tensor, self._namer.kept_by_policy(operator))
 
 
 def _unpack(handle: Any) -> Tensor:

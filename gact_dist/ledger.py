@@ -56,7 +56,10 @@ class Ledger:
             kind, retained = "exact", host_bytes
         elif isinstance(payload, Tensor):
             kind = "exact"
-            retained = (0 if memory.aliased else memory.seen_bytes) if tensor.grad_fn is not None else new_bytes
+            if tensor.grad_fn is not None:
+                retained = 0 if memory.aliased else memory.seen_bytes
+            else:  # what was seen before may have been encoded
+                retained = new_bytes if memory.aliased else min(whole, own)
             memory.aliased = True
         else:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits

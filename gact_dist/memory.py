@@ -16,7 +16,9 @@ _VIEW_FRACTION = 4
 class Memory:
     """What a step knows of one storage."""
 
-    __slots__ = ("aliased", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak")
+    __slots__ = (
+        "aliased", "bypassing", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak",
+    )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.weak = StorageWeakRef(storage)  # pins the address, not the memory: no other storage can take it
@@ -26,6 +28,7 @@ class Memory:
         self.first_partial = ""
         self.seen_bytes = 0
         self.aliased = False
+        self.bypassing: set[tuple[int, int]] = set()  # (offset, span) of what checkpoints keep past all hooks
 
 
 def find(tensor: Tensor, memory: Memory) -> View | None:

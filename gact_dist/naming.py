@@ -119,8 +119,8 @@ class Namer:
         path = self.scope.stack[-1][0] if self.scope.stack else None
         return self._numbered(path, "BlockInput", call_site())
 
-    def kept_by_policy(self, operator: str) -> str:
-        """The name of what a selective checkpoint keeps of an operator that is running right now."""
+    def bypassing(self, operator: str) -> str:
+        """The name of what a checkpoint keeps past all hooks, of a call or an operator that is running right now."""
         return self._numbered(self.scope.stack[-1][0] if self.scope.stack else None, operator, call_site())
 
     def name(self, tensor: Tensor, region: nn.Module | None = None) -> str:

@@ -40,10 +40,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def inside_checkpoint() -> bool:
+    """Whether the function of a non-reentrant checkpoint is running: its hooks are the innermost then."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and getattr(top[0], "__module__", "") == torch_checkpoint.__name__
+
+
 def refuse_inside_checkpoint() -> None:
     """Raise RuntimeError where hooks opened now would defeat a checkpoint. See [Note: nesting]."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    inside = top is not None and getattr(top[0], "__module__", "") == torch_checkpoint.__name__
+    inside = inside_checkpoint()
     if inside or in_backward():
         where = (
             "inside a checkpointed function" if inside else "while a backward pass recomputes a checkpointed function"
@@ -84,6 +89,14 @@ def running_checkpoints() -> list[int]:
     return found
 
 
+def checkpoint_call(frame: FrameType) -> FrameType | None:
+    """The call of checkpoint() that a frame belongs to."""
+    caller: FrameType | None = frame
+    while caller is not None and not _is_checkpoint_call(caller):
+        caller = caller.f_back
+    return caller
+
+
 def _is_checkpoint_call(frame: FrameType) -> bool:
     return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
 
@@ -96,11 +109,6 @@ def recomputing() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def keyword_tensors(call: FrameType) -> dict[str, Tensor]:
-    """Tensors that a checkpoint() call was given by keyword: its closure keeps them, past all hooks."""
-    return {name: value for name, value in call.f_locals.get("kwargs", {}).items() if isinstance(value, Tensor)}
 
 
 class _WatchedPolicy:

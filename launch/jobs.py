@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -90,9 +89,11 @@ def read_ds_config(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"--deepspeed {file} does not exist, expected a JSON file such as configs/deepspeed/zero2.json"
         )
+    import hjson  # what DeepSpeed reads it with
+
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        return hjson.loads(file.read_text())
+    except hjson.HjsonDecodeError as error:
         raise UsageError(f"--deepspeed {file} is not JSON ({error}): mend the file") from error
 
 

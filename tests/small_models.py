@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -72,6 +73,36 @@ class SmallCNN(nn.Module):
 def cnn(seed: int = 0, batch: int = 16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(seed)
     return SmallCNN(), (torch.randn(batch, 1, 16, 16), torch.randint(0, 10, (batch,)))
+
+
+class Routed(nn.Module):
+    """A mixture of two experts that sends each token to the one its router prefers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(64, 2), nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.router(x).softmax(-1)
+        choice = gates.argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().squeeze(-1)
+            out = out.index_add(0, rows, gates[rows, number, None] * torch.tanh(expert(x[rows])))
+        return x + out
+
+
+class Mixture(nn.Module):
+    """[tokens, 64] -> [tokens, 64]: a block that routes and one that does not, each under a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.routed, self.plain = nn.Linear(64, 64), Routed(), nn.Linear(64, 64)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.routed, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
+        return checkpoint(self.plain, x, use_reentrant=self.reentrant)
 
 
 def mlp(seed: int = 0, batch: int = 64, width: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import transformers
-from small_models import TinyGPT, loss_of
+from small_models import Mixture, TinyGPT, loss_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
 from gact_dist import Config, codec
@@ -111,31 +113,16 @@ def test_a_step_inside_a_checkpoint_is_refused(reentrant):
         checkpoint(block, x, use_reentrant=reentrant).sum().backward()
 
 
-class Routed(nn.Module):
-    """A mixture of two experts that sends each token to the one its router prefers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(64, 2), nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        choice = self.router(x).argmax(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (choice == number).nonzero().squeeze(-1)
-            out = out.index_add(0, rows, torch.tanh(expert(x[rows])))
-        return x + out
-
-
-class Mixture(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.routed, self.plain = nn.Linear(64, 64), Routed(), nn.Linear(64, 64)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.routed, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
-        return checkpoint(self.plain, x, use_reentrant=self.reentrant)
+@ANY_MODE
+@pytest.mark.parametrize("config", [UNIFORM, Config(bits=4, min_numel=16)], ids=["uniform", "gact"])
+def test_following_a_module_inside_a_checkpoint_is_refused(reentrant, config):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    gact = gact_dist.attach(model, config=config).follow()
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Open the step around the checkpoint instead"):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    gact.detach()
+    checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
 
 @ANY_MODE
@@ -156,35 +143,121 @@ def test_inputs_of_a_routing_block_stay_exact(reentrant, policy):
     assert codecs == ["exact", "quantised"]  # the first beside what tanh saves of the same tensor, rounded
 
 
-def test_tensors_given_by_keyword_are_reported():
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
+def joined(x: Tensor, given: object = None, *, weight: Tensor, **rest: object) -> Tensor:
+    """Of x @ weight and the sum of all other tensors that it is given, wherever."""
+    return torch.tanh(x @ weight + sum(leaf for leaf in tree_leaves((given, rest)) if isinstance(leaf, Tensor)))
 
-        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-            return checkpoint(self._run, x, bias=bias, use_reentrant=False)
 
-        def _run(self, x: Tensor, bias: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x) + bias)
+def joined_pair(given: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+    return joined(*given, weight=weight)
 
-    model = Keyword()
-    gact = gact_dist.attach(model, config=UNIFORM)
-    x, bias = torch.randn(256, 64, requires_grad=True), torch.randn(256, 64)
+
+def closing_over(weight: Tensor, bias: Tensor):
+    def inner(x: Tensor) -> Tensor:
+        return joined(x, bias, weight=weight)
+
+    return lambda x: inner(x)
+
+
+class Given(nn.Module):
+    """One checkpoint that is given its tensors in some way: way(checkpoint of a mode, x, bias, weight)."""
+
+    def __init__(self, way, reentrant: bool) -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.eye(64)), way
+        self.run = partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return self.way(self.run, x * 1.0, bias, self.weight)
+
+
+def held(way, reentrant: bool, config: Config, bias: Tensor) -> list[tuple[str, str, int]]:
+    """(what it was given as, codec, bytes) of what a step's report says a checkpoint kept past the hooks."""
+    model, x = Given(way, reentrant), torch.randn(256, 64, requires_grad=True)
+    gact = gact_dist.attach(model, config=config)
     with gact.step():
-        out = model(x * 1.0, bias)
-    held = [row for row in gact.report().rows if "keyword bias" in row.name]
-    assert [(row.codec, row.bytes) for row in held] == [("exact", bias.nbytes)]
+        out = model(x, bias)
     out.sum().backward()
+    rows = [(re.match(r":BlockInput \((.*)\)@", row.name), row) for row in gact.report().rows]
+    return [(match[1], row.codec, row.bytes) for match, row in rows if match]
 
 
-def test_what_a_selective_checkpoint_keeps_is_reported():
-    kept_operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+@ANY_MODE
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ("argument 1[0]", lambda run, x, b, w: run(partial(joined, weight=w), x, (b, None))),
+        ("argument 1['b'][0]", lambda run, x, b, w: run(partial(joined, weight=w), x, {"b": [b]})),
+        ("partial b", lambda run, x, b, w: run(partial(partial(joined, b=b), weight=w), x)),
+        ("closure bias", lambda run, x, b, w: run(closing_over(w, b), x)),
+    ],
+    ids=["tuple", "dict", "partial", "closure"],
+)
+def test_tensors_that_a_checkpoint_keeps_past_the_hooks_are_reported(given, way, reentrant):
+    bias = torch.randn(256, 64)
+    for config in (UNIFORM, Config(policy="exact")):
+        assert held(way, reentrant, config, bias) == [(given, "exact", bias.nbytes)]
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        (["keyword b"], lambda run, x, b, w: run(joined, x, b=b, weight=w)),
+        (["keyword b[0]"], lambda run, x, b, w: run(joined, x, b=[b], weight=w)),
+        (["keyword x", "keyword b"], lambda run, x, b, w: run(joined, x=x, b=b, weight=w)),
+        (["argument 0[0]", "argument 0[1]"], lambda run, x, b, w: run(joined_pair, (x, b), weight=w)),
+    ],
+    ids=["keyword", "keyword list", "keywords only", "no positional tensor"],
+)
+def test_tensors_given_by_keyword_are_reported(given, way):
+    """Only a non-reentrant checkpoint takes keywords, or keeps anything where no argument is a tensor."""
+    bias = torch.randn(256, 64)
+    for config in (UNIFORM, Config(policy="exact")):
+        assert held(way, False, config, bias) == [(name, "exact", bias.nbytes) for name in given]
+
+
+def test_a_keyword_counts_beside_what_was_rounded_of_it():
+    """tanh's own result is stored in 4 bits, and checkpoint keeps it exactly: both are retained."""
+    bias = torch.randn(256, 64, requires_grad=True)
+    found = held(lambda run, x, b, w: run(joined, x, b=torch.tanh(b), weight=w), False, UNIFORM, bias)
+    assert found == [("keyword b", "exact", bias.nbytes)]
+
+
+@ANY_MODE
+def test_what_a_layer_of_transformers_is_given_by_keyword_is_reported(reentrant):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=37))
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    gact = gact_dist.attach(llama.train(), config=UNIFORM)
+    tokens = torch.randint(0, 37, (8, 32))
+    with gact.step():
+        loss = llama(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    rows = {row.name.split(":BlockInput ")[-1].split("@")[0]: row for row in gact.report().rows}
+    for part in (0, 1):  # cosine and sine, which all layers share
+        row = rows[f"(partial position_embeddings[{part}])"]
+        assert (row.codec, row.shape, row.bytes) == ("exact", (1, 32, 16), 4 * 32 * 16)
+
+
+KEPT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def policy_of_attention(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def says_whether(context: object, operator: object, *args: object, **kwargs: object) -> bool:
+    return operator == KEPT
+
+
+@pytest.mark.parametrize("kept", [[KEPT], policy_of_attention, says_whether], ids=["list", "policy", "bool"])
+def test_what_a_selective_checkpoint_keeps_is_reported(kept):
 
     class Selective(TinyGPT):
         def forward(self, tokens: Tensor) -> Tensor:
             x = self.embedding(tokens)
-            contexts = partial(create_selective_checkpoint_contexts, [kept_operator])
+            contexts = partial(create_selective_checkpoint_contexts, kept)
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
             return self.head(self.norm(x))
@@ -225,7 +298,7 @@ def test_checkpoints_that_transformers_switches_on(reentrant):
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         rows = gact.report().rows if gact else ()
-        return [p.grad for p in model.parameters()], [row.codec for row in rows if "BlockInput" in row.name]
+        return [p.grad for p in model.parameters()], [row.codec for row in rows if "BlockInput@" in row.name]
 
     untouched, _ = train(None)
     exact, _ = train(Config.from_level("exact"))

@@ -61,9 +61,10 @@ MAY_IMPORT = {
     "compiled": {"operators"},
     "inlined": {"codec"},
     "ledger": {"codec", "footprint", "handles", "memory"},
+    "checkpoint_closures": {"identity", "ledger", "memory", "naming", "recomputation", "wrappers"},
     "engine": {
-        "block_inputs", "codec", "compiled", "config", "footprint", "handles", "identity", "inlined", "ledger",
-        "naming",
+        "block_inputs", "checkpoint_closures", "codec", "compiled", "config", "footprint", "handles", "identity",
+        "inlined", "ledger", "naming",
         "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
         "wrappers",
     },
@@ -79,6 +80,7 @@ MAY_IMPORT = {
     },
     "observation": {"batches"},
     "pipelines": set(),
+    "state_text": {"wrappers"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
     "samples": set(),
@@ -92,7 +94,7 @@ MAY_IMPORT = {
     },
     "controller": {
         "adaptation", "batches", "compiled", "config", "engine", "observation", "per_sample", "pipelines", "policies",
-        "report", "samples", "storage", "sync", "wrappers",
+        "report", "samples", "state_text", "storage", "sync", "wrappers",
     },
     "__init__": {"codec", "config", "controller", "report", "sync"},
 }  # fmt: skip

@@ -6,9 +6,10 @@ The loop stays as it is. Sensitivities come from the engine's own forwards and b
 travels in the engine's checkpoints, and engine.gact is the controller (report(), plan, detach()).
 """
 
+import base64
 import inspect
-import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import hjson
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -56,14 +58,21 @@ def _ds_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     config = given.get("config")
     if config is None:
         config = given.get("config_params")
-    if config is None:
-        config = getattr(given.get("args"), "deepspeed_config", None)
-    if isinstance(config, Mapping):
-        return config
-    if isinstance(config, (str, Path)) and Path(config).is_file():
-        loaded = json.loads(Path(config).read_text())
-        return loaded if isinstance(loaded, Mapping) else {}
-    return {}
+    for name in ("deepspeed_config", "deepscale_config"):
+        if config is None:
+            config = getattr(given.get("args"), name, None)
+    loaded = hjson.loads(_text(config)) if isinstance(config, str) else config
+    return loaded if isinstance(loaded, Mapping) else {}
+
+
+def _text(config: str) -> str:
+    """What a config that is a string stands for: a file's path or, as it is for DeepSpeed, base64 of its text."""
+    if os.path.exists(config):
+        return Path(config).read_text()
+    try:
+        return base64.urlsafe_b64decode(config).decode()
+    except ValueError:
+        return ""
 
 
 def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None:

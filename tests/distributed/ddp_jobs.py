@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import count_collectives
 from small_models import SmallCNN, TinyGPT, loss_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
@@ -40,6 +41,13 @@ def build(kind: str) -> nn.Module:
     return {"gpt": lambda: TinyGPT(dropout=0.1), "cnn": SmallCNN, "branching": Branching}[kind]()
 
 
+def sharded(model: nn.Module) -> nn.Module:
+    """The model itself, with its parameters split over all ranks by FSDP2."""
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def batch_of(kind: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """This rank's own samples of a step. The branch of "branching" alternates, in opposite phase on odd ranks."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -64,6 +72,8 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     attach_to: str = "ddp"
     """ddp, or plain: attached before the model is wrapped"""
+    wrapper: str = "ddp"
+    """ddp, or fsdp2: the blocks and the model itself are sharded"""
 
 
 @dataclass
@@ -106,7 +116,7 @@ class Session:
         self.model = build(job.kind)
         if config is not None and job.attach_to == "plain":
             self.gact = gact_dist.attach(self.model, config=config)
-        self.ddp = DistributedDataParallel(self.model, **job.ddp)
+        self.ddp = sharded(self.model) if job.wrapper == "fsdp2" else DistributedDataParallel(self.model, **job.ddp)
         if config is not None and job.attach_to == "ddp":
             self.gact = gact_dist.attach(self.ddp, config=config)
         if self.gact is not None and prepare is not None:
