@@ -47,6 +47,26 @@ def test_the_payload_is_what_one_width_makes_of_its_units(isa: str, dtype: torch
     assert packed.average_bits == sum(widths) / 7
 
 
+def test_samples_of_whole_rows_are_grouped_by_column_where_a_width_has_a_group_of_rows() -> None:
+    widths = [4, 2, 4, 4, 0, 4, 2, 8]  # 64 rows each: four samples, two and one
+    x = random_tensor(8 * 64 * 32, torch.float32).view(8, 64, 32) * torch.logspace(-3, 3, 32)
+    x[4] = 0.0
+    packed = codec.pack(x, units_of(widths), SEED, 128)
+    assert packed.columns == 32
+    start, decoded = 8, codec.unpack(packed)
+    for width, columns in ((2, 32), (4, 32), (8, 1)):
+        rows = [unit for unit, bits in enumerate(widths) if bits == width]
+        expected = reference.pack(x[rows].view(-1), width, 128, SEED ^ width, columns)
+        assert torch.equal(packed.payload[start : start + len(expected)], expected)
+        values = reference.unpack(expected, width, 128, x[rows].numel(), x.dtype, SEED ^ width, columns)
+        assert torch.equal(decoded[rows].view(-1), values)
+        start += len(expected)
+    assert packed.nbytes == start == mixed_widths.total_bytes(units_of(widths).counts, x.numel(), 128, 32)
+    assert not decoded[4].any()
+    assert mixed_widths.columns_within(x.numel(), 8, 128, 32) == 32
+    assert mixed_widths.columns_within(x.numel(), x.numel() // 128, 128, 32) == 1  # units that are groups
+
+
 @pytest.mark.parametrize("numel", [256, 1000])
 def test_each_unit_errs_by_a_step_of_its_own_width_at_most(numel: int) -> None:
     widths = [1, 2, 3, 4, 5, 6, 7, 8, 4]
