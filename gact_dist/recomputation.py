@@ -203,6 +203,7 @@ def _deepspeed_as_non_reentrant(function: Callable[..., Any], all_outputs: list,
 _dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
 
 
+@torch._disable_dynamo
 def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     """As selective checkpoint does it, but what was cached stays in the cache."""
     if func in torch_checkpoint.SAC_IGNORED_OPS:
