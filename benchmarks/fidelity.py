@@ -52,9 +52,11 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     UNTOUCHED: {},
-    **{f"uniform {bits}": {"policy": "uniform", "bits": bits} for bits in (2, 3, 4, 8)},
-    **{f"gact {bits}": {"policy": "gact", "bits": bits} for bits in (2, 3, 4, 8)},
-    **{f"actnn {bits}": {"policy": "actnn", "bits": bits} for bits in (2, 3, 4, 8)},
+    **{
+        f"{policy} {bits}": {"policy": policy, "bits": bits, "group_size": 256 if bits == 2 else 128}  # as the levels
+        for policy in ("uniform", "gact", "actnn")
+        for bits in (2, 3, 4, 8)
+    },
     **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared
@@ -185,7 +187,7 @@ class Results:
     def add(self, kind: str, *rows: dict[str, Any]) -> None:
         """Write further rows of "runs" or "comparisons"."""
         facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
-        self.held = facts | {"gact_dist": gact_dist.__version__, "batches": BATCHES, "draws": DRAWS} | self.held
+        self.held |= facts | {"gact_dist": gact_dist.__version__, "batches": BATCHES, "draws": DRAWS}
         self.held[kind] += rows
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")

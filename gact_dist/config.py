@@ -205,6 +205,8 @@ class Config:
         return asdict(self)
 
 
+# at 2 bits groups of 128 would be 5 percent larger on images, and have as much variance as these at equal bytes
+_TWO_BITS = {"bits": 2, "group_size": 256}
 LEVELS: dict[str, dict[str, Any]] = {
     "L0": {"policy": "off"},
     "L1": {"policy": "uniform", "bits": 4},
@@ -212,18 +214,17 @@ LEVELS: dict[str, dict[str, Any]] = {
     "L1.2": {"policy": "uniform", "bits": 2},
     "L2": {"policy": "gact", "bits": 4},
     "L2.1": {"policy": "gact", "bits": 3},
-    # groups of 128 would be 5 percent larger on images, at 2 bits, and have as much variance as these at equal bytes
-    "L2.2": {"policy": "gact", "bits": 2, "group_size": 256},
+    "L2.2": {"policy": "gact", **_TWO_BITS},
     "L3": {"policy": "gact", "bits": 4, "offload": {"enabled": True}},
     "L4bit-swap": {"policy": "uniform", "bits": 4, "offload": {"enabled": True}},
     "swap": {"policy": "exact", "offload": {"enabled": True}},
     "actnn-L0": {"policy": "off"},
     "actnn-L1": {"policy": "uniform", "bits": 4, "batch_norm_inputs": False},
     "actnn-L2": {"policy": "uniform", "bits": 4},
-    "actnn-L3": {"policy": "actnn", "bits": 2},
-    "actnn-L3.1": {"policy": "actnn", "bits": 2},  # and settings of the CUDA allocator: docs/actnn.md
-    "actnn-L4": {"policy": "actnn", "bits": 2, "offload": {"enabled": True}},
-    "actnn-L5": {"policy": "actnn", "bits": 2, "offload": {"enabled": True}},  # as L3.1 is to L3
+    "actnn-L3": {"policy": "actnn", **_TWO_BITS},
+    "actnn-L3.1": {"policy": "actnn", **_TWO_BITS},  # and settings of the CUDA allocator: docs/actnn.md
+    "actnn-L4": {"policy": "actnn", **_TWO_BITS, "offload": {"enabled": True}},
+    "actnn-L5": {"policy": "actnn", **_TWO_BITS, "offload": {"enabled": True}},  # as L3.1 is to L3
     "exact": {"policy": "exact"},
 }
 """The optimisation levels of the published code of GACT and, as "actnn-...", of ActNN (their conf.py), and "exact" for

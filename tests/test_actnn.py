@@ -15,6 +15,8 @@ import gact_dist
 from gact_dist import Config, codec, per_sample
 from gact_dist.per_sample import QUANTILES, SampleCosts, counts_of, plan_from, statistics
 from gact_dist.policies import Costs
+from launch.config import load_config
+from launch.models import ResNet
 
 SETTINGS = {"min_numel": 64, "calibration_samples": 64, "adapt_tolerance": 0.0}
 
@@ -385,3 +387,16 @@ def test_bits_are_an_average_and_no_other_budget_is_taken():
         Config(policy="actnn", retained_bytes=1000)
     assert per_sample.one_width((3, 2, 2, 2, 2, 2, 2, 2)) == 2
     assert codec.Scheme.MIXED.name.lower() == "mixed"
+
+
+@pytest.mark.parametrize("level", ["L2.2", "actnn-L3"])
+def test_two_bits_on_the_image_model_take_a_twelfth_of_float32(level):
+    config = load_config("image")
+    sizes = {"channels": config.channels, "blocks_per_stage": config.blocks_per_stage}
+    model = ResNet(image_channels=1, classes=10, dropout=0.0, **sizes)
+    batch = torch.randn(config.batch_size, 1, 28, 28), torch.randint(0, 10, (config.batch_size,))
+    gact, loss_fn = gact_dist.attach(model, level), small_models.loss_of(model)
+    for _ in range(2):
+        with gact.step(loss_fn, batch, sample_index=range(config.batch_size)):
+            loss_fn(batch)
+    assert gact.report().ratio > 12
