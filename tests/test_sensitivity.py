@@ -10,6 +10,7 @@ import small_models
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
 from gact_dist import Config, codec
@@ -58,6 +59,21 @@ def test_predicted_variance_of_the_gradient_is_the_measured_one(kind, bits, tole
     gact = gact_dist.attach(model, config=Config(policy="uniform", bits=bits, min_numel=0))
     actual = variance_of_gradient(model, loss_fn, batch, gact, draws=16)
     assert predicted == pytest.approx(actual, rel=tolerance)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backend):
+    with sdpa_kernel(backend):
+        model, batch = small_models.gpt()
+        loss_fn = small_models.loss_of(model)
+        found = measured(model, loss_fn, batch, probes=16, bits=4)
+        predicted = sum(float(item.variance[3]) for item in found)
+        gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+        error = variance_of_gradient(model, loss_fn, batch, gact, draws=16)
+    assert predicted == pytest.approx(error, rel=0.25)
+    quantised = [row.name for row in gact.report().rows if row.codec == "quantised"]
+    own = "ScaledDotProductAttention" if backend is SDPBackend.FLASH_ATTENTION else "SafeSoftmax"
+    assert sum(f":{own}@" in name for name in quantised) == len(model.blocks)  # its output, or its probabilities
 
 
 def variance_of_each(model, loss_fn, batch, bits, draws):
