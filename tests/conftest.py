@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # the lock that a killed build leaves there, whoever's it was.
 EXTENSIONS = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / ".cache/extensions")))
 LONGEST_BUILD_S = 300
+# And the ninja is this environment's, as in the launchers: another version would compile all of them anew.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
 
 # More skips than this fail a run in CI: a check that silently stops running is worse than a red one.
 MAXIMUM_SKIPPED_IN_CI = 10

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from launch import data  # noqa: E402
-from launch.config import UsageError, load_config  # noqa: E402
+from launch.config import TASKS, UsageError, load_config  # noqa: E402
 
 SMALL = {
     "text": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
@@ -98,7 +98,7 @@ def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
 @pytest.mark.parametrize("name", ["text"])
 @pytest.mark.usefixtures("cached")
 def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
-    """ZeRO-3 in bfloat16 from a ready config, whose block is all that turns compression on."""
+    """ZeRO-3 in bfloat16 from a ready config; the run's level is what its block then holds."""
     settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
     config = str(ROOT / "configs" / "deepspeed" / "zero3.json")
     done = _torchrun("--config", name, "--level", "L2", "--deepspeed", config, "--output", str(tmp_path), *settings)
@@ -107,6 +107,34 @@ def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
     assert result["report"]["ratio"] > 3  # bfloat16 at 4 bits, statistics and small tensors exactly
     assert result["plan"]
     assert len(result["weights_sha256"]) == 64
+
+
+@pytest.fixture
+def installed() -> None:
+    """Skip where launch/setup.sh has made no environment, or not all data are cached: the launchers would make both."""
+    if not (ROOT / ".venv" / "bin" / "python").exists():
+        pytest.skip("there is no .venv: run bash launch/setup.sh --test")
+    try:
+        for task in TASKS:
+            data.require(task)
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("script", "first", "name"),
+    [("torchrun.sh", "2", "language"), ("deepspeed.sh", "configs/deepspeed/zero2.json", "language")],
+)
+@pytest.mark.usefixtures("installed")
+def test_a_launcher_trains_compressed_on_all_ranks(script, first, name, tmp_path):
+    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
+    arguments = [first, "--config", name, "--level", "L2", "--output", str(tmp_path), *settings]
+    done = _run(["bash", str(ROOT / "launch" / script), *arguments], GACT_DIST_SKIP_SETUP="1")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    ranks = 2 if script == "torchrun.sh" else torch.cuda.device_count() or 2
+    assert (result["level"], result["world_size"], len(result["losses"])) == ("L2", ranks, 3)
+    assert result["report"]["ratio"] > (4 if script == "torchrun.sh" else 3)  # as for the jobs above
 
 
 def test_a_mistake_under_torchrun_is_said_once_and_ends_the_job():
@@ -130,9 +158,13 @@ def test_the_untouched_level_never_imports_the_library(name, tmp_path):
 
 def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return _run([*command, str(ROOT / "launch" / "train.py"), *arguments])
+
+
+def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, str(ROOT / "launch" / "train.py"), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=300,
