@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch import data, memory, summary, tasks, train  # noqa: E402
 from launch.config import UsageError, config_names, load_config  # noqa: E402
+from launch.jobs import read_ds_config  # noqa: E402
 from launch.models import GraphAttentionNetwork, GraphSage, LanguageModel  # noqa: E402
 
 # -- settings -----------------------------------------------------------------------------------------------------
@@ -113,6 +114,12 @@ def test_a_wrong_deepspeed_config_is_one_line(text, expected, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train: --deepspeed")
     assert expected in line
+
+
+def test_a_deepspeed_config_may_have_comments(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8} # as DeepSpeed itself reads it')
+    assert read_ds_config(file) == {"train_batch_size": 8}
 
 
 def test_a_missing_data_file_is_one_line_with_the_command_that_fetches_it(monkeypatch, tmp_path, capsys):
