@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from launch.config import RunConfig, UsageError
 from launch.ranks import Ranks
 
+_FLOATING_INPUTS = ("image", "graph")  # the other tasks' are numbers of tokens
+
 
 class PlainJob:
     """DistributedDataParallel and a loop of one's own. Lines for gact_dist: `attach` and `with gact.step(...)`."""
@@ -95,6 +97,16 @@ def read_ds_config(file: Path) -> dict[str, Any]:
         return hjson.loads(file.read_text())
     except hjson.HjsonDecodeError as error:
         raise UsageError(f"--deepspeed {file} is not JSON ({error}): mend the file") from error
+
+
+def check_dtype(ds_config: dict[str, Any], file: Path, task: str) -> None:
+    """Raises `UsageError` where DeepSpeed would give a task's floating-point inputs to weights of another type."""
+    low = [key for key in ("bf16", "fp16") if ds_config.get(key, {}).get("enabled")]
+    if low and task in _FLOATING_INPUTS:
+        raise UsageError(
+            f"--deepspeed {file} enables {low[0]}, which DeepSpeed applies to the weights and not to inputs: expected a "
+            f"file without it for task {task}, whose inputs are float32"
+        )
 
 
 def _ds_config(file: Path, config: RunConfig, ranks: Ranks, settings: Any) -> dict[str, Any]:

@@ -60,9 +60,9 @@ def check(options: argparse.Namespace, world_size: int) -> RunConfig:
     if options.level != OFF:
         _settings(options, config)
     if options.deepspeed is not None:
-        from launch.jobs import read_ds_config
+        from launch.jobs import check_dtype, read_ds_config
 
-        read_ds_config(options.deepspeed)
+        check_dtype(read_ds_config(options.deepspeed), options.deepspeed, config.task)
     from launch import data
 
     data.require(config.task)

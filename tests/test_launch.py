@@ -105,7 +105,14 @@ def test_a_wrong_command_line_is_one_line_and_a_status(arguments, expected, caps
     assert expected in line
 
 
-@pytest.mark.parametrize(("text", "expected"), [(None, "does not exist"), ('{"stage" 2}', "is not JSON")])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "does not exist"),
+        ('{"stage" 2}', "is not JSON"),
+        ('{"bf16": {"enabled": true}}', "enables bf16, which DeepSpeed applies to the weights and not to inputs"),
+    ],
+)
 def test_a_wrong_deepspeed_config_is_one_line(text, expected, tmp_path, capsys):
     file = tmp_path / "ds.json"
     if text is not None:
