@@ -104,8 +104,8 @@ def check_dtype(ds_config: dict[str, Any], file: Path, task: str) -> None:
     low = [key for key in ("bf16", "fp16") if ds_config.get(key, {}).get("enabled")]
     if low and task in _FLOATING_INPUTS:
         raise UsageError(
-            f"--deepspeed {file} enables {low[0]}, which DeepSpeed applies to the weights and not to inputs: expected a "
-            f"file without it for task {task}, whose inputs are float32"
+            f"--deepspeed {file} enables {low[0]}, which DeepSpeed applies to the weights and not to inputs: expected "
+            f"a file without it for task {task}, whose inputs are float32"
         )
 
 
