@@ -29,6 +29,7 @@ def test_a_mode_keeps_the_job(ranks, cell):
         assert exact == untouched
         assert on_rank.adaptive == []
         assert any(on_rank.adapted)
+        assert on_rank.compressed_parameters == []
         assert [a for a, adapted in zip(adaptive, on_rank.adapted, strict=True) if not adapted] == [
             u for u, adapted in zip(untouched, on_rank.adapted, strict=True) if not adapted
         ]
