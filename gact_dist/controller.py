@@ -62,7 +62,8 @@ def attach(
     model: as it will be trained: plain, in DistributedDataParallel, FSDP1 or FSDP2, a DeepSpeed engine, a pipeline
     stage; split for tensor parallelism and given to torch.compile before, not after. level: a name in gact_dist.LEVELS,
     such as "L2"; or config: all settings; not both. process_group: the data-parallel group whose ranks share one plan
-    (a ProcessGroup or a DeviceMesh of one dimension); the default group if there is one.
+    (a ProcessGroup or a DeviceMesh of one dimension: of HSDP's two the flattened one, mesh._flatten("dp")); the default
+    group if there is one.
     Raises TypeError or ValueError when one of these cannot be used.
     """
     return Controller(model, level, config=config, process_group=process_group)

@@ -57,7 +57,8 @@ def data_parallel_group(process_group: ProcessGroup | DeviceMesh | None) -> Proc
     if process_group.ndim != 1:
         raise ValueError(
             f"process_group is a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}; "
-            'expected the data-parallel one alone: pass mesh["dp"], with the name you gave that dimension'
+            'expected the data-parallel one alone: pass mesh["dp"], with the name you gave that dimension; where '
+            'all of them are data-parallel (HSDP), mesh._flatten("dp"), or leave it out if they are all ranks'
         )
     return process_group.get_group()
 

@@ -1,4 +1,4 @@
-"""Files that docs/generate.py makes are up to date, and the schema accepts what the package accepts."""
+"""Files that docs/generate.py makes are up to date; the schema and the package judge ready and wrong blocks alike."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,56 @@ def test_the_schema_has_every_key_with_its_default(generate):
     assert set(block["offload"]["properties"]) == {f.name for f in fields(Offload)}
     defaults = {name: value["default"] for name, value in block.items() if name not in ("offload", "enabled", "level")}
     assert Config(**defaults) == Config()
+
+
+ANNOTATIONS = {"$schema", "title", "description", "default", "properties"}
+TYPES = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "null": type(None)}
+
+
+def is_a(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON Schema, to which true and false are no numbers."""
+    return isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+
+
+def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+    """Where a value breaks a JSON Schema (draft 2020-12), by the keywords that our file uses; others are an error."""
+    number, members = is_a(value, "number"), value if isinstance(value, dict) else {}
+    properties = schema.get("properties", {})
+    checks = {
+        "type": lambda kinds: any(is_a(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)),
+        "enum": lambda choices: value in choices,
+        "minimum": lambda bound: not number or value >= bound,
+        "maximum": lambda bound: not number or value <= bound,
+        "exclusiveMinimum": lambda bound: not number or value > bound,
+        "additionalProperties": lambda allowed: allowed or members.keys() <= properties.keys(),
+    }
+    keywords = {keyword: bound for keyword, bound in schema.items() if keyword not in ANNOTATIONS}
+    found = [f"{path}: {keyword}" for keyword, bound in keywords.items() if not checks[keyword](bound)]
+    for name in sorted(members.keys() & properties.keys()):
+        found += faults(members[name], properties[name], f"{path}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_schema_accepts_the_ready_configs(generate, stage):
+    settings = json.loads((ROOT / "configs" / "deepspeed" / f"zero{stage}.json").read_text())
+    assert faults(settings, json.loads(generate.SCHEMA.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "where"),
+    [
+        ({"levle": "L2"}, ".gact: additionalProperties"),
+        ({"offload": {"prefech": 1}}, ".gact.offload: additionalProperties"),
+        ({"level": "L9"}, ".gact.level: enum"),
+        ({"bits": 9}, ".gact.bits: maximum"),
+        ({"adapt_interval": "10"}, ".gact.adapt_interval: type"),
+    ],
+)
+def test_the_schema_refuses_what_the_package_refuses(generate, block, where):
+    assert faults({"gact": block}, json.loads(generate.SCHEMA.read_text())) == [where]
+    with pytest.raises((ValueError, TypeError), match="expected"):
+        from_block(block)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

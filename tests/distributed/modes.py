@@ -159,8 +159,11 @@ class Job:
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.precision():
             loss = loss_of(self.model(inputs), targets)
-        loss.backward()
+        self.backward(loss)
         return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -175,13 +178,13 @@ class Job:
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of every parameter, as the optimizer keeps it."""
-        return {name: _local(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: local_part(parameter) for name, parameter in self.model.named_parameters()}
 
     def close(self) -> None:
         """Undo what building it did to the process."""
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
 
 
@@ -369,7 +372,7 @@ class Pipeline(Job):
 
 class Zero(Job):
     stage = 0
-    offload: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {}
     peers = ((0, 1),)
 
     def wrap(self, model):
@@ -379,7 +382,7 @@ class Zero(Job):
         self.functions = torch.nn.functional.linear
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": SAMPLES,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0} | self.offload,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0} | self.options,
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
@@ -396,10 +399,8 @@ class Zero(Job):
     def precision(self):
         return nullcontext()
 
-    def forward_backward(self, inputs, targets):
-        loss = loss_of(self.engine(inputs), targets)
+    def backward(self, loss):
         self.engine.backward(loss)
-        return loss
 
     def update(self):
         self.engine.step()
@@ -414,7 +415,7 @@ class Zero(Job):
         whole = {name: safe_get_full_fp32_param(p) for name, p in self.engine.module.named_parameters()}
         if any(value is None for value in whole.values()):  # stage 0 in fp32 has no optimizer of DeepSpeed's own
             whole = dict(self.engine.module.named_parameters())
-        return {name: _local(value) / dist.get_world_size() ** 0.5 for name, value in whole.items()}
+        return {name: local_part(value) / dist.get_world_size() ** 0.5 for name, value in whole.items()}
 
     def close(self):
         self.engine.destroy()
@@ -431,7 +432,7 @@ class Zero2(Zero):
 
 class Zero2Offload(Zero):
     stage = 2
-    offload: ClassVar[dict[str, Any]] = {"offload_optimizer": {"device": "cpu"}}
+    options: ClassVar[dict[str, Any]] = {"offload_optimizer": {"device": "cpu"}}
 
 
 class Zero3(Zero):
@@ -478,6 +479,7 @@ class Trace:
     adapted: list[bool] = field(default_factory=list)
     ratio: float = 1.0
     predicted_variance: float = 0.0
+    compressed_parameters: list[str] = field(default_factory=list)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -514,6 +516,7 @@ def train(
         trace.random_state = torch.get_rng_state()
         if gact is not None:
             trace.ratio = compressed_ratio(gact.report())
+            trace.compressed_parameters = compressed_parameters(gact.report(), job.model)
             trace.predicted_variance = gact.adaptation.predicted_variance if gact.adaptation else 0.0
             gact.detach()
     finally:
@@ -525,6 +528,19 @@ def compressed_ratio(report: MemoryReport) -> float:
     """Exact to retained bytes of all but what the policy of a selective checkpoint keeps as it is."""
     kept = sum(row.bytes for row in report.rows if any(str(operator) in row.name for operator in SAVED_BY_POLICY))
     return (report.exact_bytes - kept) / (report.retained_bytes - kept)
+
+
+@cache
+def shapes_of_parameters() -> frozenset[tuple[int, ...]]:
+    with torch.device("meta"):
+        return frozenset(tuple(parameter.shape) for parameter in TinyGPT(VOCABULARY).parameters())
+
+
+def compressed_parameters(report: MemoryReport, model: nn.Module) -> list[str]:
+    """Rows, but for those stored as they are, with a parameter's shape: the whole's or this rank's part's."""
+    shapes = shapes_of_parameters() | {tuple(local_part(parameter).shape) for parameter in model.parameters()}
+    transposed = {shape[::-1] for shape in shapes}
+    return [row.name for row in report.rows if row.codec != "exact" and row.shape in shapes | transposed]
 
 
 def differences(first: Trace, second: Trace) -> list[str]:
@@ -545,6 +561,8 @@ class Found:
     adapted: list[bool]
     collectives: tuple[list[int], list[int], list[int]]
     ratio: float
+    compressed_parameters: list[str]
+    """names of saved tensors with a parameter's shape that were compressed"""
     error_square: float
     """squared distance of the compressed job's first gradient from the exact one, this rank's part"""
     predicted: float
@@ -571,6 +589,7 @@ def run_cell(cell: Cell) -> Found:
         adapted=adaptive.adapted,
         collectives=(untouched.collectives, exact.collectives, adaptive.collectives),
         ratio=rounded.ratio,
+        compressed_parameters=rounded.compressed_parameters,
         error_square=sum(_distance(rounded.weights[n], plain.weights[n]) for n in plain.weights) / LAST_RATE**2,
         predicted=rounded.predicted_variance,
         digests={
@@ -662,7 +681,8 @@ hold; CI runs a slice of it. What a cell asserts:
 - with exact codecs, and with adaptation on but every tensor kept as it is: losses, weights, random numbers and the
   collectives of every step are bitwise those of the untouched job (an adaptation's own collectives excepted);
 - with real bits (4 on average): ranks that hold the same weight still agree in every bit, and the measured variance of
-  the whole job's gradient is between 0.6 and 1.6 of what the sensitivities predict.
+  the whole job's gradient is between 0.6 and 1.6 of what the sensitivities predict;
+- nothing with the shape of a parameter, or of a rank's part of one, is compressed.
 
 What torch refuses is shown to fail without gact_dist too; what gact_dist refuses, it refuses when it is attached.
 
@@ -718,7 +738,11 @@ def is_refused(cell: Cell) -> bool:
 
 def problems(cell: Cell, found: list[Found]) -> list[str]:
     """What does not hold in a cell."""
-    wrong = [problem for on_rank in found for problem in (*on_rank.exact, *on_rank.adaptive)]
+    wrong = [
+        problem
+        for on_rank in found
+        for problem in (*on_rank.exact, *on_rank.adaptive, *(f"compressed {n}" for n in on_rank.compressed_parameters))
+    ]
     wrong += disagreements(cell, found)
     # bf16 at 4 bits, with statistics and small tensors kept exactly; a compiled region under autocast also keeps the
     # bf16 copies of its weights, which weigh more than two samples of a microbatch

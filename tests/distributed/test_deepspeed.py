@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,18 +35,23 @@ class Checkpointed(TinyGPT):
         return self.head(self.norm(x))
 
 
-def ds_config(stage: int, block: dict[str, Any] | None, micro_batches: int = 1) -> dict[str, Any]:
+def ds_config(
+    stage: int, block: dict[str, Any] | None, micro_batches: int = 1, offload: bool = False
+) -> dict[str, Any]:
+    """offload: the optimizer's state and step are on the host."""
+    on_host = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "gradient_accumulation_steps": micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0} | on_host,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
     return settings if block is None else settings | {"gact": block}
 
 
-def start(config: Any, model: type[nn.Module] = TinyGPT):
+def start(config: Any, model: Callable[..., nn.Module] = TinyGPT):
     """An engine by the user's call, with everything seeded."""
     os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"] = "cpu", str(dist.get_rank())
     torch.manual_seed(0)
@@ -72,16 +78,19 @@ def run(engine: Any, first: int, last: int) -> tuple[list[float], list[int]]:
 def weights(engine: Any) -> list[Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    whole = [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+    parameters = list(engine.module.parameters())
+    whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    if None in whole:  # stage 0 in fp32 has no optimizer of DeepSpeed's own
+        whole = parameters
     return [parameter.detach().clone() for parameter in whole]
 
 
-def jobs(stage: int, model: type[nn.Module], micro_batches: int) -> tuple:
+def jobs(stage: int, model: type[nn.Module], micro_batches: int, offload: bool) -> tuple:
     """(losses, weights, collectives) of the untouched, the exact and the compressed job, and the last one's report."""
     found = []
     linear = torch.nn.functional.linear
     for block in (None, {"level": "exact"}, {**SMALL}):
-        engine = start(ds_config(stage, block, micro_batches), model)
+        engine = start(ds_config(stage, block, micro_batches, offload), model)
         losses, collectives = run(engine, 0, 4 * micro_batches)
         found.append((losses, weights(engine), collectives))
         adaptation, report = None, None
@@ -99,10 +108,23 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("model", [TinyGPT, Checkpointed], ids=["plain", "deepspeed-checkpointing"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_block_alone_compresses_and_exact_is_bitwise(ranks, stage, model):
-    for untouched, exact, compressed, report, adaptation in ranks(jobs, stage, model, 1):
+@pytest.mark.parametrize(
+    ("stage", "model", "micro_batches", "offload"),
+    [
+        pytest.param(1, TinyGPT, 1, False, id="1"),
+        pytest.param(3, TinyGPT, 1, False, id="3"),
+        pytest.param(1, Checkpointed, 1, False, id="1-checkpointing"),
+        pytest.param(2, Checkpointed, 1, False, id="2-checkpointing"),
+        pytest.param(3, Checkpointed, 1, False, id="3-checkpointing"),
+        pytest.param(0, TinyGPT, 3, False, id="0-accumulation"),
+        pytest.param(2, TinyGPT, 3, False, id="2-accumulation"),
+        pytest.param(3, TinyGPT, 3, False, id="3-accumulation"),
+        pytest.param(1, TinyGPT, 1, True, id="1-optimizer-offload"),
+        pytest.param(3, TinyGPT, 1, True, id="3-optimizer-offload"),
+    ],
+)
+def test_the_block_alone_compresses_and_exact_is_bitwise(ranks, stage, model, micro_batches, offload):
+    for untouched, exact, compressed, report, adaptation in ranks(jobs, stage, model, micro_batches, offload):
         assert exact[0] == untouched[0]
         assert same(exact[1], untouched[1])
         assert exact[2] == untouched[2]
@@ -152,7 +174,7 @@ def saved_and_resumed(folder: str, stage: int) -> tuple:
     return result
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_on_disk_resumes_bitwise(ranks, tmp_path, stage):
     for wanted, got, same_plan, mine, ours_is_left in ranks(saved_and_resumed, str(tmp_path), stage):
         assert got == wanted
@@ -160,8 +182,8 @@ def test_a_checkpoint_on_disk_resumes_bitwise(ranks, tmp_path, stage):
         assert (mine, ours_is_left) == (5, False)
 
 
-def saved_plan(folder: str) -> dict:
-    engine = start(ds_config(2, SMALL))
+def saved_plan(folder: str, stage: int) -> dict:
+    engine = start(ds_config(stage, SMALL))
     run(engine, 0, 3)
     engine.save_checkpoint(folder)
     plan = engine.gact.plan
@@ -169,8 +191,8 @@ def saved_plan(folder: str) -> dict:
     return plan
 
 
-def loaded_plan(folder: str) -> dict:
-    engine = start(ds_config(2, SMALL))
+def loaded_plan(folder: str, stage: int) -> dict:
+    engine = start(ds_config(stage, SMALL))
     engine.load_checkpoint(folder, load_module_only=True, load_optimizer_states=False)
     plan = engine.gact.plan
     losses, _ = run(engine, 3, 5)
@@ -178,9 +200,10 @@ def loaded_plan(folder: str) -> dict:
     return plan | {"finite": all(loss == loss for loss in losses)}
 
 
-def test_the_plan_travels_to_another_world_size(ranks, tmp_path):
-    plan = ranks(saved_plan, str(tmp_path), world_size=2)[0]
-    assert ranks(loaded_plan, str(tmp_path), world_size=1)[0] == plan | {"finite": True}
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_plan_travels_to_another_world_size(ranks, tmp_path, stage):
+    plan = ranks(saved_plan, str(tmp_path), stage, world_size=2)[0]
+    assert ranks(loaded_plan, str(tmp_path), stage, world_size=1)[0] == plan | {"finite": True}
 
 
 def ready_config(path: str) -> tuple[float, bool, str]:
@@ -201,9 +224,9 @@ def test_the_ready_configs_run(ranks, stage):
         assert dtype == "torch.bfloat16"
 
 
-def refused(changes: dict[str, Any]) -> str:
+def refused(changes: dict[str, Any], model: Callable[..., nn.Module] = TinyGPT) -> str:
     try:
-        start(ds_config(1, {}) | changes)
+        start(ds_config(1, {}) | changes, model)
     except (ValueError, TypeError) as error:
         return str(error)
     return "accepted"
@@ -224,11 +247,29 @@ def refused(changes: dict[str, Any]) -> str:
             {"activation_checkpointing": {"partition_activations": True}},
             '"activation_checkpointing.partition_activations"',
         ),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, '"activation_checkpointing.cpu_checkpointing"'),
+        (
+            {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+            '"activation_checkpointing.contiguous_memory_optimization"',
+        ),
         ({"compile": {"deepcompile": True}}, '"compile.deepcompile"'),
     ],
 )
 def test_a_block_that_cannot_be_used_is_named_before_deepspeed_starts(ranks, changes, text):
     assert text in ranks(partial(refused, changes), world_size=1)[0]
+
+
+def pipeline_module(dropout: float) -> nn.Module:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    return deepspeed.pipe.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss())
+
+
+def test_a_pipeline_module_is_refused(ranks):
+    (text,) = ranks(refused, {}, pipeline_module, world_size=1)
+    assert "the model is a PipelineModule" in text
+    assert "torch.distributed.pipelining" in text
 
 
 def test_a_block_that_is_off_leaves_the_engine_alone(ranks):
