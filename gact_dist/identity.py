@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .naming import operator_name
+from .wrappers import local_part
 
 _VIEWS_AND_CASTS = frozenset({
     "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
@@ -49,7 +50,8 @@ class ParameterIdentity:
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
+            local = local_part(tensor)  # a compiled region saves this of a DTensor, without a graph
+            storage = (tensor if local is None else local).untyped_storage()
             if storage.nbytes():
                 self._weak.append(StorageWeakRef(storage))
                 self._owned.add(storage._cdata)

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     },
     "operators": set(),
     "standins": {"operators"},
-    "identity": {"naming"},
+    "identity": {"naming", "wrappers"},
     "devices": set(),
     "offload_plan": set(),
     "host_memory": {"devices"},
