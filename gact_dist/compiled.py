@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .operators import Role
+from .wrappers import own_part
 
 _RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
 _DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
@@ -89,4 +90,4 @@ class RegionRoles:
 def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:
     """Whether it may be a parameter in the type of autocast: made inside the graph, such a copy tells nothing else."""
     shape = sorted(tensor.shape)
-    return any(p.dtype != tensor.dtype and sorted(p.shape) == shape for p in region.parameters())
+    return any(p.dtype != tensor.dtype and sorted(own_part(p).shape) == shape for p in region.parameters())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .naming import operator_name
-from .wrappers import local_part
+from .wrappers import own_part
 
 _VIEWS_AND_CASTS = frozenset({
     "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
@@ -50,8 +50,7 @@ class ParameterIdentity:
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
         for tensor in tensors:
-            local = local_part(tensor)  # a compiled region saves this of a DTensor, without a graph
-            storage = (tensor if local is None else local).untyped_storage()
+            storage = own_part(tensor).untyped_storage()  # this is what a compiled region saves, without a graph
             if storage.nbytes():
                 self._weak.append(StorageWeakRef(storage))
                 self._owned.add(storage._cdata)
@@ -85,7 +84,7 @@ def _is_cast_of_frozen(tensor: Tensor, module: nn.Module) -> bool:
     for parameter in module._parameters.values():
         if parameter is None or parameter.requires_grad or parameter.dtype == tensor.dtype:
             continue
-        if parameter.numel() == tensor.numel() and sorted(parameter.shape) == sorted(tensor.shape):
+        if sorted(own_part(parameter).shape) == sorted(tensor.shape):
             return True
     return False
 

@@ -77,6 +77,12 @@ def local_part(tensor: Tensor) -> Tensor | None:
     return None
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its local part, or itself where it is a plain one."""
+    local = local_part(tensor)
+    return tensor if local is None else local
+
+
 def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """A function that makes the kind of tensor given here out of its local part."""
     if not _DTENSOR.made(tensor):

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "handles": {"codec", "identity", "storage"},
     "memory": {"handles"},
     "block_inputs": {"operators", "recomputation"},
-    "compiled": {"operators"},
+    "compiled": {"operators", "wrappers"},
     "inlined": {"codec"},
     "ledger": {"codec", "footprint", "handles", "memory"},
     "checkpoint_closures": {"identity", "ledger", "memory", "naming", "recomputation", "wrappers"},
