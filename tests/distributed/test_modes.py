@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
-from modes import CELLS, REFUSALS, ROWS, Cell, problems, run_cell
+from modes import CELLS, CHECKPOINTS, EXECUTIONS, FAILS, PRECISIONS, REFUSALS, REFUSED, ROWS, Cell, problems, run_cell
 
 
 def in_ci(cell: Cell) -> bool:
@@ -30,3 +31,19 @@ def test_a_mode_that_cannot_be_is_refused_with_its_reason(ranks, cell):
     reason = REFUSALS[cell]
     with pytest.raises(reason.error, match=reason.text):
         ranks(reason.job, cell, world_size=ROWS[cell.row].world_size, timeout_s=300)
+
+
+def test_the_page_has_every_cell_and_none_that_fails():
+    page = (Path(__file__).parents[2] / "docs" / "modes.md").read_text()
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    names = ["execution", *(f"{c}, {p}" for c in CHECKPOINTS for p in PRECISIONS)]
+    assert [row[0] for row in rows if row[1:] == names[1:]] == list(EXECUTIONS)
+    cells = {}
+    for execution in EXECUTIONS:
+        start = next(number for number, row in enumerate(rows) if row[0] == execution) + 2
+        for row in rows[start : start + len(ROWS)]:
+            for column, text in zip(names[1:], row[1:], strict=True):
+                cells[Cell(row[0], *column.split(", "), execution)] = text
+    assert set(cells) == set(CELLS)
+    assert {cell for cell, text in cells.items() if text == REFUSED} == set(REFUSALS)
+    assert not [cell for cell, text in cells.items() if text.startswith(FAILS) or not text]
