@@ -8,6 +8,7 @@ row of them. A region's tensors are kept exactly in the first step that meets th
 
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -87,7 +88,20 @@ class RegionRoles:
         self._met.clear()
 
 
+def shares_a_parameter(tensor: Tensor, region: nn.Module) -> bool:
+    """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
+    memory = tensor.untyped_storage()._cdata
+    return any(part.untyped_storage()._cdata == memory for part in _parameter_parts(region))
+
+
 def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:
     """Whether it may be a parameter in the type of autocast: made inside the graph, such a copy tells nothing else."""
     shape = sorted(tensor.shape)
-    return any(p.dtype != tensor.dtype and sorted(own_part(p).shape) == shape for p in region.parameters())
+    return any(part.dtype != tensor.dtype and sorted(part.shape) == shape for part in _parameter_parts(region))
+
+
+def _parameter_parts(region: nn.Module) -> Iterator[Tensor]:
+    """What this rank holds of a region's parameters; for FSDP1 with use_orig_params their views that a forward uses."""
+    for module in region.modules():
+        found = (*module._parameters.values(), *vars(module).values())
+        yield from (own_part(tensor) for tensor in found if isinstance(tensor, Tensor))

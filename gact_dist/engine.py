@@ -16,7 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import codec, inlined
 from .block_inputs import BlockInputs
 from .checkpoint_closures import Bypassing, told_of_checkpoints
-from .compiled import RegionRoles, behind_compiler, compiled_region, has_compiled_parts, running_region
+from .compiled import (
+    RegionRoles,
+    behind_compiler,
+    compiled_region,
+    has_compiled_parts,
+    running_region,
+    shares_a_parameter,
+)
 from .config import Config
 from .footprint import Footprint
 from .handles import Distributed, Kept, Recorded, Replaceable, Stored, View
@@ -220,9 +227,11 @@ class Engine:
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
-        memory = self._memory_of(tensor)
         frame = behind_compiler(sys._getframe(1))
         self._region = compiled_region(frame)
+        if self._region is not None and tensor.grad_fn is None and shares_a_parameter(tensor, self._region):
+            return Kept(tensor)
+        memory = self._memory_of(tensor)
         self._blocks.look(frame)
         if self._blocks.call is not None:
             self._bypassing.add_held(self._blocks.call)

@@ -12,7 +12,9 @@ from modes import CELLS, CHECKPOINTS, EXECUTIONS, FAILS, PRECISIONS, REFUSALS, R
 def in_ci(cell: Cell) -> bool:
     """A slice in which every row, every checkpoint and every precision occurs, and every pair of the first two."""
     if cell.execution == "compile":
-        return cell.precision == "fp32" and cell.row in ("DDP", "FSDP2", "ZeRO-3", "TP", "PP")
+        chosen = cell.row in ("DDP", "FSDP2", "ZeRO-3", "TP", "PP")
+        views_for_parameters = cell.row == "FSDP1 use_orig_params" and cell.checkpoint == "none"
+        return cell.precision == "fp32" and (chosen or views_for_parameters)
     if cell.execution == "inlined":
         return cell.precision == "fp32" and cell.checkpoint == "none"
     return cell.precision == "fp32" or cell.checkpoint in ("none", "non-reentrant")
