@@ -37,7 +37,7 @@ def run(*command: str | Path) -> None:
         [str(part) for part in command], env=environment, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = launcher.communicate(timeout=120)
+        output, _ = launcher.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         os.killpg(launcher.pid, signal.SIGKILL)
         raise
