@@ -51,8 +51,13 @@ def told_of_checkpoints(note: Callable[[FrameType], None]) -> Iterator[None]:
 
 @cache
 def _tell() -> None:
-    """Let checkpoints tell: once, for the rest of the process, and without effect while nobody listens."""
-    save_inputs = torch_checkpoint._CheckpointFrame.save_inputs
+    """Let checkpoints tell: once, for the rest of the process, and without effect while nobody listens.
+
+    A torch whose checkpoints have no such method has them met by their positional tensors alone.
+    """
+    save_inputs = getattr(torch_checkpoint._CheckpointFrame, "save_inputs", None)
+    if save_inputs is None:
+        return
 
     @torch._disable_dynamo
     @wraps(save_inputs)
