@@ -201,6 +201,8 @@ def _deepspeed_as_non_reentrant(function: Callable[..., Any], all_outputs: list,
 
 
 _dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
+# an older torch keys its storage by the operator alone
+_storage_key: Callable[[Any, tuple], Any] = getattr(torch_checkpoint, "_sac_storage_key", lambda func, _: func)
 
 
 @torch._disable_dynamo
@@ -208,7 +210,7 @@ def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: 
     """As selective checkpoint does it, but what was cached stays in the cache."""
     if func in torch_checkpoint.SAC_IGNORED_OPS:
         return func(*args, **(kwargs or {}))
-    key = torch_checkpoint._sac_storage_key(func, args)
+    key = _storage_key(func, args)
     number = self.func_counter[key]
     cached = self.storage.get(key, {}).get(number)
     result = _dispatch_once(self, func, types, args, kwargs)
