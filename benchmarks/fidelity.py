@@ -62,7 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 UNIFORM = tuple(range(1, 9))  # widths that are compared
 SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
 MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
-BATCHES, DRAWS = 3, 3
+BATCHES, DRAWS = 6, 2
 
 
 @dataclass

@@ -3,6 +3,10 @@
 Sensitivities rank the plans; what a plan adds is measured, on the whole batch of an adaptation, before it is put in
 force, for where a backward answers to rounding more than linearly they predict too little. Between adaptations samples
 follow the promise ([Note: what must hold] in gradient_samples.py), and one that finds it broken brings an adaptation.
+
+[Note: room to grow] A gradient that shrinks while bits stand still lets the increase grow under a plan. By how much it
+did under the last plans, the mean over a plan's steps over what was measured when it was made, is room that the next
+plan leaves.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from .samples import Sample
 _log = logging.getLogger(__name__)
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _SAMPLE_PASSES = 2
+_MOST_GROWTH = 4.0  # for which room is left: a bit of every tensor
 _SURER = 0.45  # of the standard error that a plan was made with: one sample's falls to it with the third to fifth
 _GRADIENT = "gradient"
 
@@ -55,6 +60,8 @@ class ErrorBudget:
         self._samples = GradientSamples()
         self._promised = False
         self._standard_error = 0.0
+        self._planned = 0.0  # the increase that was measured when the plan in force was made
+        self._growth = 1.0  # see [Note: room to grow]
         self._sampled_at = 0
 
     @property
@@ -81,10 +88,11 @@ class ErrorBudget:
             return None
         measured_before = samples.increase
         self._warn_of(measured_before)
+        self._learn_growth(measured_before)
         # of the batches since the plan in force was made, compared with this one
         usual = samples.noise / before.noise if before.noise > 0.0 else 1.0
         self._standard_error = samples.standard_error
-        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / usual
+        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / self._growth / usual
 
         def noise_of(plan: Allocation) -> float:
             measured = self._measured(sample, costs.plan(plan), step)[0].noise
@@ -98,7 +106,7 @@ class ErrorBudget:
         error = GradientError(
             self._tolerated, allocation.variance * scale, samples.increase, measured_before, unit * second_moment
         )
-        self._promised = error.holds
+        self._promised, self._planned = error.holds, error.measured
         _log.info("increase of the gradient's second moment: %s", error)
         if not error.holds:
             _log.warning(
@@ -127,6 +135,8 @@ class ErrorBudget:
             "sampled_at": self._sampled_at,
             "promised": self._promised,
             "standard_error": self._standard_error,
+            "planned": self._planned,
+            "growth": self._growth,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,6 +144,13 @@ class ErrorBudget:
         self._samples.load_state_dict(state["samples"])
         self._sampled_at, self._promised = state["sampled_at"], state["promised"]
         self._standard_error = state["standard_error"]
+        self._planned, self._growth = state["planned"], state["growth"]
+
+    def _learn_growth(self, increase: float) -> None:
+        """increase: the mean under the plan in force; it counts as much as all plans before."""
+        if self._planned > 0.0 and increase > 0.0:
+            seen = min(increase / self._planned, _MOST_GROWTH)
+            self._growth = max(1.0, math.sqrt(self._growth * seen))
 
     def _settled(self, costs: Costs, found: Found) -> Allocation | None:
         """The plan in force where another would gain too little; never against a uniform width that takes less."""

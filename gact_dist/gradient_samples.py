@@ -3,9 +3,10 @@
 [Note: what must hold] The promise is about means: over the steps under one plan, the mean variance that rounding adds
 must not exceed e^2 times the mean squared gradient V^2. Both are estimated from samples, a hundred steps apart where
 the interval is the usual one, the mean of the last ten, as AC-GC's authors have it. Two things break a mean of ten. The
-gradient may have fallen since the oldest of them: samples that the later ones lie significantly below are dropped. And
-a mean of few samples is uncertain: its standard error follows from their own spread, and bits are chosen so that the
-promise holds with one standard error to spare.
+gradient may have fallen since the oldest of them: samples that the later ones lie significantly below are dropped, and
+what rounding added in their steps with them, for both fall together. And a mean of few samples is uncertain: its
+standard error follows from their own spread, and bits are chosen so that the promise holds with one standard error to
+spare.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class GradientSamples:
             significance = fall / (spread * math.sqrt(1.0 / later + 1.0 / (count - later)))
             if significance > best:
                 best, kept = significance, later
-        self._squares = self._squares[-kept:]
+        self._squares, self._noise = self._squares[-kept:], self._noise[-kept:]
         return kept < count
 
 

@@ -8,6 +8,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from statistics import fmean
 
 import pytest
 import small_models
@@ -314,6 +315,29 @@ def test_an_error_that_no_width_keeps_to_is_warned_of_and_does_not_adapt_at_ever
             job.loss_fn(job.batch(step))
     assert len(gact.history) == 1
     assert "do not reach it" in caplog.text
+
+
+def test_a_plan_leaves_room_for_the_growth_that_was_seen_under_earlier_plans(monkeypatch):
+    """A gradient that shrinks by a tenth each step: without room every plan is broken before its interval is over."""
+
+    def moments(*arguments, draw, **options):
+        found = rounded_moments(*arguments, draw=draw, **options)
+        return replace(found, square=0.9**draw, noise=found.noise / (found.noise + found.square))
+
+    monkeypatch.setattr(error_budget, "rounded_moments", moments)
+    histories = []
+    for most in (error_budget._MOST_GROWTH, 1.0):
+        monkeypatch.setattr(error_budget, "_MOST_GROWTH", most)
+        job = Digits("mlp")
+        gact = gact_dist.attach(job.model, config=acgc())
+        for step in range(STEPS):
+            with gact.step(job.loss_fn, job.batch(step)):
+                job.loss_fn(job.batch(step))
+        histories.append([entry["gradient_error"] for entry in gact.history])
+    with_room, without = histories
+    assert len(with_room) < len(without)
+    broken, broken_without = ([entry["measured_before"] for entry in found[2:]] for found in histories)
+    assert fmean(broken) < fmean(broken_without)
 
 
 def test_a_loss_scale_changes_neither_bits_nor_increase():

@@ -122,3 +122,13 @@ def test_what_is_not_finite_or_zero_is_left_out_and_kinds_are_not_mixed():
     assert samples.noise == 7.0
     samples.add(5.0, 1.0, relative=True)
     assert (samples.second_moment, samples.noise) == (5.0, 1.0)
+
+
+def test_noise_that_falls_with_the_gradient_breaks_no_promise():
+    """Both to a hundredth, between the fourth and the fifth sample: the increase is a tenth before and after."""
+    samples = GradientSamples()
+    samples.renew(10.0)
+    for size in (100.0, 110.0, 90.0, 100.0, 1.0, 1.1, 0.9, 1.0, 1.1, 0.9):
+        samples.add(size, size / 10, relative=False)
+    assert samples.second_moment == pytest.approx(1.0)
+    assert samples.increase == pytest.approx(0.1)
