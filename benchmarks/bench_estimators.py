@@ -51,14 +51,12 @@ class Job:
     loss: Callable[[], Tensor]
 
 
-class AttentionNetwork(nn.Module):
-    """Two layers of graph attention (Velickovic et al., 2018), from PyTorch Geometric's GATConv."""
+class TwoConvolutions(nn.Module):
+    """Two layers of PyTorch Geometric."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
-        from torch_geometric.nn import GATConv
-
-        self.first, self.second = GATConv(WORDS, 16, heads=4), GATConv(64, CLASSES)
+        self.first, self.second = first, second
 
     def forward(self, features: Tensor, edges: Tensor, nodes: Tensor) -> Tensor:
         """Features, [all nodes, words], edges, [2, edges], and the nodes asked for, [n] -> logits, [n, classes]."""
@@ -79,6 +77,18 @@ def language() -> Job:
     return Job(model, lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
 
+def text() -> Job:
+    """A BERT of transformers with an attention mask, its weights untrained."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = BertForSequenceClassification(BertConfig(**sizes, **no_dropout, intermediate_size=128, num_labels=CLASSES))
+    tokens, labels = torch.randint(0, VOCABULARY, (8, LENGTH)), torch.randint(0, CLASSES, (8,))
+    mask = (torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH, (8, 1))).long()
+    return Job(model, lambda: model(input_ids=tokens, attention_mask=mask, labels=labels).loss)
+
+
 def _on_graph(model: nn.Module) -> Job:
     features, nodes = torch.randn(NODES, WORDS), torch.arange(NODES // 2)
     edges, labels = torch.randint(0, NODES, (2, EDGES)), torch.randint(0, CLASSES, (NODES // 2,))
@@ -90,15 +100,26 @@ def graph() -> Job:
     return _on_graph(GraphNetwork(WORDS, 32, 3, CLASSES, 0.0))
 
 
+def graph_sage() -> Job:
+    """GraphSAGE with the mean of the neighbours (Hamilton et al., 2017)."""
+    from torch_geometric.nn import SAGEConv
+
+    return _on_graph(TwoConvolutions(SAGEConv(WORDS, 32), SAGEConv(32, CLASSES)))
+
+
 def graph_attention() -> Job:
-    """A graph attention network."""
-    return _on_graph(AttentionNetwork())
+    """Graph attention (Velickovic et al., 2018)."""
+    from torch_geometric.nn import GATConv
+
+    return _on_graph(TwoConvolutions(GATConv(WORDS, 16, heads=4), GATConv(64, CLASSES)))
 
 
 KINDS: dict[str, Callable[[], Job]] = {
     "CNN": images,
     "transformer": language,
+    "text encoder": text,
     "GCN": graph,
+    "GraphSAGE": graph_sage,
     "GAT": graph_attention,
 }
 
@@ -178,7 +199,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--bits", type=int, default=6)
     parser.add_argument("--draws", type=int, default=64)
-    parser.add_argument("--probes", type=int, default=64)
+    parser.add_argument("--probes", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=32)
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("bits", "draws", "probes", "repeats")}

@@ -88,10 +88,23 @@ class RegionRoles:
         self._met.clear()
 
 
-def shares_a_parameter(tensor: Tensor, region: nn.Module) -> bool:
-    """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
-    memory = tensor.untyped_storage()._cdata
-    return any(part.untyped_storage()._cdata == memory for part in _parameter_parts(region))
+class RegionParameters:
+    """Where the parameters of regions lie: looked up once for all that a region saves, one tensor after the other."""
+
+    def __init__(self) -> None:
+        self._region: nn.Module | None = None
+        self._storages: set[int] = set()
+
+    def share(self, tensor: Tensor, region: nn.Module) -> bool:
+        """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
+        if region is not self._region:
+            self._region = region
+            self._storages = {part.untyped_storage()._cdata for part in _parameter_parts(region)}
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def forget(self) -> None:
+        """At the end of a step: in the next one they may lie elsewhere."""
+        self._region = None
 
 
 def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:

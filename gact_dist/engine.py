@@ -17,12 +17,12 @@ from . import codec, inlined
 from .block_inputs import BlockInputs
 from .checkpoint_closures import Bypassing, told_of_checkpoints
 from .compiled import (
+    RegionParameters,
     RegionRoles,
     behind_compiler,
     compiled_region,
     has_compiled_parts,
     running_region,
-    shares_a_parameter,
 )
 from .config import Config
 from .footprint import Footprint
@@ -70,6 +70,7 @@ class Engine:
         self._blocks = BlockInputs(self._roles)
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
+        self._region_parameters = RegionParameters()
         self._bypassing = Bypassing(self._parameters, self._namer, self.ledger, self._memory_of)
         self._keys = RoundingKeys(config.seed, rank)
         self.packer = Packer(model, config)
@@ -132,6 +133,7 @@ class Engine:
         self._memory.clear()
         self._blocks.reset()
         self._regions.classify()
+        self._region_parameters.forget()
         self._region = None
 
     @contextmanager
@@ -229,7 +231,7 @@ class Engine:
             return self._pack_distributed(tensor)
         frame = behind_compiler(sys._getframe(1))
         self._region = compiled_region(frame)
-        if self._region is not None and tensor.grad_fn is None and shares_a_parameter(tensor, self._region):
+        if self._region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, self._region):
             return Kept(tensor)
         memory = self._memory_of(tensor)
         self._blocks.look(frame)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, compiled
 
 ROUNDED = Config(policy="uniform", bits=4, min_numel=16)
 
@@ -52,6 +52,19 @@ def test_regions_are_compressed_from_the_second_step_on_and_compiled_once(what):
     assert {row.codec for row in regions if row.shape[-1:] == (1,) or row.shape == (8, 4, 40)} == {"exact"}
     assert {row.codec for row in regions if row.dtype == torch.float32 and row.shape[-1:] == (256,)} == {"quantised"}
     assert report.ratio > 6
+
+
+def test_parameters_of_a_region_are_looked_up_once_a_forward(monkeypatch):
+    """Not for each tensor that it saves, which would be quadratic in the size of a model that is compiled whole."""
+    looked_up, parts = [], compiled._parameter_parts
+    monkeypatch.setattr(compiled, "_parameter_parts", lambda region: looked_up.append(region) or parts(region))
+    model = model_of("whole")
+    gact = gact_dist.attach(model, config=ROUNDED)
+    steps(gact, loss_of(model), 2)
+    looked_up.clear()
+    steps(gact, loss_of(model), 1)
+    assert len([row for row in gact.report().rows if ":Compiled" in row.name]) > 10
+    assert len(looked_up) == 1
 
 
 def test_a_model_compiled_after_attaching_is_noticed():
