@@ -33,6 +33,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
+from benchmarks.fidelity_claims import claims_table
 from benchmarks.fidelity_report import UNTOUCHED, plot, tables
 from benchmarks.gradients import Noise, Point, average_bits
 from launch.config import ROOT, RunConfig, load_config
@@ -58,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for bits in (2, 3, 4, 8)
     },
     **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
+    "acgc 0.25 error-bounded": {"policy": "acgc", "error": 0.25, "compressor": "error-bounded"},
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared
 SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
@@ -228,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(0 if options.plot else options.seeds):
         for model in options.models:
             run_missing(results, load_config(model, MODELS[model]), model, options.settings, seed)
-    print(tables(results.held))
+    print(tables(results.held), claims_table(results.held, SAME_BYTES), sep="\n\n")
     if options.plot:
         plot(results.held, options.json)
 

@@ -15,9 +15,13 @@ Rows = list[dict[str, Any]]
 
 def tables(held: dict[str, Any]) -> str:
     """Markdown: every model with its settings, then adaptive against uniform widths, then what acgc promised."""
-    models = list(dict.fromkeys(row["model"] for row in held["runs"]))
-    parts = [model_table(model, held["runs"]) for model in models]
+    parts = [model_table(model, held["runs"]) for model in model_names(held["runs"])]
     return "\n\n".join([*parts, same_bytes_table(held["comparisons"]), promise_table(held)])
+
+
+def model_names(runs: Rows) -> list[str]:
+    """In the order of their first run."""
+    return list(dict.fromkeys(row["model"] for row in runs))
 
 
 def model_table(model: str, runs: Rows) -> str:
@@ -107,7 +111,7 @@ def promise_table(held: dict[str, Any]) -> str:
         bits = statistics.mean(row["average_bits"] for row in chosen)
         comparisons = [row for row in held["comparisons"] if row["model"] == model]
         lines.append(
-            f"| {model} | {error:g} | {statistics.mean(increases):.3g} ({max(increases):.3g}) | "
+            f"| {model} | {setting.removeprefix('acgc ')} | {statistics.mean(increases):.3g} ({max(increases):.3g}) | "
             f"{within} of {len(increases)} | {bits:.2f} | {_against_uniform(comparisons, setting, error)} |"
         )
     return "\n".join(lines)
@@ -115,16 +119,27 @@ def promise_table(held: dict[str, Any]) -> str:
 
 def _against_uniform(comparisons: Rows, setting: str, error: float) -> str:
     """Three cells: how often it kept to the error, its bytes over the uniform width's where one does, and the width."""
-    within, ratios, widths = [], [], []
+    within = [row["measured"] <= error for row in comparisons if row["setting"] == setting]
+    widths = {int(uniform["setting"].split()[1]) for _, uniform in beside_uniform(comparisons, setting, error)}
+    ratios = bytes_over_uniform(comparisons, setting, error)
+    return f"{sum(within)} of {len(within)} | {_range(ratios, '.2f')} | {', '.join(map(str, sorted(widths)))}"
+
+
+def bytes_over_uniform(comparisons: Rows, setting: str, error: float) -> list[float]:
+    """Of each point where a uniform width keeps to the error: the setting's bytes over those of the narrowest."""
+    pairs = beside_uniform(comparisons, setting, error)
+    return [found["retained_bytes"] / uniform["retained_bytes"] for found, uniform in pairs]
+
+
+def beside_uniform(comparisons: Rows, setting: str, error: float) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(the setting's row, that of the narrowest uniform width that keeps to the error) of each point with one."""
+    pairs = []
     for point, found in _by_point(comparisons, setting).items():
-        within.append(found["measured"] <= error)
         beside = [row for row in comparisons if (row["model"], row["seed"], row["step"]) == point]
         uniform = narrowest_uniform(beside, error)
         if uniform is not None:
-            ratios.append(found["retained_bytes"] / uniform["retained_bytes"])
-            widths.append(int(uniform["setting"].split()[1]))
-    cells = [f"{sum(within)} of {len(within)}", _range(ratios, ".2f"), ", ".join(map(str, sorted(set(widths))))]
-    return " | ".join(cells)
+            pairs.append((found, uniform))
+    return pairs
 
 
 def narrowest_uniform(rows: Rows, error: float) -> dict[str, Any] | None:
@@ -144,18 +159,18 @@ def _range(values: Sequence[float], form: str) -> str:
     return f"{_geometric_mean(values):{form}} ({min(values):{form}} to {max(values):{form}})" if values else ""
 
 
-def _deviation(values: Sequence[float]) -> float:
+def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def _spread(values: Iterable[float]) -> str:
     found = list(values)
-    return f"{statistics.mean(found):.4g} (deviation {_deviation(found):.2g})" if found else "not run"
+    return f"{statistics.mean(found):.4g} (deviation {deviation(found):.2g})" if found else "not run"
 
 
 def _star(loss: float, untouched: Sequence[float]) -> str:
     """A mark where the mean is worse by more than the untouched job's own standard deviation over its seeds."""
-    return " *" if loss > _deviation(untouched) else ""
+    return " *" if loss > deviation(untouched) else ""
 
 
 def plot(held: dict[str, Any], path: Path) -> list[Path]:
@@ -173,7 +188,7 @@ def _figure(held: dict[str, Any], draw: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    models = list(dict.fromkeys(row["model"] for row in held["runs"]))
+    models = model_names(held["runs"])
     rows, columns = math.ceil(len(models) / 3), min(3, len(models))
     figure = Figure(figsize=(4.4 * columns, 3.8 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -197,8 +212,8 @@ def _plot_accuracy(axes: Any, runs: Rows, _: Rows) -> None:
     untouched = {row["seed"]: row for row in runs if row["setting"] == UNTOUCHED}
     accuracies = [100 * row["accuracy"] for row in untouched.values()]
     if len(accuracies) > 1:
-        deviation = _deviation(accuracies)
-        axes.axhspan(-deviation, deviation, color="#cccccc", alpha=0.5, label="untouched, one deviation over seeds")
+        spread = deviation(accuracies)
+        axes.axhspan(-spread, spread, color="#cccccc", alpha=0.5, label="untouched, one deviation over seeds")
     axes.axhline(0, color="black", linewidth=0.8)
     for setting in dict.fromkeys(row["setting"] for row in runs if row["setting"] != UNTOUCHED):
         paired = [row for row in runs if row["setting"] == setting and row["seed"] in untouched]
@@ -248,6 +263,6 @@ def _plot_promise(axes: Any, runs: Rows, _: Rows) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_ylim(0.01, 20)
-    axes.set_xticks(range(len(settings)), [f"e² = {setting.split()[1]}" for setting in settings])
+    axes.set_xticks(range(len(settings)), [f"e² = {setting.removeprefix('acgc ')}" for setting in settings])
     axes.margins(x=0.4)
     axes.set_ylabel("measured increase / tolerated")

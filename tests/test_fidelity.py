@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import fidelity, fidelity_report  # noqa: E402
+from benchmarks.fidelity_claims import claims  # noqa: E402
 from launch import data  # noqa: E402
 from launch.config import UsageError  # noqa: E402
 
@@ -63,7 +64,9 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     assert {picture.name for picture in tmp_path.glob("*.png")} == {
         "found_accuracy.png", "found_variance.png", "found_promise.png"
     }  # fmt: skip
-    assert "| gact 2 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| gact 2 |" in printed
+    assert "| less variance than uniform 4 in its bytes, at the least | language |" in printed
 
 
 def _run(setting, seed, accuracy, measured=0.1):
@@ -101,3 +104,34 @@ def test_acgc_is_held_to_its_error_and_to_the_narrowest_uniform_width_that_keeps
     table = fidelity_report.promise_table({"runs": runs, "comparisons": comparisons})
     assert "| m | 0.25 | 0.3 (0.4) | 1 of 2 | 2.00 | 1 of 1 | 0.80 (0.80 to 0.80) | 2 |" in table
     assert fidelity_report.gains_in_same_bytes(comparisons, 2) == [("m", pytest.approx(4.0))]
+
+
+def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
+    def compared(setting, measured, retained_bytes):
+        where = {"model": "image", "seed": 0, "step": 1}
+        return {"setting": setting, "measured": measured, "retained_bytes": retained_bytes} | where
+
+    runs = [
+        *(_run(fidelity_report.UNTOUCHED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.84))),
+        *(_run("gact 4", seed, accuracy) for seed, accuracy in enumerate((0.79, 0.80, 0.82))),
+        *(_run("actnn 2", seed, accuracy) for seed, accuracy in enumerate((0.79, 0.81, 0.83))),
+        *(_run("acgc 0.25", seed, 0.8, measured) for seed, measured in enumerate((0.1, 0.2, 0.4))),
+    ]
+    comparisons = [
+        compared("uniform 2", 0.2, 100),
+        compared("gact in the bytes of uniform 2", 0.25, 99),
+        compared("acgc 0.25", 0.24, 110),
+    ]
+    for row in runs:
+        row["model"] = "image"
+    found = [(claim.text.split()[0], claim.found, claim.holds) for claim in claims(
+        {"runs": runs, "comparisons": comparisons}, (2, 3)
+    )]  # fmt: skip
+    assert found == [
+        ("accuracy", "-1.67", True),  # untouched: a deviation of two points
+        ("accuracy", "-1.00", False),  # half a point was allowed
+        ("ratio", "8.0", False),
+        ("increase", "0.233 (worst 0.4)", True),
+        ("bytes", "1.10", False),
+        ("less", "0.8 times", False),
+    ]

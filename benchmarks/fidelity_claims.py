@@ -1,0 +1,101 @@
+"""What is claimed of the policies, and whether benchmarks/fidelity.py has found it so, model by model."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.fidelity_report import (
+    UNTOUCHED,
+    Rows,
+    bytes_over_uniform,
+    deviation,
+    differences,
+    gains_in_same_bytes,
+    model_names,
+)
+
+ERROR = 0.25  # of policy acgc
+IMAGE = "image"
+LOSS_AT_2_BITS, RATIO_AT_2_BITS = 0.5, 12.0  # points of accuracy; of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claim about one model."""
+
+    text: str
+    model: str
+    found: str
+    bound: str
+    holds: bool
+
+
+def claims_table(held: dict[str, Any], bits: tuple[int, ...]) -> str:
+    """Markdown. bits: the uniform widths in whose bytes adaptive ones were compared."""
+    lines = ["| claim | model | found | bound | holds |", "|---|---|---|---|---|"]
+    for claim in claims(held, bits):
+        holds = "yes" if claim.holds else "**no**"
+        lines.append(f"| {claim.text} | {claim.model} | {claim.found} | {claim.bound} | {holds} |")
+    return "\n".join(lines)
+
+
+def claims(held: dict[str, Any], bits: tuple[int, ...]) -> Iterator[Claim]:
+    """Those whose runs are there."""
+    for model in model_names(held["runs"]):
+        runs = [row for row in held["runs"] if row["model"] == model]
+        comparisons = [row for row in held["comparisons"] if row["model"] == model]
+        yield from _accuracy_at_4_bits(model, runs)
+        if model == IMAGE:
+            yield from _two_bits(model, runs)
+        yield from _promise(model, runs, comparisons)
+        for width in bits:
+            gains = [gain for _, gain in gains_in_same_bytes(comparisons, width)]
+            if gains:
+                text = f"less variance than uniform {width} in its bytes, at the least"
+                yield Claim(text, model, f"{min(gains):.3g} times", "more than 1", min(gains) > 1.0)
+
+
+def _accuracy_at_4_bits(model: str, runs: Rows) -> Iterator[Claim]:
+    """No loss of accuracy beyond the untouched job's own spread."""
+    untouched, chosen = _untouched(runs), _paired(runs, "gact 4")
+    if len(untouched) > 1 and chosen:
+        points = statistics.mean(differences(chosen, untouched, "accuracy", scale=100))
+        spread = deviation([100 * row["accuracy"] for row in untouched.values()])
+        text = "accuracy of gact 4 against untouched, points, within a deviation over seeds"
+        yield Claim(text, model, f"{points:+.2f}", f"{-spread:+.2f}", points >= -spread)
+
+
+def _two_bits(model: str, runs: Rows) -> Iterator[Claim]:
+    untouched, chosen = _untouched(runs), _paired(runs, "actnn 2")
+    if chosen:
+        points = statistics.mean(differences(chosen, untouched, "accuracy", scale=100))
+        ratio = min(row["exact_bytes"] / row["retained_bytes"] for row in chosen)
+        text = "accuracy of actnn 2 against untouched, points"
+        yield Claim(text, model, f"{points:+.2f}", f"{-LOSS_AT_2_BITS:+.2f}", points >= -LOSS_AT_2_BITS)
+        yield Claim(
+            "ratio of bytes of actnn 2", model, f"{ratio:.1f}", f"{RATIO_AT_2_BITS:g}", ratio >= RATIO_AT_2_BITS
+        )
+
+
+def _promise(model: str, runs: Rows, comparisons: Rows) -> Iterator[Claim]:
+    setting = f"acgc {ERROR}"
+    increases = [moment["measured"] for row in runs if row["setting"] == setting for moment in row["moments"]]
+    if increases:
+        mean, text = statistics.mean(increases), f"increase under {setting} in the runs, mean"
+        yield Claim(text, model, f"{mean:.3g} (worst {max(increases):.3g})", f"{ERROR:g}", mean <= ERROR)
+    ratios = bytes_over_uniform(comparisons, setting, ERROR)
+    if ratios:
+        text = f"bytes of {setting} over those of the narrowest uniform width within, at the most"
+        yield Claim(text, model, f"{max(ratios):.2f}", "less than 1", max(ratios) < 1.0)
+
+
+def _untouched(runs: Rows) -> dict[int, dict[str, Any]]:
+    return {row["seed"]: row for row in runs if row["setting"] == UNTOUCHED}
+
+
+def _paired(runs: Rows, setting: str) -> Rows:
+    untouched = _untouched(runs)
+    return [row for row in runs if row["setting"] == setting and row["seed"] in untouched]
