@@ -81,8 +81,13 @@ def text() -> Job:
     """A BERT of transformers with an attention mask, its weights untrained."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    no_dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = BertForSequenceClassification(BertConfig(**sizes, **no_dropout, intermediate_size=128, num_labels=CLASSES))
     tokens, labels = torch.randint(0, VOCABULARY, (8, LENGTH)), torch.randint(0, CLASSES, (8,))
     mask = (torch.arange(LENGTH) < torch.randint(LENGTH // 2, LENGTH, (8, 1))).long()

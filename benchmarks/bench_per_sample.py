@@ -11,14 +11,25 @@ import argparse
 import datetime
 import json
 import platform
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from bench_variance import gradient, trained
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
+from benchmarks.bench_variance import trained
+from benchmarks.gradients import gradient
 
-SETTINGS = [("uniform", None), ("gact", None), ("actnn", None), ("actnn", "an epoch ago"), ("actnn", "a step ago")]
+SETTINGS: list[tuple[str, str | None]] = [
+    ("uniform", None),
+    ("gact", None),
+    ("actnn", None),
+    ("actnn", "an epoch ago"),
+    ("actnn", "a step ago"),
+]
 
 
 def learn(gact, model, loss_fn, batch, index):
@@ -51,7 +62,7 @@ def rows_of(name, steps, epoch, options):
     samples = len(batch["labels"])
     index = torch.arange(samples)
     exact = gradient(model, loss_fn(batch))
-    learnt = {None: None}
+    learnt: dict[str | None, Any] = {None: None}
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     for age, state in (("a step ago", weights), ("an epoch ago", trained(name, steps - epoch)[0].state_dict())):
         model.load_state_dict(state)

@@ -99,7 +99,10 @@ def moments(steps: int) -> list[int]:
 
 def settings_of(config: RunConfig, seed: int, **choice: Any) -> gact_dist.Config:
     """gact_dist's settings for one job."""
-    schedule = {"adapt_interval": config.adapt_interval, "calibration_samples": config.calibration_samples}
+    schedule: dict[str, Any] = {
+        "adapt_interval": config.adapt_interval,
+        "calibration_samples": config.calibration_samples,
+    }
     return gact_dist.Config(**schedule, seed=seed, **choice)
 
 

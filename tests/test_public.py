@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 import gact_dist
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(gact_dist.__file__).parent
 SOURCES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
 
@@ -252,3 +254,10 @@ print(*state, torch.equal(before, torch.get_rng_state()), held)
 def test_importing_starts_nothing_and_pulls_in_no_framework():
     result = subprocess.run([sys.executable, "-c", AFTER_IMPORT], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False False True []"
+
+
+def test_every_script_of_benchmarks_can_be_imported(monkeypatch):
+    for folder in (ROOT, ROOT / "benchmarks"):  # as when they are run
+        monkeypatch.syspath_prepend(str(folder))
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        importlib.import_module(script.stem)
