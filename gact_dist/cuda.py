@@ -26,7 +26,7 @@ from . import ops_reference as reference
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 # IEEE arithmetic, one rounding an operation: the bits of the CPU.
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-HEADERS = ("codec.h", "warp.h", "tile.h", "group.h")
+HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h")
 LEAST_CAPABILITY = (8, 0)
 
 # As in csrc/tile.h.
