@@ -203,7 +203,7 @@ def test_a_plan_that_breaks_the_promise_is_warned_of_and_raised(caplog):
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_gradient_that_falls_while_bits_stand_still_brings_an_adaptation_at_once(follow):
+def test_a_gradient_that_falls_while_bits_stand_still_is_warned_of_and_brings_an_adaptation_at_once(follow, caplog):
     """First all samples pull one way, then each its own: the sum falls further than they do, and than the noise."""
     job = Digits("mlp")
     gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
@@ -230,6 +230,14 @@ def test_a_gradient_that_falls_while_bits_stand_still_brings_an_adaptation_at_on
     # samples are 4 steps apart, and the first or second of them that is small shows that the gradient has fallen
     assert 12 < broken[0] <= 12 + 2 * 4 + 1
     assert gact.adaptation.gradient_error.holds
+    assert [record.getMessage() for record in caplog.records] == [
+        f"compression increased the gradient's second moment by {increase:.3g} (error={ERROR} was promised); bits are "
+        "raised"
+        for increase in increases
+        if increase > ERROR
+    ]
+    number = found.index(broken[0])
+    assert gact.history[number]["average_bits"] > gact.history[number - 1]["average_bits"]
 
 
 def test_a_plan_of_one_sample_is_replaced_once_there_are_more():
