@@ -252,6 +252,28 @@ def test_a_plan_of_one_sample_is_replaced_once_there_are_more():
     assert second["average_bits"] <= first["average_bits"]
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_in_the_long_run_a_sample_is_two_passes_ten_times_an_interval(follow):
+    job = Digits("mlp")
+    gact = gact_dist.attach(job.model, config=acgc(0.25, adapt_interval=40))
+    if follow:
+        gact.follow()
+    passes, forwards = [], []
+    job.model.register_forward_hook(lambda *_: forwards.append(1))
+    for step in range(100):
+        forwards.clear()
+        with nullcontext() if follow else gact.step(job.loss_fn, job.batch(step)):
+            loss = job.loss_fn(job.batch(step))
+        loss.backward()
+        passes.append(len(forwards))
+    adapted = [entry["step"] for entry in gact.history]
+    settled = adapted[1]  # the plan that is made once there are some samples
+    assert adapted[1:] == list(range(settled, 101, 40))
+    beyond_the_job = {step: count - 1 for step, count in enumerate(passes, 1) if step >= settled and count > 1}
+    assert list(beyond_the_job) == list(range(settled, 101, 4))
+    assert {count for step, count in beyond_the_job.items() if step not in adapted} == {2}
+
+
 def test_a_closure_that_is_iterated_is_sampled_and_left_alone():
     job = Digits("cnn")
     gact = gact_dist.attach(job.model, config=acgc(adapt_interval=40))
