@@ -132,24 +132,6 @@ def test_the_error_is_kept_with_no_more_bytes_than_the_best_uniform_width(error,
     assert retained_bytes <= job.uniform_bytes(error)
 
 
-def trained_on_a_rank(follow):
-    job = Digits("cnn", rank=dist.get_rank())
-    gact, noise, square = job.train(acgc(), follow, ddp=True)
-    gact.detach()
-    _, _, retained_bytes = job.increase(acgc(), gact.state_dict(), batches=1, draws=1)
-    samples = gact._promise.state_dict()
-    return (gact.plan, gact.report().gradient_error, samples), noise, square, retained_bytes, job.uniform_bytes(ERROR)
-
-
-@pytest.mark.parametrize("follow", [False, True])
-def test_two_ranks_keep_the_error_under_one_plan(ranks, follow):
-    (known, noise, square, retained_bytes, uniform_bytes), (other, *_) = ranks(trained_on_a_rank, follow)
-    assert known == other
-    assert known[1].holds
-    assert noise <= ERROR * square  # of the gradient averaged over the ranks
-    assert retained_bytes <= uniform_bytes
-
-
 def test_the_report_shows_what_was_promised_and_what_was_measured():
     job = Digits("mlp")
     gact, _, _ = job.train(acgc())
