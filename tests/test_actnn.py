@@ -360,6 +360,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped():
     resumed = gact_dist.attach(other, config=config)
     resumed.load_state_dict(gact.state_dict())
     assert resumed.plan == gact.plan
+    assert resumed.history == gact.history
     assert any(isinstance(bits, tuple) for bits in gact.plan.values())
     assert torch.equal(job(5, 9, model, batch, gact), job(5, 9, other, batch, resumed))
 
