@@ -27,6 +27,7 @@ from gact_dist.config import ESTIMATORS
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"adapt_interval": 2, "adapt_tolerance": 0, "calibration_samples": 4, "min_numel": 16}
 ERROR = 0.25
+LINEAR = torch.nn.functional.linear
 
 
 class Checkpointed(TinyGPT):
@@ -67,6 +68,12 @@ def start(config: Any, model: Callable[..., nn.Module] = TinyGPT):
     return engine
 
 
+def end(engine: Any) -> None:
+    """ZeRO-3 leaves its own linear for whatever the process does next."""
+    engine.destroy()
+    torch.nn.functional.linear = LINEAR
+
+
 def run(engine: Any, first: int, last: int) -> tuple[list[float], list[int]]:
     """Losses, and collectives a step, of micro-batches first .. last - 1."""
     losses, collectives = [], []
@@ -94,7 +101,6 @@ def weights(engine: Any) -> list[Tensor]:
 def jobs(stage: int, model: type[nn.Module], micro_batches: int, offload: bool) -> tuple:
     """(losses, weights, collectives) of the untouched, the exact and the compressed job, and the last one's report."""
     found = []
-    linear = torch.nn.functional.linear
     for block in (None, {"level": "exact"}, {**SMALL}):
         engine = start(ds_config(stage, block, micro_batches, offload), model)
         losses, collectives = run(engine, 0, 4 * micro_batches)
@@ -105,8 +111,7 @@ def jobs(stage: int, model: type[nn.Module], micro_batches: int, offload: bool) 
         else:
             report, adaptation = engine.gact.report(), engine.gact.adaptation
             engine.gact.detach()
-        engine.destroy()
-        torch.nn.functional.linear = linear
+        end(engine)
     return *found, report, adaptation
 
 
@@ -154,7 +159,7 @@ def adaptation_steps(micro_batches: int) -> list[int]:
         run(engine, number, number + 1)
         if engine.gact.adaptation is not before:
             adapted.append(number)
-    engine.destroy()
+    end(engine)
     return adapted
 
 
@@ -170,13 +175,13 @@ def saved_and_resumed(folder: str, stage: int) -> tuple:
     straight.save_checkpoint(folder, client_state={"mine": 5})
     random_state = torch.get_rng_state()
     wanted, plan = run(straight, 3, 6)[0], straight.gact.plan
-    straight.destroy()
+    end(straight)
     resumed = start(config)
     _, client_state = resumed.load_checkpoint(folder)
     torch.set_rng_state(random_state)
     got = run(resumed, 3, 6)[0]
     result = wanted, got, plan == resumed.gact.plan, client_state["mine"], "gact_dist" in client_state
-    resumed.destroy()
+    end(resumed)
     return result
 
 
@@ -193,7 +198,7 @@ def saved_plan(folder: str, stage: int) -> dict:
     run(engine, 0, 3)
     engine.save_checkpoint(folder)
     plan = engine.gact.plan
-    engine.destroy()
+    end(engine)
     return plan
 
 
@@ -202,7 +207,7 @@ def loaded_plan(folder: str, stage: int) -> dict:
     engine.load_checkpoint(folder, load_module_only=True, load_optimizer_states=False)
     plan = engine.gact.plan
     losses, _ = run(engine, 3, 5)
-    engine.destroy()
+    end(engine)
     return plan | {"finite": all(loss == loss for loss in losses)}
 
 
@@ -218,7 +223,7 @@ def ready_config(path: str) -> tuple[float, bool, str]:
     engine = start(settings)
     run(engine, 0, 3)
     found = engine.gact.report().ratio, bool(engine.gact.plan), str(next(engine.module.parameters()).dtype)
-    engine.destroy()
+    end(engine)
     return found
 
 
@@ -286,7 +291,7 @@ def chosen(block: dict[str, Any], model: Callable[..., nn.Module] = TinyGPT) -> 
     else:
         run(engine, 0, 4)
     gact.detach()
-    engine.destroy()
+    end(engine)
     return Chosen(gact.plan, gact.history, gact.report(), moments)
 
 
@@ -382,5 +387,5 @@ def test_a_block_that_is_off_leaves_the_engine_alone(ranks):
 def is_untouched(block: dict[str, Any]) -> bool:
     engine = start(ds_config(1, block))
     untouched = not hasattr(engine, "gact") and "save_checkpoint" not in vars(engine)
-    engine.destroy()
+    end(engine)
     return untouched
