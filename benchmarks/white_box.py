@@ -5,6 +5,7 @@ that its backward has at hand. The forms here are those of their published code,
 supplement; |dx|^2 is the squared error of the input, M the number of elements of a channel.
 
 * Convolution with an R x S kernel and stride T: |dgw|^2 <= 2 (R S / T^2) |gy|^2 |dx|^2; linear is R = S = T = 1.
+  Where the stride exceeds the kernel it is one of an error that is spread evenly over the input, as rounding's is.
 * Batch norm: |dgx|^2 <= sum_k gamma_k^2 rstd_k^4 (ggamma_k^2 + dggamma_k^2) dx_k^2 / M, with dx_k^2 the mean squared
   error of a channel and dggamma_k^2 <= rstd_k^2 n_k^2 max(gy)^2 max|dx|^2, n_k the number of gy that are not zero.
 

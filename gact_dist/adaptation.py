@@ -55,7 +55,10 @@ class Adaptation:
 
     def to_dict(self, step: int) -> dict[str, Any]:
         """Plain values for a line of JSON."""
-        tensors = {name: {"bits": bits, "sensitivity": self.sensitivity[name]} for name, bits in self.plan.items()}
+        tensors = {
+            name: {"bits": list(bits) if isinstance(bits, tuple) else bits, "sensitivity": self.sensitivity[name]}
+            for name, bits in self.plan.items()
+        }
         return {
             "step": step,
             "kept": self.kept,

@@ -110,8 +110,9 @@ class Controller:
         self.adaptation: Adaptation | None = None
         """outcome of the last adaptation, None before the first"""
         self.history: list[dict[str, Any]] = []
-        """every adaptation since attach() in plain values: step, whether the plan was kept, average bits, predicted
-        variance, the bits and the sensitivity of each tensor; a line of JSON each"""
+        """every adaptation of the job in plain values: step, whether the plan was kept, average bits, predicted
+        variance, the bits and the sensitivity of each tensor; a line of JSON each. It is part of the state; tensors
+        only of the last hundred"""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -362,6 +363,7 @@ class Controller:
             "sensitivity": self._sensitivity,
             "engine": self._engine.state_dict() if self._engine is not None else {},
             "adapter": self._adapter.state_dict() if self._adapter is not None else {},
+            "history": state_text.bounded(self.history),
         }
         return state_text.write(self._state_key, fields)
 
@@ -373,7 +375,7 @@ class Controller:
         loaded = state_text.read(state, self._state_key, self._model)
         self._step, self._adapted_at, self._interval = loaded["step"], loaded["adapted_at"], loaded["interval"]
         self._plan = plan_from(loaded["plan"], shares=self.config.policy == "actnn")
-        self._sensitivity = loaded["sensitivity"]
+        self._sensitivity, self.history = loaded["sensitivity"], loaded["history"]
         if self._engine is not None:
             self._engine.plan = self._plan
             self._engine.load_state_dict(loaded["engine"])

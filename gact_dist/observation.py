@@ -100,7 +100,10 @@ class _Product(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.gradient.dtype) * ctx.gradient, None
+        # It carries a graph, as that of a loss would: from a constant a node can make a constant (ZeRO-3's linear the
+        # gradient of its bias), and is then taken for one whose backward autograd cannot see.
+        gradient = ctx.gradient.detach().requires_grad_(torch.is_grad_enabled())
+        return grads[0].to(gradient.dtype) * gradient, None
 
 
 def _copy(tensor: Tensor) -> Tensor:

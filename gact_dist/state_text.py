@@ -7,7 +7,7 @@ holds. Their names must differ between stages, as they must for the model's own 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,8 +15,9 @@ from torch import nn
 from .wrappers import unwrap, user_path
 
 _KEY = "gact_dist"
-_FIELDS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter"}
+_FIELDS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter", "history"}
 _DIGEST_BYTES = 6
+_ADAPTATIONS_WITH_TENSORS = 100
 
 
 def key_of(model: nn.Module, shared_by_all: bool) -> str:
@@ -25,6 +26,16 @@ def key_of(model: nn.Module, shared_by_all: bool) -> str:
         return _KEY
     names = "\n".join(sorted(_paths(model)))
     return f"{_KEY}.{hashlib.blake2b(names.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
+
+
+def bounded(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What a state keeps of a controller's history: all adaptations, older ones without the tensors of each.
+
+    A hundred adaptations with 300 tensors are 3.2 MB of text, a thousand with 500 would be 54 MB in every checkpoint;
+    without its tensors an adaptation is 300 bytes.
+    """
+    older = max(0, len(history) - _ADAPTATIONS_WITH_TENSORS)
+    return [{**entry, "tensors": {}} for entry in history[:older]] + list(history[older:])
 
 
 def write(key: str, fields: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import small_models
 import torch
@@ -61,7 +63,7 @@ def attention():
 )
 def test_shared_backwards_are_fewer_and_give_the_same_numbers(monkeypatch, kind, tensors, backwards):
     model, batch = attention() if kind == "attention" else getattr(small_models, kind)()
-    groups, moved = [], {}
+    groups, moved, ran = [], {}, Counter()
 
     def noted(found):
         moved.update(found)
@@ -69,7 +71,10 @@ def test_shared_backwards_are_fewer_and_give_the_same_numbers(monkeypatch, kind,
         return groups
 
     monkeypatch.setattr("gact_dist.sensitivity.disjoint", noted)
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: ran.update([name]))
     shared, taken = measured(monkeypatch, model, batch)
+    assert set(ran.values()) == {1}  # of the one forward; backwards are those of its graph
     apart, as_many_as_tensors = measured(monkeypatch, model, batch, apart=True)
     # one backward for all, and those of the parameter that most tensors move, each of which needs one of its own
     most = max(sum(leaves >> k & 1 for leaves in moved.values()) for k in range(len(list(model.parameters()))))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from small_models import SmallCNN, TinyGPT
 from torch import Tensor, nn
+from torch.autograd import Function
 
 import gact_dist
 from gact_dist import Config
@@ -197,6 +198,35 @@ def test_real_bits_train_and_adapt(loop):
     for controller in controllers:
         assert controller.plan
         assert any(row.codec == "quantised" for row in controller.report().rows)
+
+
+class Affine(Function):
+    """A linear layer as ZeRO-3 has it: the gradient of its bias depends on no saved tensor."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+def test_a_followed_model_that_ends_in_a_custom_function_is_measured_by_one_pass():
+    class Ending(nn.Linear):
+        def forward(self, x):
+            return Affine.apply(x, self.weight, self.bias)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), Ending(64, 10))
+    gact = gact_dist.attach(model, config=ROUNDED).follow()
+    found, measure = [], gact._adapter._measure
+    gact._adapter._measure = lambda *arguments: found.extend(measure(*arguments)) or found
+    for _ in range(2):
+        F.cross_entropy(model(torch.randn(64, 32)), torch.randint(0, 10, (64,))).backward()
+    assert [item.by_perturbation for item in found] == [True, False]  # the batch itself has no graph
 
 
 def test_a_followed_model_is_itself_again_after_detach():

@@ -59,8 +59,9 @@ def parameters_of(session: Session) -> list[Tensor]:
 WAYS = {"torch.save": (torch_save, torch_load), "torch.distributed.checkpoint": (dcp_save, dcp_load)}
 
 
-def resumed(job: Job, way: str, path: str) -> tuple[list[bool], bool, bool]:
-    """Whether losses, weights and plan of a run that was stopped after four steps are those of one that was not."""
+def resumed(job: Job, way: str, path: str) -> tuple[list[bool], bool, bool, list[list[dict[str, Any]]]]:
+    """Whether losses, weights and plan of a run that was stopped after four steps are those of one that was not, and
+    the histories of both."""
     save, load = WAYS[way]
     straight = Session(job, CONFIG).run(0, 4)
     save(straight, path)
@@ -72,16 +73,31 @@ def resumed(job: Job, way: str, path: str) -> tuple[list[bool], bool, bool]:
     second.run(4, 4)
     losses = [bool(a == b) for a, b in zip(wanted.trace.losses[4:], second.trace.losses, strict=True)]
     weights = zip(parameters_of(wanted), parameters_of(second), strict=True)
-    return losses, all(torch.equal(a, b) for a, b in weights), wanted.gact.plan == second.gact.plan
+    histories = [wanted.gact.history, second.gact.history]
+    return losses, all(torch.equal(a, b) for a, b in weights), wanted.gact.plan == second.gact.plan, histories
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(ranks, tmp_path, job, way):
-    for losses, same_weights, same_plan in ranks(resumed, job, way, str(tmp_path)):
+    for losses, same_weights, same_plan, (wanted, history) in ranks(resumed, job, way, str(tmp_path)):
         assert losses == [True] * 4
         assert same_weights
         assert same_plan
+        assert [entry["step"] for entry in history] == [1, 4, 7]
+        assert history == wanted
+
+
+def test_the_state_of_a_long_job_has_the_tensors_of_its_last_adaptations_only():
+    model, batch = mlp()
+    gact = gact_dist.attach(model, config=CONFIG)
+    for _ in range(102):
+        gact.calibrate(loss_of(model), batch)
+    loaded = gact_dist.attach(model, config=CONFIG)
+    loaded.load_state_dict(gact.state_dict())
+    assert loaded.history[2:] == gact.history[2:]
+    assert loaded.history[:2] == [entry | {"tensors": {}} for entry in gact.history[:2]]
+    assert all(entry["tensors"] for entry in gact.history)
 
 
 def saved(job: Job, path: str) -> dict[str, int | None]:
