@@ -31,8 +31,8 @@ from benchmarks.bench_variance import trained
 from gact_dist import codec, ops, sensitivity
 from gact_dist.allocation import minimum_variance
 from gact_dist.engine import Engine
-from gact_dist.ops_reference import sections
 from gact_dist.packing import Packer
+from gact_dist.payload_format import sections
 
 BUDGETS = (2.5, 3.0, 4.2, 8.2)
 WIDTHS = range(1, 9)

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import mixed_widths, ops
 from .memory_layout import Fill, Layout, flatten, layout_of, restore
 from .mixed_widths import UnitWidths
-from .ops_reference import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
+from .payload_format import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 
 DEFAULT_GROUP_SIZE = 128
 

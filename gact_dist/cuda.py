@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops_reference as reference
+from . import payload_format
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 # IEEE arithmetic, one rounding an operation: the bits of the CPU.
@@ -237,20 +237,20 @@ def _check_memory_order(columns: int) -> None:
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """``ops_reference.pack`` for a CUDA tensor."""
-    reference.check_format(bits, group_size, x.dtype)
+    payload_format.check_format(bits, group_size, x.dtype)
     _check_memory_order(columns)
-    buffer = x.new_empty(reference.sections(x.numel(), bits, group_size).total_bytes, dtype=torch.uint8)
+    buffer = x.new_empty(payload_format.sections(x.numel(), bits, group_size).total_bytes, dtype=torch.uint8)
     pack_out(x, bits, group_size, seed, buffer)
     return buffer
 
 
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``ops_reference.pack_out`` for CUDA tensors."""
-    reference.check_format(bits, group_size, x.dtype)
+    payload_format.check_format(bits, group_size, x.dtype)
     _check_memory_order(columns)
-    reference.check_flat(x, "x")
-    where = reference.sections(x.numel(), bits, group_size)
-    reference.check_buffer(out, where.total_bytes)
+    payload_format.check_flat(x, "x")
+    where = payload_format.sections(x.numel(), bits, group_size)
+    payload_format.check_buffer(out, where.total_bytes)
     if x.numel() == 0:
         return
     _check_aligned(out)
@@ -287,11 +287,11 @@ def unpack_out(
     columns: int = 1,
 ) -> None:
     """``ops_reference.unpack_out`` for CUDA tensors."""
-    reference.check_format(bits, group_size, dtype)
+    payload_format.check_format(bits, group_size, dtype)
     _check_memory_order(columns)
-    where = reference.sections(numel, bits, group_size)
-    reference.check_buffer(buffer, where.total_bytes)
-    reference.check_out(out, numel, dtype)
+    where = payload_format.sections(numel, bits, group_size)
+    payload_format.check_buffer(buffer, where.total_bytes)
+    payload_format.check_out(out, numel, dtype)
     if numel == 0:
         return
     _check_aligned(buffer)
@@ -314,8 +314,8 @@ def _mask_blocks(numel: int, itemsize: int) -> int:
 
 def pack_mask(x: Tensor) -> Tensor:
     """``ops_reference.pack_mask`` for a CUDA tensor."""
-    reference.check_mask_dtype(x.dtype)
-    reference.check_flat(x, "x")
+    payload_format.check_mask_dtype(x.dtype)
+    payload_format.check_flat(x, "x")
     packed = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
     if x.numel() > 0:
         kernel = ("masks.cu", (), f"pack_mask_{x.dtype.itemsize}")
@@ -326,8 +326,8 @@ def pack_mask(x: Tensor) -> Tensor:
 
 def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """``ops_reference.unpack_mask`` for a CUDA tensor."""
-    reference.check_mask_dtype(dtype)
-    reference.check_buffer(buffer, (numel + 7) // 8)
+    payload_format.check_mask_dtype(dtype)
+    payload_format.check_buffer(buffer, (numel + 7) // 8)
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     if numel > 0:
         kernel = ("masks.cu", (), f"unpack_mask_{dtype.itemsize}")
@@ -338,14 +338,14 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     """``ops_reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
-    reference.check_format(reference.MIN_BITS, group_size, x.dtype)
+    payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     _check_memory_order(columns)
-    reference.check_flat(x, "x")
-    reference.check_weight(weight, x)
+    payload_format.check_flat(x, "x")
+    payload_format.check_weight(weight, x)
     if x.numel() == 0:
-        return x.new_zeros(reference.MAX_BITS, dtype=torch.float64)
+        return x.new_zeros(payload_format.MAX_BITS, dtype=torch.float64)
     blocks = min(_VARIANCE_BLOCKS, _blocks((x.numel() + group_size - 1) // group_size))
-    partial = x.new_empty((blocks * BLOCK_WARPS, reference.MAX_BITS), dtype=torch.float64)
+    partial = x.new_empty((blocks * BLOCK_WARPS, payload_format.MAX_BITS), dtype=torch.float64)
     kernel = _codec_kernel("variance", x.dtype, group_size)
     _launch(x.device, kernel, blocks, x.data_ptr(), weight.data_ptr(), x.numel(), partial.data_ptr())
     return partial.sum(0)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .mixed_widths import COUNTS, UnitWidths
-from .ops_reference import GROUP_SIZES, MAX_BITS, MIN_BITS, to_groups
+from .ops_reference import to_groups
+from .payload_format import GROUP_SIZES, MAX_BITS, MIN_BITS
 
 # Steps to try, as multiples of the root mean square of the steps at one width, largest first.
 _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .ops_reference import COLUMN_MULTIPLE
+from .payload_format import COLUMN_MULTIPLE
 
 
 class Fill(Enum):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops_reference import MAX_BITS, sections
+from .payload_format import MAX_BITS, sections
 
 COUNTS = MAX_BITS + 1
 _ALIGNMENT = 4

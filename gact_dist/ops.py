@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import cuda
+from . import cuda, payload_format
 from . import ops_reference as reference
 
 ISAS = ("scalar", "avx2", "avx512")
@@ -61,25 +61,25 @@ def _serve_cuda(function: Callable, definition: Callable) -> Callable:
 
 
 def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
-    reference.check_format(bits, group_size, x.dtype)
-    reference.check_flat(x, "x")
-    reference.check_columns(x.numel(), columns)
-    total_bytes = reference.sections(x.numel(), bits, group_size, columns).total_bytes
+    payload_format.check_format(bits, group_size, x.dtype)
+    payload_format.check_flat(x, "x")
+    payload_format.check_columns(x.numel(), columns)
+    total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
     return x.new_empty(total_bytes, dtype=torch.uint8)
 
 
 def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
-    reference.check_format(bits, group_size, x.dtype)
-    reference.check_flat(x, "x")
-    reference.check_columns(x.numel(), columns)
-    reference.check_buffer(out, reference.sections(x.numel(), bits, group_size, columns).total_bytes)
+    payload_format.check_format(bits, group_size, x.dtype)
+    payload_format.check_flat(x, "x")
+    payload_format.check_columns(x.numel(), columns)
+    payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
 
 
 def _fake_unpack(
     buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
 ) -> Tensor:
-    reference.check_format(bits, group_size, dtype)
-    reference.check_columns(numel, columns)
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
     return buffer.new_empty(numel, dtype=dtype)
 
 
@@ -93,27 +93,27 @@ def _fake_unpack_out(
     out: Tensor,
     columns: int = 1,
 ) -> None:
-    reference.check_format(bits, group_size, dtype)
-    reference.check_columns(numel, columns)
-    reference.check_out(out, numel, dtype)
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
+    payload_format.check_out(out, numel, dtype)
 
 
 def _fake_pack_mask(x: Tensor) -> Tensor:
-    reference.check_mask_dtype(x.dtype)
-    reference.check_flat(x, "x")
+    payload_format.check_mask_dtype(x.dtype)
+    payload_format.check_flat(x, "x")
     return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
 def _fake_unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    reference.check_mask_dtype(dtype)
+    payload_format.check_mask_dtype(dtype)
     return buffer.new_empty(numel, dtype=dtype)
 
 
 def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
-    reference.check_format(reference.MIN_BITS, group_size, x.dtype)
-    reference.check_columns(x.numel(), columns)
-    reference.check_weight(weight, x)
-    return x.new_empty(reference.MAX_BITS, dtype=torch.float64)
+    payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
+    payload_format.check_columns(x.numel(), columns)
+    payload_format.check_weight(weight, x)
+    return x.new_empty(payload_format.MAX_BITS, dtype=torch.float64)
 
 
 def _define(schema: str, definition: Callable, fake: Callable) -> None:

@@ -9,211 +9,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_BITS = 1
-MAX_BITS = 8
-GROUP_SIZES = (64, 128, 256, 512)
-PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of the columns of a row that are grouped one by one: what a GPU's warp has of a plane lies in whole words then.
-COLUMN_MULTIPLE = 32
-MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-# 65536 / scale has to stay finite in float32, which holds down to this scale.
-MIN_SCALE = 2.0**-111
+from .grid import dither_allowed, grid_of, offset_value
+from .payload_format import (
+    MAX_BITS,
+    MIN_BITS,
+    Sections,
+    check_buffer,
+    check_columns,
+    check_flat,
+    check_format,
+    check_mask_dtype,
+    check_out,
+    check_weight,
+    sections,
+)
+from .philox import random16
 
 # Elements handled at once: about 40 bytes of temporaries each, so under 64 MiB.
 _CHUNK_ELEMENTS = 1 << 20
-_PHILOX_BLOCK = 256
-_WORD = 0xFFFFFFFF
-# The distance of two stored scales as float32 bits: bfloat16 without its lowest bit, which marks dithered groups, or of
-# special groups with one bit those whose code 1 is +inf.
-_SCALE_STEP = 0x20000
 # Of stored scales, as int16: the sign, and a NaN with it.
 _SPECIAL_FLAG = -0x8000
 _DEAD_SCALE = -0x0040
-# The float16 next to zero on the negative side, as int16.
-_HALF_BELOW_ZERO = -0x7FFF
-
-
-@dataclass(frozen=True)
-class Sections:
-    """Where the three sections of a packed buffer lie; starts and total in bytes."""
-
-    groups: int  # that share a scale and an offset
-    plane_sets: int  # of `group_size` elements in memory order
-    scale_start_bytes: int
-    offset_start_bytes: int
-    total_bytes: int
-
-
-def sections(numel: int, bits: int, group_size: int, columns: int = 1) -> Sections:
-    """Section starts of the buffer that holds ``numel`` elements, in rows of ``columns``, at ``bits`` bits."""
-    plane_sets = (numel + group_size - 1) // group_size
-    groups = (numel // columns + group_size - 1) // group_size * columns
-    scale_start_bytes = plane_sets * (bits * group_size // 8)
-    offset_start_bytes = scale_start_bytes + 2 * groups
-    return Sections(groups, plane_sets, scale_start_bytes, offset_start_bytes, offset_start_bytes + 2 * groups)
-
-
-def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError or TypeError unless the format can be packed."""
-    if not MIN_BITS <= bits <= MAX_BITS:
-        raise ValueError(f"bits is {bits}, expected {MIN_BITS} to {MAX_BITS}; use bits=None in codec.pack for exact")
-    if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size is {group_size}, expected one of {GROUP_SIZES}")
-    if dtype not in PACK_DTYPES:
-        raise TypeError(f"dtype is {dtype}, expected one of {PACK_DTYPES}; codec.pack handles the others")
-
-
-def check_columns(numel: int, columns: int) -> None:
-    """Raise ValueError unless ``numel`` elements are whole rows of ``columns``, a multiple of 32 or 1."""
-    if columns < 1 or numel % columns != 0 or (columns > 1 and columns % COLUMN_MULTIPLE != 0):
-        raise ValueError(
-            f"columns is {columns}, expected a multiple of {COLUMN_MULTIPLE} that divides the {numel} elements, or 1 "
-            "for groups in memory order"
-        )
-
-
-def check_flat(x: Tensor, name: str) -> None:
-    """Raise ValueError unless ``x`` is one-dimensional and contiguous."""
-    if x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected a contiguous 1-D tensor; "
-            "codec.pack takes any shape and strides"
-        )
-
-
-def check_buffer(buffer: Tensor, expected_bytes: int) -> None:
-    """Raise ValueError unless ``buffer`` is a flat uint8 tensor of exactly ``expected_bytes``."""
-    check_flat(buffer, "buffer")
-    if buffer.dtype != torch.uint8 or buffer.numel() != expected_bytes:
-        raise ValueError(
-            f"buffer has {buffer.numel()} elements of {buffer.dtype}, expected {expected_bytes} of torch.uint8; "
-            "give bits, group_size, numel and dtype of the tensor that was packed"
-        )
-
-
-def philox(counters: Tensor, seed: int) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (low32, high32, 0, 0).
-
-    Args:
-        counters: int64 tensor of any shape.
-        seed: 64-bit integer; its two's complement halves are the key words.
-
-    Returns:
-        Four int64 tensors of that shape with values in 0..2^32-1.
-    """
-    zeros = torch.zeros_like(counters)
-    return philox_words(
-        [counters & _WORD, (counters >> 32) & _WORD, zeros, zeros], (seed & _WORD, (seed >> 32) & _WORD)
-    )
-
-
-def philox_words(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox4x32-10 of four counter words (int64 tensors, values below 2^32) under two key words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # int64 products wrap modulo 2^64, which leaves the 32-bit halves right.
-        p0 = c0 * 0xD2511F53
-        p1 = c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD, ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return [c0, c1, c2, c3]
-
-
-def random16(first_element: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """The random numbers 0..65535 of elements first_element .. first_element + count - 1, int32 [count]."""
-    first_block = first_element // _PHILOX_BLOCK
-    blocks = (first_element + count + _PHILOX_BLOCK - 1) // _PHILOX_BLOCK - first_block
-    counters = torch.arange(blocks * 16, device=device, dtype=torch.int64) + first_block * 16
-    words = [word.view(blocks, 16) for word in philox(counters, seed)]
-    # Four elements share a word; the 16 bits of each begin at another byte of it.
-    parts = [((word >> shift) | (word << (32 - shift))) & 0xFFFF for word in words for shift in (0, 8, 16, 24)]
-    start = first_element - first_block * _PHILOX_BLOCK
-    return torch.stack(parts, dim=1).reshape(-1)[start : start + count].to(torch.int32)
-
-
-def _bits_of(values: Tensor) -> Tensor:
-    return values.view(torch.int32)
-
-
-def floor_offset(low: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest offset at most ``low`` that can be stored: its 16 bits as int16 [G, 1] and its value as float32.
-
-    A 16-bit type holds the smallest element itself. For float32 it is a float16 that counts in units of four steps: the
-    product of its 11 significant bits and the 7 of a scale is exact, and it is at most 2^-10 of its size below ``low``.
-    """
-    if dtype != torch.float32:
-        return low.to(dtype).view(torch.int16), low
-    inverse = torch.where(scale > 0, torch.full_like(scale, 65536.0) / scale, 0.0)
-    nearest = (low * inverse * 2.0**-18).to(torch.float16).view(torch.int16)
-    below = torch.where(nearest > 0, nearest - 1, torch.where(nearest == 0, _HALF_BELOW_ZERO, nearest + 1))
-    stored = torch.where(offset_value(nearest, scale, dtype) > low, below.to(torch.int16), nearest)
-    return stored, offset_value(stored, scale, dtype)
-
-
-def offset_value(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float32 value of stored offsets (int16) of groups with this ``scale``."""
-    if dtype != torch.float32:
-        return stored.view(dtype).float()
-    return stored.view(torch.float16).float() * 4.0 * scale
-
-
-def covering_scale(spread: Tensor, levels: Tensor) -> Tensor:
-    """spread / levels rounded up to a bfloat16 whose lowest bit is zero, so that levels * scale covers the spread."""
-    step = spread / levels
-    scale = ((_bits_of(step) + _SCALE_STEP - 1) & -_SCALE_STEP).view(torch.float32)
-    scale = torch.where(scale * levels < spread, _next_scale(scale, 1), scale)
-    return torch.where(scale < MIN_SCALE, torch.full_like(scale, MIN_SCALE), scale)
-
-
-def _next_scale(scale: Tensor, steps: int) -> Tensor:
-    return (_bits_of(scale) + steps * _SCALE_STEP).view(torch.float32)
-
-
-def constant_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of groups of equal elements: none, but for float32 a power of two at about 2^-10 of the value.
-
-    Values of 11 significant bits are offsets in it; what is left of others is less than one step.
-    """
-    if dtype != torch.float32:
-        return torch.zeros_like(value)
-    least = torch.full_like(value, MIN_SCALE)
-    power = torch.maximum((_bits_of(value) & 0x7F800000) - (10 << 23), _bits_of(least)).view(torch.float32)
-    return torch.where(value == 0, 0.0, power)
-
-
-def grid_of(low: Tensor, high: Tensor, levels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(scale, stored offset, offset, levels), each [G, 1], for groups that reach from ``low`` to ``high``.
-
-    The grid covers the range, but nothing on it exceeds the largest finite value of ``dtype``: near that the scale
-    steps down and the offset up again, or nothing but the offset is left.
-    """
-    spread = high - low
-    scale = covering_scale(spread, levels)
-    if dtype == torch.float32:  # widened by the rounding of the offset where that of the scale has no room for it
-        tight = high - floor_offset(low, scale, dtype)[1] <= scale * levels
-        wider = (spread + low.abs() * 2.0**-10) * (1 + 2.0**-16)
-        scale = torch.where(tight, scale, covering_scale(wider, levels))
-    scale = torch.where(spread > 0, scale, constant_scale(low, dtype))
-    stored, offset = floor_offset(low, scale, dtype)
-
-    largest = torch.finfo(dtype).max
-    for _ in range(3):
-        fits = (offset + scale * levels <= largest) | (scale == 0)
-        scale = torch.where(fits, scale, _next_scale(scale, -1))
-        stored, offset = floor_offset(low, scale, dtype)
-    stored = torch.where(offset >= -largest, stored, stored - 1)  # towards zero
-    offset = offset_value(stored, scale, dtype)
-    storable = (offset + scale * levels <= largest) & (offset >= -largest)
-    return scale, stored, offset, torch.where(storable, levels, 0.0)
-
-
-def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, offset: Tensor, levels: Tensor, largest: float) -> Tensor:
-    """bool [G, 1]: groups where half a step more on either side changes no sign and overflows nothing."""
-    half = scale * 0.5
-    keeps_sign = ((low < 0) & (high > 0)) | (low > half) | (high < -half)
-    return (high > low) & keeps_sign & (offset + scale * levels + scale <= largest) & (offset - scale >= -largest)
 
 
 @dataclass(frozen=True)
@@ -324,7 +140,7 @@ def pack_groups(
     plane_sets = (x.numel() + group_size - 1) // group_size
     flat = from_groups(codes, columns)[: plane_sets * group_size]
 
-    scale = (_bits_of(groups.scale) >> 16).to(torch.int16)
+    scale = (groups.scale.view(torch.int32) >> 16).to(torch.int16)
     scale = scale.where(~groups.special, scale | _SPECIAL_FLAG)
     lowest = dithered(groups, scaled)
     if bits == 1:
@@ -428,13 +244,6 @@ def unpack_out(
         piece.copy_(unpack_groups(*parts, bits, seed, elements.start, dtype, columns)[: piece.numel()])
 
 
-def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``out`` can take ``numel`` elements of ``dtype``."""
-    check_flat(out, "out")
-    if out.numel() != numel or out.dtype != dtype:
-        raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
-
-
 def unpack_groups(
     planes: Tensor,
     scale: Tensor,
@@ -486,12 +295,6 @@ def pack_mask(x: Tensor) -> Tensor:
     return packed
 
 
-def check_mask_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError unless masks of ``dtype`` can be packed."""
-    if dtype not in MASK_DTYPES:
-        raise TypeError(f"a mask cannot have dtype {dtype}, expected one of {MASK_DTYPES}; convert it with .to(bool)")
-
-
 def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """Decode what ``pack_mask`` made: 0 or 1 in ``dtype``, flat [numel]."""
     check_mask_dtype(dtype)
@@ -524,15 +327,6 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int =
     for elements, _ in _chunks(x.numel(), group_size, columns):
         totals += _variance_of_groups(x[elements], weight[elements], group_size, columns)
     return totals
-
-
-def check_weight(weight: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless ``weight`` is float32 and as long as ``x``."""
-    check_flat(weight, "weight")
-    if weight.dtype != torch.float32 or weight.numel() != x.numel():
-        raise ValueError(
-            f"weight has {weight.numel()} elements of {weight.dtype}, expected {x.numel()} of torch.float32"
-        )
 
 
 def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int, columns: int) -> Tensor:

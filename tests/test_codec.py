@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gact_dist import codec, ops_reference
+from gact_dist import codec, ops_reference, payload_format
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +86,7 @@ def test_bool_masks_take_one_bit_and_are_exact(name: str) -> None:
         assert packed.nbytes == 1440 // 8
 
 
-@pytest.mark.parametrize("dtype", ops_reference.MASK_DTYPES)
+@pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
 def test_masks_of_any_dtype_come_back_as_zeros_and_ones(dtype: torch.dtype) -> None:
     mask = (random_tensor(7, 11, 13) > 0).to(dtype).transpose(0, 2)
     decoded = codec.unpack(codec.pack_mask(mask))
@@ -126,12 +126,12 @@ def test_gaps_are_neither_read_nor_stored() -> None:
     x = base[:, :8]
     packed = codec.pack(x, bits=8)
     assert bool(torch.isfinite(codec.unpack(packed)).all())
-    assert packed.nbytes == ops_reference.sections(512, 8, codec.DEFAULT_GROUP_SIZE).total_bytes
+    assert packed.nbytes == payload_format.sections(512, 8, codec.DEFAULT_GROUP_SIZE).total_bytes
 
 
 def test_an_expanded_tensor_stores_its_base_only() -> None:
     x = random_tensor(512, 1).expand(512, 1000)
-    assert codec.pack(x, bits=4).nbytes == ops_reference.sections(512, 4, codec.DEFAULT_GROUP_SIZE).total_bytes
+    assert codec.pack(x, bits=4).nbytes == payload_format.sections(512, 4, codec.DEFAULT_GROUP_SIZE).total_bytes
     assert codec.pack(x, bits=None).nbytes == 512 * 4
 
 
@@ -265,7 +265,7 @@ def test_fake_tensors_of_more_than_32_bits_of_elements() -> None:
         packed = codec.pack(x, 2)
         decoded = codec.unpack(packed)
         assert (decoded.shape, decoded.stride()) == (x.shape, x.stride())
-        assert packed.nbytes == ops_reference.sections(3 * 2**32, 2, codec.DEFAULT_GROUP_SIZE).total_bytes
+        assert packed.nbytes == payload_format.sections(3 * 2**32, 2, codec.DEFAULT_GROUP_SIZE).total_bytes
 
 
 def test_user_mistakes_say_what_to_do() -> None:

@@ -21,12 +21,12 @@ import torch
 from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 
-from gact_dist import cuda, ops
+from gact_dist import cuda, ops, payload_format
 from gact_dist import ops_reference as reference
 
 ROOT = Path(__file__).parent.parent
-DTYPES = reference.PACK_DTYPES
-ALL_BITS = range(reference.MIN_BITS, reference.MAX_BITS + 1)
+DTYPES = payload_format.PACK_DTYPES
+ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
 SEED = -7_123_456_789_012_345_678
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled with g++")
@@ -69,7 +69,7 @@ SIZES = (1, 15, 77, 1024, 2048 + 513, 3 * 2048 + 1)
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_emulated_kernels_give_the_bits_of_the_reference(kernels: None, dtype: torch.dtype, group_size: int) -> None:
     for bits in ALL_BITS:
         for numel in SIZES:
@@ -78,7 +78,7 @@ def test_emulated_kernels_give_the_bits_of_the_reference(kernels: None, dtype: t
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_emulated_kernels_agree_on_rare_values(kernels: None, dtype: torch.dtype, group_size: int) -> None:
     for name, x in special_tensors(dtype).items():
         for bits in (1, 2, 5, 7, 8):
@@ -120,14 +120,14 @@ def test_columns_are_refused() -> None:
 
 def test_a_packed_buffer_that_is_not_aligned_is_refused() -> None:
     x = random_tensor(256, torch.float32)
-    total_bytes = reference.sections(256, 4, 256).total_bytes
+    total_bytes = payload_format.sections(256, 4, 256).total_bytes
     buffer = torch.zeros(total_bytes + 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 4 bytes"):
         cuda.pack_out(x, 4, 256, 0, buffer[1 : 1 + total_bytes])
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", reference.MASK_DTYPES)
+@pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
 def test_emulated_masks_are_the_bits_of_the_reference(kernels: None, dtype: torch.dtype) -> None:
     for numel in (0, 1, 7, 8, 9, 63, 2048, 2049 * 4 + 3):
         x = torch.empty(numel + 1, dtype=dtype)[1:]  # where unaligned, by single elements

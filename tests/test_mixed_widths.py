@@ -6,7 +6,7 @@ from codec_tensors import random_tensor, raw
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gact_dist import codec, mixed_widths, ops
+from gact_dist import codec, mixed_widths, ops, payload_format
 from gact_dist import ops_reference as reference
 from gact_dist.mixed_widths import UnitWidths
 from gact_dist.packing import made_of_samples
@@ -19,7 +19,7 @@ def units_of(widths: list[int]) -> UnitWidths:
 
 
 @pytest.mark.parametrize("isa", ops.available_isas())
-@pytest.mark.parametrize("dtype", reference.PACK_DTYPES)
+@pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 @pytest.mark.parametrize("unit_numel", [30, 256, 700])
 def test_the_payload_is_what_one_width_makes_of_its_units(isa: str, dtype: torch.dtype, unit_numel: int) -> None:
     widths = [2, 5, 2, 0, 8, 1, 5]

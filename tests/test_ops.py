@@ -12,11 +12,11 @@ from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gact_dist import codec, ops
+from gact_dist import codec, ops, payload_format
 from gact_dist import ops_reference as reference
 
-DTYPES = reference.PACK_DTYPES
-ALL_BITS = range(reference.MIN_BITS, reference.MAX_BITS + 1)
+DTYPES = payload_format.PACK_DTYPES
+ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
 SIZES = (0, 1, 15, 16, 17, 63, 64, 255, 256, 257, 512, 513, 1024, 4099, 9000)
 SEED = -7_123_456_789_012_345_678
 
@@ -46,7 +46,7 @@ def unpacked_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: torch.dtype, bits: int) -> None:
-    for group_size in reference.GROUP_SIZES:
+    for group_size in payload_format.GROUP_SIZES:
         for numel in SIZES:
             x = random_tensor(numel, dtype)
             expected = packed_by_reference(dtype, bits, group_size, numel)
@@ -56,7 +56,7 @@ def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: int) -> None:
     for name, x in special_tensors(dtype).items():
         for bits in ALL_BITS:
@@ -87,7 +87,7 @@ def column_tensors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
 def test_native_columns_are_those_of_the_reference(
     isa: str, dtype: torch.dtype, group_size: int, rows: int, columns: int
@@ -166,7 +166,7 @@ def test_pack_does_not_depend_on_the_number_of_threads(isa: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", reference.MASK_DTYPES)
+@pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
 def test_native_masks_are_the_bits_of_the_reference(isa: str, dtype: torch.dtype) -> None:
     for numel in SIZES:
         x = (random_tensor(numel, torch.float32) > 0).to(dtype)
@@ -183,7 +183,7 @@ def test_native_masks_are_the_bits_of_the_reference(isa: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_native_rounding_variance_is_that_of_the_reference(isa: str, dtype: torch.dtype, group_size: int) -> None:
     for numel in (0, 1, 100, 4099):
         x = random_tensor(numel, dtype)
@@ -221,7 +221,7 @@ def test_fake_tensors_have_the_size_of_huge_results() -> None:
     with FakeTensorMode():
         x = torch.empty(numel, dtype=torch.bfloat16)
         buffer = ops.pack(x, 4, 256, 1)
-        assert buffer.numel() == reference.sections(numel, 4, 256).total_bytes
+        assert buffer.numel() == payload_format.sections(numel, 4, 256).total_bytes
         assert ops.unpack(buffer, 4, 256, numel, torch.bfloat16, SEED).shape == (numel,)
         assert ops.pack_mask(x).numel() == (numel + 7) // 8
 

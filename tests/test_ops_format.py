@@ -8,11 +8,11 @@ import torch
 from codec_tensors import random_tensor, special_tensors
 from torch import Tensor
 
-from gact_dist import ops
+from gact_dist import grid, ops, payload_format, philox
 from gact_dist import ops_reference as reference
 
-DTYPES = reference.PACK_DTYPES
-ALL_BITS = range(reference.MIN_BITS, reference.MAX_BITS + 1)
+DTYPES = payload_format.PACK_DTYPES
+ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
 SEED = -7_123_456_789_012_345_678
 
 
@@ -21,7 +21,7 @@ SEED = -7_123_456_789_012_345_678
 
 def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     words = [torch.tensor([word], dtype=torch.int64) for word in counter]
-    return [int(word) for word in reference.philox_words(words, key)]
+    return [int(word) for word in philox.philox_words(words, key)]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def noise_by_hand(element: int, seed: int) -> int:
 
 @pytest.mark.parametrize("first_element", [0, 64, 192, 2**31, 2**36 + 64, 2**40 + 128])
 def test_noise_is_numbered_by_element_beyond_32_bits(first_element: int) -> None:
-    noise = reference.random16(first_element, 300, SEED, torch.device("cpu"))
+    noise = philox.random16(first_element, 300, SEED, torch.device("cpu"))
     for i in (0, 1, 15, 16, 33, 48, 63, 64, 127, 128, 255, 256, 299):
         assert int(noise[i]) == noise_by_hand(first_element + i, SEED)
 
 
 def test_noise_that_shares_bytes_is_uniform_and_nearly_uncorrelated() -> None:
     count = 1 << 20
-    noise = reference.random16(0, count, SEED, torch.device("cpu")).double() / 65536
+    noise = philox.random16(0, count, SEED, torch.device("cpu")).double() / 65536
     # Variance of the mean of a uniform number: 1 / 12; six standard errors.
     assert abs(float(noise.mean()) - 0.5) <= 6 * (1 / 12 / count) ** 0.5
     lanes = noise.view(-1, 4, 4, 16)  # blocks, words, bytes at which a number begins, lanes
@@ -139,7 +139,7 @@ def test_reference_follows_the_written_definition(bits: int, first_group: int, k
 
 
 def test_the_buffer_is_planes_then_scales_then_offsets() -> None:
-    where = reference.sections(1000, 3, 64)
+    where = payload_format.sections(1000, 3, 64)
     assert where.groups == 16
     assert where.scale_start_bytes == 16 * 3 * 8
     assert where.offset_start_bytes == where.scale_start_bytes + 16 * 2
@@ -150,8 +150,8 @@ def test_the_buffer_is_planes_then_scales_then_offsets() -> None:
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_columns_have_the_scales_and_offsets_of_the_transposed_tensor(dtype: torch.dtype, bits: int) -> None:
     rows = random_tensor(192 * 32, dtype).view(192, 32) * torch.logspace(-3, 3, 32).to(dtype)
-    where = reference.sections(192 * 32, bits, 64, 32)
-    assert where.total_bytes == reference.sections(192 * 32, bits, 64).total_bytes
+    where = payload_format.sections(192 * 32, bits, 64, 32)
+    assert where.total_bytes == payload_format.sections(192 * 32, bits, 64).total_bytes
     _, scale, offset = reference._split(reference.pack(rows.view(-1), bits, 64, SEED, 32), where, bits, 64)
     turned = reference.pack(rows.t().contiguous().view(-1), bits, 64, SEED)
     _, wanted_scale, wanted_offset = reference._split(turned, where, bits, 64)
@@ -161,7 +161,7 @@ def test_columns_have_the_scales_and_offsets_of_the_transposed_tensor(dtype: tor
 
 
 def test_a_short_block_of_columns_takes_no_room_for_missing_rows() -> None:
-    where = reference.sections(130 * 96, 4, 128, 96)
+    where = payload_format.sections(130 * 96, 4, 128, 96)
     assert where.groups == 2 * 96
     assert where.scale_start_bytes == -(-130 * 96 // 128) * 128 // 2
     assert where.total_bytes == where.scale_start_bytes + 2 * 96 * 4
@@ -203,7 +203,9 @@ def test_no_element_is_further_away_than_one_step(dtype: torch.dtype, bits: int)
     for scale in (1e-3, 1.0, 1e4):
         x = random_tensor(4099, dtype, scale=scale)
         decoded = ops.unpack(ops.pack(x, bits, 256, SEED), bits, 256, 4099, dtype, SEED).double()
-        _, scales, _ = reference._split(ops.pack(x, bits, 256, SEED), reference.sections(4099, bits, 256), bits, 256)
+        _, scales, _ = reference._split(
+            ops.pack(x, bits, 256, SEED), payload_format.sections(4099, bits, 256), bits, 256
+        )
         step = step_of(scales).double().repeat_interleave(256)[:4099]
         # Rounding of the decoded value to dtype: half an ulp, that is eps / 2 of its magnitude or of a subnormal.
         half_ulp = decoded.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
@@ -337,8 +339,8 @@ def test_a_stored_offset_widens_no_range_by_more_than_a_thousandth_of_its_size(b
     levels = torch.full((64, 1), 2.0**bits - 1)
     groups = x.view(64, 256)
     low, high = groups.amin(1, True), groups.amax(1, True)
-    scale, stored, offset, _ = reference.grid_of(low, high, levels, torch.float32)
-    assert torch.equal(reference.offset_value(stored, scale, torch.float32), offset)
+    scale, stored, offset, _ = grid.grid_of(low, high, levels, torch.float32)
+    assert torch.equal(grid.offset_value(stored, scale, torch.float32), offset)
     assert bool((offset <= low).all())
     assert bool((high - offset <= scale * levels).all())
     # The scale is rounded up by at most one in 64, and by one in 2^16 for the arithmetic.

@@ -9,15 +9,15 @@ from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor, nn
 
 import gact_dist
-from gact_dist import codec, cuda, ops
+from gact_dist import codec, cuda, ops, payload_format
 from gact_dist import ops_reference as reference
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
 pytest.importorskip("cupy", reason="CuPy, which the kernels need, is not installed")
 
-DTYPES = reference.PACK_DTYPES
-ALL_BITS = range(reference.MIN_BITS, reference.MAX_BITS + 1)
+DTYPES = payload_format.PACK_DTYPES
+ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
 SIZES = (0, 1, 15, 63, 64, 257, 1024, 2048, 4099, 3 * 2048 + 513, 1 << 20)
 SEED = -7_123_456_789_012_345_678
 DEVICE = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ def assert_same(x: Tensor, bits: int, group_size: int, what: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_the_bytes_are_those_of_the_cpu(dtype: torch.dtype, group_size: int, bits: int) -> None:
     for numel in SIZES:
@@ -62,7 +62,7 @@ def test_the_bytes_are_those_of_the_cpu(dtype: torch.dtype, group_size: int, bit
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_rare_values_are_those_of_the_cpu(dtype: torch.dtype, group_size: int) -> None:
     for name, x in special_tensors(dtype).items():
         for bits in ALL_BITS:
@@ -111,7 +111,7 @@ def test_unaligned_memory_is_read_and_written(dtype: torch.dtype) -> None:
     assert float(out[0]) == float(out[-1]) == 7
 
 
-@pytest.mark.parametrize("dtype", reference.MASK_DTYPES)
+@pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
 def test_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     for numel in SIZES:
         x = (random_tensor(numel + 1, torch.float32) > 0).to(dtype)
@@ -122,7 +122,7 @@ def test_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", reference.GROUP_SIZES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_rounding_variance_is_that_of_the_cpu(dtype: torch.dtype, group_size: int) -> None:
     for numel in (0, 1, 100, 4099, 1 << 20):
         x = random_tensor(numel, dtype)
@@ -144,7 +144,7 @@ def test_elements_beyond_32_bits_are_numbered_right() -> None:
     tail = random_tensor(numel - first * group_size, torch.bfloat16)
     x[first * group_size :] = tail.to(DEVICE)
     buffer = ops.pack(x, bits, group_size, SEED)
-    planes, scale, offset = reference._split(buffer, reference.sections(numel, bits, group_size), bits, group_size)
+    planes, scale, offset = reference._split(buffer, payload_format.sections(numel, bits, group_size), bits, group_size)
     stored = [part[first:].cpu() for part in (planes, scale, offset)]
     start = first * group_size
     for part, expected in zip(stored, reference.pack_groups(tail, bits, group_size, SEED, start), strict=True):

@@ -1,0 +1,94 @@
+"""What a packed buffer is made of, and what an operator refuses. docs/codec.md describes the format in words."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_BITS = 1
+MAX_BITS = 8
+GROUP_SIZES = (64, 128, 256, 512)
+PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of the columns of a row that are grouped one by one: what a GPU's warp has of a plane lies in whole words then.
+COLUMN_MULTIPLE = 32
+MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Where the three sections of a packed buffer lie; starts and total in bytes."""
+
+    groups: int  # that share a scale and an offset
+    plane_sets: int  # of `group_size` elements in memory order
+    scale_start_bytes: int
+    offset_start_bytes: int
+    total_bytes: int
+
+
+def sections(numel: int, bits: int, group_size: int, columns: int = 1) -> Sections:
+    """Section starts of the buffer that holds ``numel`` elements, in rows of ``columns``, at ``bits`` bits."""
+    plane_sets = (numel + group_size - 1) // group_size
+    groups = (numel // columns + group_size - 1) // group_size * columns
+    scale_start_bytes = plane_sets * (bits * group_size // 8)
+    offset_start_bytes = scale_start_bytes + 2 * groups
+    return Sections(groups, plane_sets, scale_start_bytes, offset_start_bytes, offset_start_bytes + 2 * groups)
+
+
+def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:
+    """Raise ValueError or TypeError unless the format can be packed."""
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits is {bits}, expected {MIN_BITS} to {MAX_BITS}; use bits=None in codec.pack for exact")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size}, expected one of {GROUP_SIZES}")
+    if dtype not in PACK_DTYPES:
+        raise TypeError(f"dtype is {dtype}, expected one of {PACK_DTYPES}; codec.pack handles the others")
+
+
+def check_columns(numel: int, columns: int) -> None:
+    """Raise ValueError unless ``numel`` elements are whole rows of ``columns``, a multiple of 32 or 1."""
+    if columns < 1 or numel % columns != 0 or (columns > 1 and columns % COLUMN_MULTIPLE != 0):
+        raise ValueError(
+            f"columns is {columns}, expected a multiple of {COLUMN_MULTIPLE} that divides the {numel} elements, or 1 "
+            "for groups in memory order"
+        )
+
+
+def check_flat(x: Tensor, name: str) -> None:
+    """Raise ValueError unless ``x`` is one-dimensional and contiguous."""
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected a contiguous 1-D tensor; "
+            "codec.pack takes any shape and strides"
+        )
+
+
+def check_buffer(buffer: Tensor, expected_bytes: int) -> None:
+    """Raise ValueError unless ``buffer`` is a flat uint8 tensor of exactly ``expected_bytes``."""
+    check_flat(buffer, "buffer")
+    if buffer.dtype != torch.uint8 or buffer.numel() != expected_bytes:
+        raise ValueError(
+            f"buffer has {buffer.numel()} elements of {buffer.dtype}, expected {expected_bytes} of torch.uint8; "
+            "give bits, group_size, numel and dtype of the tensor that was packed"
+        )
+
+
+def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``out`` can take ``numel`` elements of ``dtype``."""
+    check_flat(out, "out")
+    if out.numel() != numel or out.dtype != dtype:
+        raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
+
+
+def check_mask_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless masks of ``dtype`` can be packed."""
+    if dtype not in MASK_DTYPES:
+        raise TypeError(f"a mask cannot have dtype {dtype}, expected one of {MASK_DTYPES}; convert it with .to(bool)")
+
+
+def check_weight(weight: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless ``weight`` is float32 and as long as ``x``."""
+    check_flat(weight, "weight")
+    if weight.dtype != torch.float32 or weight.numel() != x.numel():
+        raise ValueError(
+            f"weight has {weight.numel()} elements of {weight.dtype}, expected {x.numel()} of torch.float32"
+        )
