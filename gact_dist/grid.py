@@ -1,4 +1,4 @@
-"""Scale and offset of groups, as they are stored: the finest grid over a range. Plain PyTorch; csrc/codec.h is as this."""
+"""Scale and offset of groups as they are stored: the finest grid over a range. csrc/codec.h has the same."""
 
 import torch
 from torch import Tensor
