@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import Any
 
 from . import codec
+from .attachment import set_optimization_level
 from .config import LEVELS, Config
-from .controller import Controller, attach, set_optimization_level
+from .controller import Controller, attach
 from .report import MemoryReport, ReportRow
 from .sync import PlanMismatchError
 

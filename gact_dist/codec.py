@@ -289,6 +289,14 @@ def stored_values(tensor: Tensor) -> Tensor:
     return values.to(_real_dtype(data.dtype))
 
 
+def exact(tensor: Tensor) -> Tensor | Packed:
+    """An alias of the tensor, or a copy where an alias of a small view would keep a much larger storage alive."""
+    view_bytes = tensor.numel() * tensor.element_size()
+    if tensor.grad_fn is not None and 2 * view_bytes < tensor.untyped_storage().nbytes():
+        return pack(tensor, bits=None)
+    return tensor.detach()
+
+
 def unpack(packed: Packed) -> Tensor:
     """A private tensor with the dtype, shape and strides of the one that was packed."""
     out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import state_text, sync
 from .adaptation import Adaptation, Adapter
+from .attachment import check_inlined, data_parallel_groups, settings
 from .batches import first_samples
 from .compiled import has_compiled_parts
 from .config import Config
@@ -25,10 +26,9 @@ from .policies import policy_of
 from .report import MemoryReport, build_report
 from .samples import Sample
 from .storage import open_storage
-from .wrappers import sharding, tensor_parallel_groups, unwrap
+from .wrappers import tensor_parallel_groups, unwrap
 
 _log = logging.getLogger(__name__)
-_default_level = "L2"
 _LONGEST_INTERVAL = 8  # in adapt_intervals
 
 _installed: set["Controller"] = set()
@@ -42,16 +42,6 @@ class Lifecycle(Enum):
     FOLLOWING = "following"  # every forward of the model is a step, from follow() to detach()
     INSTALLED = "installed"  # the hooks stay on from install_hook() to uninstall_hook(); iterate() ends an iteration
     DETACHED = "detached"  # the model is as it was; only report(), plan and state_dict() still answer
-
-
-def set_optimization_level(level: str) -> None:
-    """Set the level of controllers that are made from now on without a level or a config (it is "L2" at first).
-
-    level: a name in gact_dist.LEVELS. Raises ValueError for an unknown one.
-    """
-    global _default_level
-    Config.from_level(level)
-    _default_level = level
 
 
 def attach(
@@ -77,11 +67,11 @@ class Controller:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-        self.config = _settings(level, config)
-        _check_inlined(self.config, model)
+        self.config = settings(level, config)
+        check_inlined(self.config, model)
         self._model = model
         tensor_parallel = tensor_parallel_groups(model)
-        data_parallel = _data_parallel(process_group, tensor_parallel)
+        data_parallel = data_parallel_groups(process_group, tensor_parallel)
         self._groups = [*data_parallel, *tensor_parallel]
         sharing = math.prod(sync.world_size(group) for group in self._groups)
         self._state_key = state_text.key_of(model, shared_by_all=sharing == sync.world_size())
@@ -402,43 +392,3 @@ class Controller:
     def _expect_not_detached(self, what: str) -> None:
         if self._state is Lifecycle.DETACHED:
             raise RuntimeError(f"{what} on a controller that was detached: call gact_dist.attach(model) for a new one")
-
-
-def _data_parallel(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
-    """The data-parallel group in a list, which is empty where every rank belongs to one tensor-parallel group."""
-    if process_group is None and tensor_parallel:
-        if math.prod(sync.world_size(group) for group in tensor_parallel) == sync.world_size():
-            return []
-        raise ValueError(
-            "the model's parameters are split over a tensor-parallel mesh and process_group was not given, expected "
-            'the data-parallel part of that mesh: attach(model, process_group=mesh["dp"]), with the name you gave it'
-        )
-    return [sync.data_parallel_group(process_group)]
-
-
-def _check_inlined(config: Config, model: nn.Module) -> None:
-    if config.compile_hooks == "inlined" and config.offload.enabled:
-        raise ValueError(
-            "compile_hooks is 'inlined' and offload.enabled is true, expected one of them: what a compiled graph packs "
-            "it keeps among its own tensors, where no copy to the host can take its place; use 'eager' with offload"
-        )
-    by = sharding(model) if config.compile_hooks == "inlined" else None
-    if by is not None:
-        raise ValueError(
-            f"compile_hooks is 'inlined' and {by} splits the model's parameters, expected 'eager' there: which of a "
-            "graph's inputs are parameters is known only where they stay in place"
-        )
-
-
-def _settings(level: str | None, config: Config | None) -> Config:
-    if level is not None and config is not None:
-        raise ValueError(
-            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) has both"
-        )
-    if config is None:
-        return Config.from_level(level if level is not None else _default_level)
-    if not isinstance(config, Config):
-        raise TypeError(
-            f"config is a {type(config).__name__}, expected a gact_dist.Config; a dict goes through Config.from_dict"
-        )
-    return config

@@ -31,7 +31,7 @@ from .identity import ParameterIdentity
 from .ledger import Ledger
 from .memory import Memory, find, is_own_relu_save, remember, span
 from .naming import ModuleScope, Namer, origin
-from .operators import OperatorObserver, Role
+from .operators import OperatorObserver, Role, role_of_itself
 from .packing import Packer
 from .per_sample import Bits
 from .policies import policy_of
@@ -39,11 +39,6 @@ from .recomputation import in_backward, refuse_inside_checkpoint
 from .rounding_keys import RoundingKeys
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
-
-PROBE_BITS = 4  # of a perturbation: with one bit the gradient would not answer linearly
-_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
-_NORMALISATIONS = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
-_NEXT_TO_LOSS = "LogSoftmaxBackward0"
 
 
 class Engine:
@@ -344,17 +339,17 @@ class Engine:
         if config.policy == "exact":
             return tensor.detach()
         if tensor.numel() < max(config.min_numel, 1):
-            return _exact(tensor)
+            return codec.exact(tensor)
         if tensor.dtype == torch.bool or own_relu_save:
             return codec.pack_mask(tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            return codec.pack_narrow(tensor) or _exact(tensor)
+            return codec.pack_narrow(tensor) or codec.exact(tensor)
         role = role or self._role(tensor, name)
         if role is Role.BINARY:
             return codec.pack_binary(tensor)
         bits = self.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
-            return _exact(tensor)
+            return codec.exact(tensor)
         return self.packer.pack(tensor, bits, self._keys.seed(name))
 
     def _role(self, tensor: Tensor, name: str) -> Role:
@@ -365,12 +360,9 @@ class Engine:
             return Role.STATISTIC
         if self._region is not None and tensor.grad_fn is None:
             return self._regions.role(self._region, name, tensor)
-        if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
-            return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
-        if tensor.grad_fn is not None:
-            operator = tensor.grad_fn.name()
-            statistic = operator == _NEXT_TO_LOSS or (tensor.output_nr > 0 and operator in _NORMALISATIONS)
-            return Role.STATISTIC if statistic else Role.ACTIVATION
+        known = role_of_itself(tensor)
+        if known is not None:
+            return known
         if self._observer is not None:
             self._roles[name] = self._observer.role(tensor)
         elif name not in self._roles:
@@ -407,11 +399,3 @@ class Engine:
 
 def _unpack(handle: Any) -> Tensor:
     return handle.restore()
-
-
-def _exact(tensor: Tensor) -> Tensor | codec.Packed:
-    """An alias of the tensor, or a copy where an alias of a small view would keep a much larger storage alive."""
-    view_bytes = tensor.numel() * tensor.element_size()
-    if tensor.grad_fn is not None and 2 * view_bytes < tensor.untyped_storage().nbytes():
-        return codec.pack(tensor, bits=None)
-    return tensor.detach()

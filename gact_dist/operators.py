@@ -52,6 +52,22 @@ _DISCRETE = frozenset(
 """Functions whose results, or the shapes of them, jump when their operands change a little."""
 
 
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
+_NORMALISATION_NODES = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
+_NEXT_TO_LOSS = "LogSoftmaxBackward0"
+
+
+def role_of_itself(tensor: Tensor) -> Role | None:
+    """The role of a floating tensor as far as its type, its shape and the node that made it tell."""
+    if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
+        return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
+    if tensor.grad_fn is None:
+        return None
+    operator = tensor.grad_fn.name()
+    statistic = operator == _NEXT_TO_LOSS or (tensor.output_nr > 0 and operator in _NORMALISATION_NODES)
+    return Role.STATISTIC if statistic else Role.ACTIVATION
+
+
 class OperatorObserver(TorchFunctionMode):
     """Knows the operator that is being called and its operands."""
 

@@ -40,7 +40,7 @@ from torch.autograd.graph import GradientEdge
 
 from . import codec, ops
 from .compiled import has_compiled_parts
-from .engine import PROBE_BITS, Engine
+from .engine import Engine
 from .graphs import nodes_below, parameters_among
 from .handles import Recorded
 from .influence import Influence, disjoint
@@ -52,6 +52,7 @@ from .recomputation import measurable
 from .standins import StandInMode
 
 _log = logging.getLogger(__name__)
+PROBE_BITS = 4  # of a perturbation: with one bit the gradient would not answer linearly
 _SAMPLE_BITS = 2  # the width at which samples of one tensor are compared
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 

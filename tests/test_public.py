@@ -97,11 +97,12 @@ MAY_IMPORT = {
         "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation",
         "per_sample", "policies", "samples", "sensitivity", "sync",
     },
+    "attachment": {"config", "sync", "wrappers"},
     "controller": {
-        "adaptation", "batches", "compiled", "config", "engine", "observation", "per_sample", "pipelines", "policies",
-        "report", "samples", "state_text", "storage", "sync", "wrappers",
+        "adaptation", "attachment", "batches", "compiled", "config", "engine", "observation", "per_sample",
+        "pipelines", "policies", "report", "samples", "state_text", "storage", "sync", "wrappers",
     },
-    "__init__": {"codec", "config", "controller", "report", "sync"},
+    "__init__": {"attachment", "codec", "config", "controller", "report", "sync"},
 }  # fmt: skip
 
 
