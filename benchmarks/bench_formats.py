@@ -11,6 +11,8 @@ format in use, measured with the codec's own operators: below 1 is better at equ
 For the choices, in which every tensor may take one of several formats: for each kind of tensor (the operator that made
 it) the share of its elements that did not take the format in use, and the variance of an allocation over the tensors of
 this kind alone, again divided by that of the format in use.
+
+Last, about what the better candidates would take to pack and unpack (format_times.py).
 """
 
 import argparse
@@ -29,7 +31,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
-from benchmarks import formats
+from benchmarks import format_times, formats
 from benchmarks.bench_variance import trained
 from benchmarks.formats import Options, Saved, allocated
 from gact_dist import sensitivity
@@ -73,7 +75,7 @@ FORMATS = {
     },
     **{f"one step, widths by group of {size}": partial(formats.one_step_format, size=size) for size in (32, 64, 128)},
     **{
-        f"one step, fractional widths by group of {size}": partial(formats.one_step_format, size=size, fractional=True)
+        f"one step, fractional widths by group of {size}": partial(formats.one_step_format, size=size, counted="levels")
         for size in (32, 64, 128)
     },
     "scale and width by group": _own_width,
@@ -94,6 +96,16 @@ CHOICES["any of memory order, rotated, squared, outliers"] = [
     name for choice in ("memory order", "rotated by 64", "rotated by 256", "squared levels", "2 outliers apart")
     for name in CHOICES[choice]
 ]  # fmt: skip
+
+# Without allocation and metadata, every tensor at the same width: one step for each group, and one for the tensor.
+_memory_order = {"size": 256, "order": "memory", "dither": False}
+EQUAL_PAYLOAD = {
+    "one step a group": partial(_group, **_memory_order),
+    **{
+        f"one step, widths counted in {counted}": partial(formats.one_step_format, counted=counted, **_memory_order)
+        for counted in ("bits", "levels", "steps")
+    },
+}
 
 
 def saved_tensors(model_name: str, steps: int) -> list[Saved]:
@@ -135,9 +147,8 @@ def kinds_of_choice(
     return found
 
 
-def rows_of(model: str, steps: int):
+def rows_of(model: str, tensors: list[Saved]):
     """One row a format and choice, printed as it is found."""
-    tensors = saved_tensors(model, steps)
     sizes = np.array([saved.values.numel() for saved in tensors], dtype=float)
     kinds = [saved.kind for saved in tensors]
     print(f"{model}: {len(tensors)} tensors; variance at {', '.join(map(str, BUDGETS))} bits an element, all counted")
@@ -158,16 +169,36 @@ def rows_of(model: str, steps: int):
         yield row
 
 
+def gains_of_one_step(model: str, tensors: list[Saved]):
+    """How many times less variance one step a tensor has at 2, 3 and 4 bits of payload, by how widths are counted."""
+    totals = {name: sum(form(saved).variance for saved in tensors)[1:4] for name, form in EQUAL_PAYLOAD.items()}
+    first = totals["one step a group"]
+    for name, total in totals.items():
+        gains = (first / total).tolist()
+        print(f"  {name:62s}" + "".join(f"{gain:8.2f}" for gain in gains) + " times less at 2, 3, 4 bits of payload")
+        yield {"model": model, "format": name, "gain_at_2_3_4_bits": gains}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", default=["text", "image", "language", "graph"])
     parser.add_argument("--steps", type=int, default=20, help="untouched training steps before measuring")
     options = parser.parse_args()
-    rows = [row for model in options.models for row in rows_of(model, options.steps)]
+    rows, gains = [], []
+    for model in options.models:
+        tensors = saved_tensors(model, options.steps)
+        rows += rows_of(model, tensors)
+        gains += gains_of_one_step(model, tensors)
+    times = format_times.measured()
+    print(f"pack and unpack of float32 {list(format_times.SHAPE)} at {format_times.BITS} bits, one thread")
+    for row in times:
+        print(f"  {row['kernels']:10s} {row['candidate']:20s} {row['ms']:8.1f} ms {row['to_in_use']:6.2f}")
     if options.json:
         facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
-        options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps(facts | {"rows": rows, "one_step_at_equal_payload": gains, "times": times}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

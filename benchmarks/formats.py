@@ -247,10 +247,13 @@ def rotated_format(saved: Saved, size: int, order: str) -> Options:
     return options(saved, WIDTHS, found, len(values), 32)
 
 
-def one_step_format(saved: Saved, size: int, order: str = "column", fractional: bool = False) -> Options:
+def one_step_format(
+    saved: Saved, size: int, order: str = "column", counted: str = "bits", dither: bool = True
+) -> Options:
     """One step for the tensor, and for each group the width that its range needs: an offset and 4 bits of width.
 
-    fractional: a group takes the logarithm of the number of its levels, which no whole number of bits can undercut.
+    counted: as a group's width, "bits" that can hold its levels; "levels": the logarithm of their number, less than
+    which no code can take; "steps": the logarithm of its range in steps, which is too little.
     """
     values, weights = groups_of(saved, size, order)
     low, high = values.amin(1, True), values.amax(1, True)
@@ -260,15 +263,17 @@ def one_step_format(saved: Saved, size: int, order: str = "column", fractional: 
         return start, ((high - start) / step).ceil()
 
     def widths_of(step: Tensor) -> Tensor:
+        if counted == "steps":
+            return torch.log2((high - low) / step).clamp(min=0)
         widths = torch.log2(start_and_levels(step)[1] + 1)
-        return widths if fractional else widths.ceil()
+        return widths.ceil() if counted == "bits" else widths
 
     payload, found = [], []
     for bits in WIDTHS:
         step = smallest_within(bits, (high - low).max(), widths_of)
         start, levels = start_and_levels(step)
         steps = step.expand_as(low).contiguous()
-        allowed = dither_allowed(low, high, steps, start, levels, LARGEST)
+        allowed = dither_allowed(low, high, steps, start, levels, LARGEST) & dither
         payload.append(float(widths_of(step).mean()))
         found.append(rounding_variance(values, weights, start, steps, allowed))
     return options(saved, payload, found, len(values), 16 + 4)

@@ -66,7 +66,7 @@ def test_widths_by_group_keep_to_their_average(form):
 
 def test_fractional_widths_are_a_bound():
     tensor = saved(uneven(512, 64))
-    whole, fractional = (formats.one_step_format(tensor, size=64, fractional=f) for f in (False, True))
+    whole, fractional = (formats.one_step_format(tensor, size=64, counted=c) for c in ("bits", "levels"))
     assert np.all(fractional.bits <= whole.bits + 0.02)
     assert np.all(fractional.variance[1:] < whole.variance[1:])  # at 1 bit every group has one level
 
