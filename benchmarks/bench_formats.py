@@ -136,14 +136,15 @@ def kinds_of_choice(
     kinds: list[str], sizes: np.ndarray, plain: list[Options], both: list[Options], budget: float
 ) -> dict[str, tuple[float, float]]:
     """For each kind of which some took another format: (the share of elements that did, variance over plain alone)."""
-    _, choice = allocated(both, sizes, budget)
+    choice = allocated(both, sizes, budget).choice
     other = (choice >= len(plain[0].bits)) & (choice < len(both[0].bits))
     found = {}
     for kind in dict.fromkeys(kinds):
         rows = np.flatnonzero(np.array(kinds) == kind)
         if other[rows].any():
-            alone = [allocated([options[row] for row in rows], sizes[rows], budget)[0] for options in (both, plain)]
-            found[kind] = float(sizes[rows][other[rows]].sum() / sizes[rows].sum()), alone[0] / alone[1]
+            share = float(sizes[rows][other[rows]].sum() / sizes[rows].sum())
+            alone = [allocated([options[row] for row in rows], sizes[rows], budget) for options in (both, plain)]
+            found[kind] = share, alone[0].interpolated / alone[1].interpolated
     return found
 
 
@@ -156,11 +157,11 @@ def rows_of(model: str, tensors: list[Saved]):
     for choice, others in CHOICES.items():
         both = zip(*(options[name] for name in (IN_USE, *others)), strict=True)
         options[f"in use or {choice}"] = [formats.either(found) for found in both]
-    first = [allocated(options[IN_USE], sizes, budget)[0] for budget in BUDGETS]
+    first = [allocated(options[IN_USE], sizes, budget).variance for budget in BUDGETS]
     for name, found in options.items():
-        variance = [allocated(found, sizes, budget)[0] for budget in BUDGETS]
+        variance = [allocated(found, sizes, budget).variance for budget in BUDGETS]
         ratios = [value / reference for value, reference in zip(variance, first, strict=True)]
-        row = {"model": model, "format": name, "budgets": BUDGETS, "variance": variance, "ratio": ratios}
+        row = {"model": model, "format": name, "variance": variance, "ratio": ratios}
         print(f"  {name:62s}" + "".join(f"{ratio:8.2f}" for ratio in ratios), flush=True)
         if name not in FORMATS:
             row["kinds"] = {b: kinds_of_choice(kinds, sizes, options[IN_USE], found, b) for b in KIND_BUDGETS}
@@ -195,7 +196,12 @@ def main():
     for row in times:
         print(f"  {row['kernels']:10s} {row['candidate']:20s} {row['ms']:8.1f} ms {row['to_in_use']:6.2f}")
     if options.json:
-        facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
+        facts = {
+            "date": str(datetime.date.today()),
+            "machine": platform.machine(),
+            "torch": torch.__version__,
+            "budgets": BUDGETS,
+        }
         options.json.write_text(
             json.dumps(facts | {"rows": rows, "one_step_at_equal_payload": gains, "times": times}, indent=1) + "\n"
         )

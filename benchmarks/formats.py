@@ -330,15 +330,24 @@ def either(found: Sequence[Options]) -> Options:
     return Options(np.concatenate([each.bits for each in found]), np.concatenate([each.variance for each in found]))
 
 
-def allocated(tensors: Sequence[Options], sizes: np.ndarray, budget: float) -> tuple[float, np.ndarray]:
-    """(least total variance, the option of each tensor) within ``budget`` bits an element; nan where nothing fits.
+@dataclass(frozen=True)
+class Allocation:
+    """The option of each tensor, the one after its last being exact; and the total variance, nan if nothing fits.
 
-    The option after the last is to store a tensor exactly.
+    interpolated: what it would be if a tensor could take two options in parts, for few tensors with whole widths jump.
     """
+
+    choice: np.ndarray
+    variance: float
+    interpolated: float
+
+
+def allocated(tensors: Sequence[Options], sizes: np.ndarray, budget: float) -> Allocation:
+    """The least total variance within ``budget`` bits an element."""
     bits = np.array([[*found.bits, EXACT_BITS] for found in tensors])
     cost = np.array([[*found.variance, 0.0] for found in tensors])
     weight, capacity = bits * sizes[:, None], budget * sizes.sum() * ROUNDING
     if weight.min(1).sum() > capacity:
-        return float("nan"), np.full(len(tensors), -1)
-    choice, _ = minimise(Problem.build(cost, weight, capacity))
-    return float(cost[np.arange(len(choice)), choice].sum()), choice
+        return Allocation(np.full(len(tensors), -1), float("nan"), float("nan"))
+    choice, bound = minimise(Problem.build(cost, weight, capacity))
+    return Allocation(choice, float(cost[np.arange(len(choice)), choice].sum()), bound)
