@@ -253,7 +253,7 @@ def one_step_format(
     """One step for the tensor, and for each group the width that its range needs: an offset and 4 bits of width.
 
     counted: as a group's width, "bits" that can hold its levels; "levels": the logarithm of their number, less than
-    which no code can take; "steps": the logarithm of its range in steps, which is too little.
+    which no code of one length can take; "steps": the logarithm of its range in steps, which is too little.
     """
     values, weights = groups_of(saved, size, order)
     low, high = values.amin(1, True), values.amax(1, True)
