@@ -309,7 +309,8 @@ def own_width_format(
     """A width for each group, or for whole columns, beside its scale and offset; equal elements other than 0 take 1."""
     values, weights = groups_of(saved, size, "column")
     low, high = values.amin(1, True), values.amax(1, True)
-    needs = torch.where(high > low, high - low, torch.where(low != 0, torch.finfo(torch.float32).tiny, 0.0))
+    least = torch.finfo(torch.float32).tiny ** 0.5  # its square is above 0
+    needs = torch.where((low != 0) | (high != 0), (high - low).clamp(min=least), 0.0)
     columns = codec.columns_of(saved.values, size) if whole_columns else 1
     blocks = len(needs) // columns if columns > 1 else 1
     needs = needs.view(blocks, -1).square().mean(0).sqrt().unsqueeze(1) if blocks > 1 else needs
