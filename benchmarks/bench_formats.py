@@ -37,7 +37,6 @@ from benchmarks.formats import Options, Saved, allocated
 from gact_dist import sensitivity
 from gact_dist.engine import Engine
 from gact_dist.packing import Packer
-from gact_dist.payload_format import sections
 
 BUDGETS = (2.5, 3.0, 4.2, 8.2)
 KIND_BUDGETS = (3.0, 4.2)

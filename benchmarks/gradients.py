@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist.engine import Engine
+from gact_dist.error_budget import ErrorBudget
 from gact_dist.per_sample import COLUMNS, Bits, SampleCosts
 from gact_dist.policies import Costs, policy_of
 from gact_dist.sample_gradients import SampleGradients
@@ -58,16 +59,14 @@ class Point:
     def noise(self, config: gact_dist.Config, *, draws: int, state: dict[str, str] | None = None) -> Noise:
         """What this configuration adds: the mean over the batches, and over some draws of the rounding of each.
 
-        state: of a controller whose plan is to be used; without it policies that adapt do so here, twice, for the
-        second adaptation measures where the first plan has led.
+        state: of a controller whose plan is to be used; without it policies that adapt do so here.
         """
         with torch.random.fork_rng():
             gact = gact_dist.attach(self._model, config=config)
             if state is not None:
                 gact.load_state_dict(state)
             elif policy_of(config).adapts:
-                for _ in range(2):
-                    gact.calibrate(self._fixed(0), self._batches[0], samples=config.calibration_samples)
+                self._adapt(gact)
             with gact.step():  # the first step only learns which tensors are what
                 self.loss(0)
             measured, reports = 0.0, []
@@ -84,6 +83,16 @@ class Point:
             retained_bytes=report.retained_bytes,
             exact_bytes=report.exact_bytes,
         )
+
+    def _adapt(self, gact: gact_dist.Controller) -> None:
+        """Twice, for the second adaptation measures where the first plan has led; between them samples for a promise,
+        as a job takes them."""
+        promise, samples = error_budget(gact), gact.config.calibration_samples
+        gact.calibrate(self._fixed(0), self._batches[0], samples=samples)
+        if promise is not None:
+            for number in range(len(self._batches)):
+                promise.sample(number, partial(self.loss, number))
+        gact.calibrate(self._fixed(0), self._batches[0], samples=samples)
 
     def _distance(self, gact: gact_dist.Controller, number: int, draws: int) -> float:
         """Mean squared distance of rounded from exact gradients of one batch. Nothing is learnt of its samples."""
@@ -118,6 +127,11 @@ class Point:
             return self._loss_fn(batch)
 
         return loss_fn
+
+
+def error_budget(gact: gact_dist.Controller) -> ErrorBudget | None:
+    """What policy acgc promises, and the samples behind it."""
+    return None if gact._adapter is None else gact._adapter.error_budget
 
 
 def sample_gradients(gact: gact_dist.Controller) -> SampleGradients:

@@ -132,6 +132,6 @@ def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
         ("accuracy", "-1.00", False),  # half a point was allowed
         ("ratio", "8.0", False),
         ("increase", "0.233 (worst 0.4)", True),
-        ("bytes", "1.10", False),
+        ("bytes", "1.1", False),
         ("less", "0.8 times", False),
     ]
