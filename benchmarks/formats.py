@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gact_dist import codec, ops
-from gact_dist.knapsack import ROUNDING, Problem, minimise
 from gact_dist.grid import dither_allowed, floor_offset
+from gact_dist.knapsack import ROUNDING, Problem, minimise
 from gact_dist.ops_reference import to_groups
 from gact_dist.payload_format import sections
 
