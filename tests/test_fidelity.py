@@ -30,6 +30,7 @@ def small(monkeypatch):
     monkeypatch.setattr(fidelity, "MODELS", {"language": SMALL})
     monkeypatch.setattr(fidelity, "SETTINGS", {name: fidelity.SETTINGS[name] for name in chosen})
     monkeypatch.setattr(fidelity, "UNIFORM", (2, 4))
+    monkeypatch.setattr(fidelity, "PROMISE", "acgc 0.05")
     monkeypatch.setattr(fidelity, "SAME_BYTES", (4,))
     monkeypatch.setattr(fidelity, "BATCHES", 1)
 
