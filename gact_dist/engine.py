@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import codec, inlined
+from .attention import LogsumexpFit
 from .block_inputs import BlockInputs
 from .checkpoint_closures import Bypassing, told_of_checkpoints
 from .compiled import (
@@ -66,6 +67,7 @@ class Engine:
         self._region: nn.Module | None = None
         self._regions = RegionRoles(self._roles)
         self._region_parameters = RegionParameters()
+        self._logsumexp = LogsumexpFit()
         self._bypassing = Bypassing(self._parameters, self._namer, self.ledger, self._memory_of)
         self._keys = RoundingKeys(config.seed, rank)
         self.packer = Packer(model, config)
@@ -129,6 +131,7 @@ class Engine:
         self._blocks.reset()
         self._regions.classify()
         self._region_parameters.forget()
+        self._logsumexp.forget()
         self._region = None
 
     @contextmanager
@@ -250,6 +253,7 @@ class Engine:
             stored = self._store(target, name, memory, own_relu_save)
         if not own_relu_save:
             remember(target, memory, stored)
+        self._logsumexp.after(tensor)
         if target is tensor:
             return stored
         return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
@@ -328,6 +332,7 @@ class Engine:
     ) -> Stored:
         payload = self._encode(tensor, name, own_relu_save, role)
         stored = Stored(name, tensor, payload, self._storage)
+        self._logsumexp.add(stored, payload)
         self.ledger.add(tensor, name, memory, payload, stored.host_bytes)
         return stored
 

@@ -49,6 +49,11 @@ class Stored:
         """Bytes of the payload in host memory."""
         return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
 
+    def replace(self, tensor: Tensor) -> None:
+        """Keep another tensor in place of an alias."""
+        self.payload = self.witness = tensor
+        self.version = tensor._version
+
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
         if self.witness._version != self.version:
@@ -121,7 +126,10 @@ class View:
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
 
     def restore(self) -> Tensor:
-        base = self.base.restore()
+        return self.within(self.base.restore())
+
+    def within(self, base: Tensor) -> Tensor:
+        """The part of a restored base that it stands for."""
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 

@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "offload_trace": {"config", "devices", "offload_plan"},
     "storage": {"config", "devices", "host_memory", "offload_plan", "offload_trace"},
     "handles": {"codec", "identity", "storage"},
+    "attention": {"codec", "handles"},
     "memory": {"handles"},
     "block_inputs": {"operators", "recomputation"},
     "compiled": {"operators", "wrappers"},
@@ -68,8 +69,8 @@ MAY_IMPORT = {
     "ledger": {"codec", "footprint", "handles", "memory"},
     "checkpoint_closures": {"identity", "ledger", "memory", "naming", "recomputation", "wrappers"},
     "engine": {
-        "block_inputs", "checkpoint_closures", "codec", "compiled", "config", "footprint", "handles", "identity",
-        "inlined", "ledger", "naming",
+        "attention", "block_inputs", "checkpoint_closures", "codec", "compiled", "config", "footprint", "handles",
+        "identity", "inlined", "ledger", "naming",
         "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
         "wrappers",
     },
