@@ -153,7 +153,7 @@ def compare(config: RunConfig, recorder: Recorder, seed: int) -> Iterator[dict[s
     """Rows of uniform widths, of adaptive ones in the same bytes and of acgc, on the untouched job's weights."""
     for step in recorder.weights:
         point = point_of(config, recorder, step, seed)
-        for setting, found in compared(point, partial(settings_of, config, seed)):
+        for setting, found in compared(point, partial(settings_of, config, seed, adapt_tolerance=0.0)):
             yield {"setting": setting} | entry(step, found)
 
 
