@@ -76,7 +76,7 @@ class ReleasingZero3(Zero3):
 
 
 def resident_after_forward(row: str, precision: str, config: Config | None) -> Resident:
-    """Of several forwards the least, once it was seen twice on every rank.
+    """Of four forwards and more the least, once it was seen twice on every rank.
 
     A buffer that gloo's own thread is the last to drop is not seen to be freed, and is counted although it is gone.
     """
@@ -99,7 +99,7 @@ def resident_after_forward(row: str, precision: str, config: Config | None) -> R
         job.backward(loss)
         job.update()
         del loss
-        seen_twice = torch.tensor(bool(held) and held.count(min(held)) > 1).int()
+        seen_twice = torch.tensor(len(held) > 3 and held.count(min(held)) > 1).int()
         dist.all_reduce(seen_twice, dist.ReduceOp.MIN)
         if seen_twice:
             break
