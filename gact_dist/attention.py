@@ -4,8 +4,8 @@
 the forward saved (Dao et al., 2022, appendix B.4). With rounded q and k beside the exact logsumexp they no longer sum
 to one: the gradient's error grows exponentially with that of a score, and at 2 and 3 bits a single row now and then
 makes a gradient a hundred times too large, which an optimizer with moments remembers long. So the logsumexp that is
-kept is that of the rounded q and k, for a further forward of the operator. An untrained small GPT in 4 bits has 0.6 of
-the variance so, in 2 bits a twentieth to an eightieth; from 7 bits on there is too little to win.
+kept is that of the rounded q and k, for a further forward of the operator. A small GPT in 4 bits has 0.6 of the
+variance so, in 2 bits a twentieth to an eightieth. From 7 bits on rounding adds little, and nothing is fitted.
 
 Not fitted: inside what torch.compile has compiled, under tensor parallelism, where q or k was kept long before (for
 another operator), and by a torch whose graph does not show what it saved.
