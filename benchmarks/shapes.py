@@ -111,7 +111,7 @@ class Shape:
     attentions: tuple[str, ...] = ("sdpa",)
     """values that `make` takes as attention, the first where nothing else is said"""
     calibration_samples: int = 8
-    """samples that an adaptation differentiates twice, with attention materialised: memory that must be there"""
+    """samples that an adaptation differentiates twice: memory that must be there"""
     dtype: torch.dtype = torch.bfloat16
 
     def model(self, device: torch.device, attention: str = "") -> nn.Module:

@@ -51,6 +51,10 @@ def check_inlined(config: Config, model: nn.Module) -> None:
 
 def settings(level: str | None, config: Config | None) -> Config:
     """Those of a level or of a config, of the default level without either. Raises TypeError or ValueError."""
+    if isinstance(level, Config):
+        raise TypeError(
+            "level is a gact_dist.Config, expected a level's name; settings go in as attach(model, config=...)"
+        )
     if level is not None and config is not None:
         raise ValueError(
             f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) has both"

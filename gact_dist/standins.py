@@ -8,16 +8,20 @@ differentiable operations on what was saved.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
 from .operators import OperatorObserver
+
+_BLOCK = 2**23  # scores, in float32 32 MiB; the derivative holds some ten times as much
 
 
 class LayerNorm(Function):
@@ -111,7 +115,7 @@ def _normalised_backward(
 
 
 class ScaledDotProductAttention(Function):
-    """Fused attention; backward as in FlashAttention (Dao et al., 2022, appendix B.4), from q, k, v, out, logsumexp.
+    """Fused attention; backward as in FlashAttention (Dao et al., 2022, appendix B.4), from q, k, v and the output.
 
     query [B, H, T, E], key and value [B, Hk, S, E], with H a multiple of Hk; mask additive or None.
     """
@@ -121,7 +125,10 @@ class ScaledDotProductAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, gqa: bool
     ) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-        logsumexp = torch.logsumexp(_scores(q, k, mask, causal, scale), -1)
+        logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        for block in _blocks(q, k):
+            queries, keys = block.of([q, k])
+            logsumexp[block.queries] = torch.logsumexp(_scores(queries, keys, block.mask(mask, causal), scale), -1)
         ctx.save_for_backward(mask, q, k, v, logsumexp, out)
         ctx.causal, ctx.scale = causal, scale
         return out
@@ -129,15 +136,104 @@ class ScaledDotProductAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         mask, q, k, v, _, out = ctx.saved_tensors
-        grad, out = grads[0].float(), out.float()
-        repeats = q.shape[1] // k.shape[1]
-        probability = torch.softmax(_scores(q, k, mask, ctx.causal, ctx.scale), -1)  # as a fitted logsumexp has it
-        dv = probability.transpose(-2, -1) @ grad
-        dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
-        dscores = probability * (dprobability - (grad * out).sum(-1, keepdim=True)) * ctx.scale
-        dq = dscores @ _repeat(k, repeats)
-        dk = dscores.transpose(-2, -1) @ q.float()
-        return dq.to(q.dtype), _fold(dk, repeats).to(k.dtype), _fold(dv, repeats).to(v.dtype), None, None, None, None
+        return *_AttentionGradient.apply(mask, ctx.causal, ctx.scale, q, k, v, out, grads[0]), None, None, None, None
+
+
+class _AttentionGradient(Function):
+    """The gradients of query, key and value, with a derivative that holds the scores of one block at a time.
+
+    What autograd would keep for it are some ten matrices of the size of the scores, in every layer at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor | None, causal: bool, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """tensors: query, key, value, output and its gradient."""
+        ctx.save_for_backward(mask, *tensors)
+        ctx.causal, ctx.scale = causal, scale
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[:3]]
+        for block in _blocks(*tensors[:2]):
+            block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)))
+        return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=False))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *weights: Tensor) -> tuple:
+        mask, *tensors = ctx.saved_tensors
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
+        for block in _blocks(*tensors[:2]):
+            with torch.enable_grad():
+                inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
+                gradients = _block_gradients(block.mask(mask, ctx.causal), ctx.scale, *inputs)
+            block.add(sums, torch.autograd.grad(gradients, inputs, [part.float() for part in block.of(weights)]))
+        return None, None, None, *(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Rows of some heads of some samples, with all keys of these heads."""
+
+    queries: tuple[slice, slice, slice]
+    keys: tuple[slice, slice]
+    scores: tuple[int, int, int, int]
+    """shape of all scores, [B, H, T, S]"""
+    device: torch.device
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Parts of query, key, value, and of what else has the shape of a query."""
+        return [tensor[where] for tensor, where in zip(tensors, self._places(), strict=False)]
+
+    def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Add what was found for these parts."""
+        for total, where, part in zip(sums, self._places(), parts, strict=False):
+            total[where] += part
+
+    def _places(self) -> tuple:
+        return self.queries, self.keys, self.keys, self.queries, self.queries
+
+    def mask(self, mask: Tensor | None, causal: bool) -> Tensor | None:
+        """Its part of the mask, which is made here if it is the causal one."""
+        if causal:
+            rows, columns = range(self.scores[2])[self.queries[2]], self.scores[3]
+            return torch.ones(len(rows), columns, dtype=torch.bool, device=self.device).tril(rows.start)
+        return None if mask is None else mask.expand(self.scores)[self.queries]
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
+    """Blocks of at most _BLOCK scores, or of one row: of whole samples, else of whole heads, else of rows."""
+    (samples, heads, rows, _), key_heads, columns = q.shape, k.shape[1], k.shape[2]
+    repeats = heads // key_heads
+    at_once = max(1, _BLOCK // max(1, repeats * columns))  # rows of a key's head
+    whole = max(1, rows)
+    for sample in _slices(samples, at_once // (key_heads * whole)):
+        for head in _slices(key_heads, at_once // whole):
+            theirs = slice(head.start * repeats, head.stop * repeats)
+            for row in _slices(rows, at_once):
+                yield _Block((sample, theirs, row), (sample, head), (samples, heads, rows, columns), q.device)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    size = max(1, size)
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _block_gradients(
+    mask: Tensor | None, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the query, and what these queries give the key and the value."""
+    grad, repeats = grad.float(), q.shape[1] // k.shape[1]
+    probability = torch.softmax(_scores(q, k, mask, scale), -1)  # as a fitted logsumexp has it
+    dv = probability.transpose(-2, -1) @ grad
+    dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
+    dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True)) * scale
+    dk = dscores.transpose(-2, -1) @ q.float()
+    return dscores @ _repeat(k, repeats), _fold(dk, repeats), _fold(dv, repeats)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q.float() @ _repeat(k, q.shape[1] // k.shape[1]).transpose(-2, -1) * scale
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _repeat(x: Tensor, repeats: int) -> Tensor:
@@ -146,15 +242,6 @@ def _repeat(x: Tensor, repeats: int) -> Tensor:
 
 def _fold(grad: Tensor, repeats: int) -> Tensor:
     return grad.unflatten(1, (-1, repeats)).sum(2) if repeats > 1 else grad
-
-
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = q.float() @ _repeat(k, q.shape[1] // k.shape[1]).transpose(-2, -1) * scale
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 def _layer_norm(

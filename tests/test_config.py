@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import gact_dist
 from gact_dist import LEVELS, Config
@@ -118,3 +119,17 @@ def test_every_field_says_what_it_is():
     for name in [field.name for cls in (Config, Offload) for field in fields(cls)]:
         at = next(number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
         assert lines[at + 1].strip().startswith('"""'), name
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ((Config(bits=4),), TypeError, r"level is a gact_dist.Config, expected .* attach\(model, config="),
+        (("L1", Config(bits=4)), ValueError, "both level='L1' and config were given, expected one: Config.from_level"),
+        ((None, {"bits": 4}), TypeError, "config is a dict, expected a gact_dist.Config; a dict goes through"),
+    ],
+)
+def test_settings_given_another_way_are_an_error_that_names_the_right_one(given, error, says):
+    level, config = (*given, None)[:2]
+    with pytest.raises(error, match=says):
+        gact_dist.attach(torch.nn.Linear(2, 2), level, config=config)

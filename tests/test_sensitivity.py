@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+import weakref
 
 import numpy
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
-from gact_dist import Config, codec
+from gact_dist import Config, codec, standins
 from gact_dist.engine import Engine
 from gact_dist.isolation import untouched
 from gact_dist.sensitivity import measure
@@ -298,21 +299,87 @@ def test_group_norm_stand_in_has_the_gradients_of_the_operator():
     )
 
 
-@pytest.mark.parametrize("variant", ["plain", "causal", "boolean mask", "additive mask", "grouped queries"])
-def test_attention_stand_in_has_the_gradients_of_the_operator(variant):
+ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries")
+
+
+def _attention_inputs(variant):
+    """(query, key, value, mask), of 2 samples, 4 heads and 6 rows."""
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
-    gqa = variant == "grouped queries"
-    if gqa:
+    if variant == "grouped queries":
         k, v = k[:, :2], v[:, :2]
     mask = {"boolean mask": torch.rand(6, 6) > 0.3, "additive mask": torch.randn(2, 1, 6, 6)}.get(variant)
     if variant == "boolean mask":
         mask.fill_diagonal_(True)
-    causal = variant == "causal"
+    return q, k, v, mask
+
+
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_attention_stand_in_has_the_gradients_of_the_operator(variant):
+    q, k, v, mask = _attention_inputs(variant)
+    causal, gqa = variant == "causal", variant == "grouped queries"
     _same_gradients(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa),
         lambda q, k, v: ScaledDotProductAttention.apply(q, k, v, mask, causal, 8**-0.5, gqa),
         q, k, v,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", [1, 6, 20, 40, 100, 144, 300], ids="blocks of at most {} scores".format)
+@pytest.mark.parametrize("variant", ATTENTION)
+def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores, monkeypatch):
+    q, k, v, mask = _attention_inputs(variant)
+    causal, repeats = variant == "causal", 4 // k.shape[1]
+    added = torch.zeros(6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf) if causal else mask
+    if variant == "boolean mask":
+        added = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
+    out, grad = torch.randn_like(q), torch.randn_like(q)  # as a rounded output, this is not what q, k and v would give
+    weights = [torch.randn_like(x) for x in (q, k, v)]
+
+    def plainly(q, k, v, out, grad):
+        keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        scores = q @ keys.transpose(-2, -1) * 8**-0.5
+        probability = (scores if added is None else scores + added).softmax(-1)
+        dscores = probability * (grad @ values.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * 8**-0.5
+        dk, dv = dscores.transpose(-2, -1) @ q, probability.transpose(-2, -1) @ grad
+        return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
+
+    def in_blocks(*tensors):
+        return standins._AttentionGradient.apply(mask, causal, 8**-0.5, *tensors)
+
+    found = []
+    monkeypatch.setattr(standins, "_BLOCK", scores)
+    for function in (plainly, in_blocks):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v, out, grad)]
+        gradients = function(*inputs)
+        found.append([*gradients, *torch.autograd.grad(gradients, inputs, weights)])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)  # tens of roundings on values of order one
+
+
+def test_measuring_attention_holds_the_probabilities_of_one_block(monkeypatch):
+    """Not those of every layer, ten times over."""
+    held, sizes = weakref.WeakSet(), set()
+    softmax = torch.softmax
+
+    def watched(scores, dim):
+        found = softmax(scores, dim)
+        sizes.add(found.numel())
+        assert not held  # those of the block before
+        held.add(found)
+        return found
+
+    monkeypatch.setattr(standins, "_BLOCK", 2**10)
+    monkeypatch.setattr(torch, "softmax", watched)
+    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def loss_fn(x):
+        for layer in model:
+            x = F.scaled_dot_product_attention(layer(x), x, x)
+        return x.square().sum()
+
+    gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=0))
+    gact.calibrate(loss_fn, torch.randn(2, 4, 64, 8))
+    assert sizes == {2**10}
 
 
 def _same_gradients(operator, stand_in, *inputs):
