@@ -77,7 +77,7 @@ def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size
         assert compressed["weights"] != untouched["weights"]
 
 
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.parametrize("name", ["image"])  # text, through DeepSpeed, and language are below
 @pytest.mark.usefixtures("cached")
 def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
     settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]

@@ -10,21 +10,18 @@ from pathlib import Path
 
 import pytest
 
-
-def trained(folder: Path, level: str, kind: str) -> dict:
-    folder.mkdir()
-    script = Path(__file__).with_name("trainer_job.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    arguments = [str(folder), level, kind]
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "found.json").read_text())
+LEVELS = ("off", "exact", "L2")
 
 
 @pytest.mark.parametrize("kind", ["plain", "gradient_checkpointing", "zero_3"])
 def test_a_trainer_script_with_two_more_lines(tmp_path, kind):
-    off, exact, rounded = (trained(tmp_path / level, level, kind) for level in ("off", "exact", "L2"))
+    script = Path(__file__).with_name("trainer_job.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    arguments = [str(tmp_path), kind, *LEVELS]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    off, exact, rounded = (json.loads((tmp_path / f"{level}.json").read_text()) for level in LEVELS)
     assert exact["weights"] == off["weights"]
     assert exact["plan"] == 0
     assert rounded["weights"] != off["weights"]

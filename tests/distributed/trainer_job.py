@@ -1,6 +1,7 @@
 """A training script as users of transformers' Trainer have it; the lines of gact_dist are the two in the middle.
 
-Run by test_trainer.py under torchrun: python trainer_job.py OUTPUT LEVEL plain|gradient_checkpointing|zero_3
+Run by test_trainer.py under torchrun: python trainer_job.py OUTPUT plain|gradient_checkpointing|zero_3 LEVEL ...
+It trains anew for each level, as starting takes longer than training, and writes what it found to OUTPUT/LEVEL.json.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Sentences(torch.utils.data.Dataset):
 ZERO_3 = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}}
 
 
-def main(output: str, level: str, kind: str) -> None:
+def train(output: str, kind: str, level: str) -> None:
     set_seed(3)
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     model = BertForSequenceClassification(BertConfig(vocab_size=100, max_position_embeddings=64, **sizes))
@@ -57,10 +58,12 @@ def main(output: str, level: str, kind: str) -> None:
             report = gact.report()
             quantised = sum(row.codec == "quantised" for row in report.rows)
             found |= {"ratio": report.ratio, "plan": len(gact.plan), "quantised": quantised}
-        Path(output, "found.json").write_text(json.dumps(found))
+        Path(output, f"{level}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, kind_of_job, *levels = sys.argv[1:]
+    for name in levels:
+        train(folder, kind_of_job, name)
     gc.collect()  # gloo aborts the process when a reducer outlives its group
     torch.distributed.destroy_process_group()
