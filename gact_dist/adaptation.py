@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +32,7 @@ _PROBES = 4
 # Forwards after which what the engine learns of views and block inputs has settled.
 _WEIGHINGS = 3
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
+_OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Adapter:
         self._draws = max(1, _PROBES // self._ranks)
         self._heaviest_bytes = 0
         self._warned = False
+        self.most_samples = sys.maxsize
+        """for which memory may be enough to measure"""
         self.error_budget: ErrorBudget | None = None
         """with policy acgc"""
         if self._policy.budget is Budget.GRADIENT_ERROR:
@@ -99,7 +103,7 @@ class Adapter:
         weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
         if weighed is not None and not self.engine.plan:
             self.engine.unmeasured_bits = weighed.largest_uniform_bits(self._config)
-        costs, invalid = self._reduced(self._measure(sample, step), sample.fraction)
+        costs, invalid = self._measured(sample, step)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
@@ -171,21 +175,39 @@ class Adapter:
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measure(self, sample: Sample, step: int) -> list[Sensitivity]:
-        options: dict[str, Any] = {"probes": self._draws, "estimator": self._policy.estimator}
+    def _measured(self, sample: Sample, step: int) -> tuple[Costs, dict[str, int]]:
+        """What all ranks measured, on fewer samples where the memory of one was too little, or without a second
+        derivative; and how many ranks were left out of it, by name."""
+        estimator = self._policy.estimator
+        while True:
+            measured = self._measure(sample, step, estimator)
+            costs, invalid, fits = self._reduced(measured, sample.fraction)
+            half = None if fits else sample.half()
+            if half is not None:
+                sample, self.most_samples = half, half.count
+                _log.warning("memory is too little: from now on sensitivity is measured on %d samples", half.count)
+            elif not fits and estimator == "one-pass":
+                estimator = "perturbation"
+                _log.warning("memory is too little for second derivatives: sensitivity is measured by perturbation")
+            else:
+                return costs, invalid
+
+    def _measure(self, sample: Sample, step: int, estimator: str) -> list[Sensitivity] | None:
+        """What this rank sees; None where memory is too little."""
         try:
             return measure(
-                self.engine, self._model, sample.loss, seed=self._seed(step), fraction=sample.fraction, **options
-            )
+                self.engine, self._model, sample.loss, seed=self._seed(step), fraction=sample.fraction,
+                probes=self._draws, estimator=estimator,
+            )  # fmt: skip
         except RuntimeError as error:
-            # Out of memory, say: the job itself may well go on, with the plan it has. The rank still takes part in the
-            # collectives that follow, with nothing to add, so that the others do not wait for it.
+            # The job itself may well go on, with the plan it has. The rank still takes part in the collectives that
+            # follow, with nothing to add, so that the others do not wait for it.
             # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
             _log.warning(
                 "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s",
                 str(error).split("\n", 1)[0],
             )
-            return []
+            return None if isinstance(error, torch.OutOfMemoryError) else []
 
     def _seed(self, step: int) -> int:
         return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
@@ -209,27 +231,33 @@ class Adapter:
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
-    def _reduced(self, measured: Sequence[Sensitivity], fraction: float) -> tuple[Costs, dict[str, int]]:
-        """The mean over ranks, of the tensors that have one; and how many ranks were left out of it, by name.
+    def _reduced(self, measured: Sequence[Sensitivity] | None, fraction: float) -> tuple[Costs, dict[str, int], bool]:
+        """The mean over ranks, of the tensors that have one; how many ranks were left out of it, by name; and whether
+        the memory of all ranks was enough. measured: None if that of this one was not.
 
         A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
         """
         columns = per_sample.COLUMNS if self._config.policy == "actnn" else 0
-        values = torch.zeros(len(measured), 10 + columns, dtype=torch.float64)
-        for row, item in zip(values, measured, strict=True):
+        found = measured or []
+        labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
+        values = torch.zeros(len(labels), 10 + columns, dtype=torch.float64)
+        for row, item in zip(values, found, strict=False):
             row[0], row[1] = item.numel / fraction, item.itemsize_bits
             row[-WIDTHS:] = item.variance * fraction
             if columns and item.samples is not None:
                 row[2:-WIDTHS] = torch.from_numpy(item.samples)
-        statistics = sync.reduce_over([item.name for item in measured], values, self._groups)
-        valid = statistics.valid_ranks > 0
+        statistics = sync.reduce_over(labels, values, self._groups)
+        fits = _OUT_OF_MEMORY not in statistics.names
+        valid = (statistics.valid_ranks > 0) & torch.tensor(
+            [name != _OUT_OF_MEMORY for name in statistics.names], dtype=torch.bool
+        )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
         sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, -WIDTHS:]
         metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
         samples = mean[:, 2:-WIDTHS] if columns else None
         costs = Costs(names, variance, sizes, exact_bits, metadata_bits, samples=samples)
-        return costs, dict(statistics.invalid)
+        return costs, dict(statistics.invalid), fits
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come."""

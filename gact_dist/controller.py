@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from . import state_text, sync
 from .adaptation import Adaptation, Adapter
 from .attachment import check_inlined, data_parallel_groups, settings
-from .batches import first_samples
 from .compiled import has_compiled_parts
 from .config import Config
 from .engine import Engine
@@ -24,7 +23,7 @@ from .per_sample import Bits, plan_from
 from .pipelines import learning_shapes
 from .policies import policy_of
 from .report import MemoryReport, build_report
-from .samples import Sample
+from .samples import Sample, of_batch, of_observation
 from .storage import open_storage
 from .wrappers import tensor_parallel_groups, unwrap
 
@@ -191,15 +190,12 @@ class Controller:
 
     def _use(self, observation: Observation, whole: Callable[[], Any]) -> None:
         """Sample the gradient of an observed step, or adapt. whole: runs the forward to come."""
-        loss = partial(observation.loss, self._model)
-        if self._promise is None:
-            self._adapt(Sample(loss, observation.fraction, whole, loss))
-            return
-        self._sample_gradient(loss, observation.squared_gradient)
+        if self._promise is not None:
+            self._sample_gradient(partial(observation.loss, self._model), observation.squared_gradient)
         if self._due():
-            part = observation.first(self._probe_samples(self.config.calibration_samples))
-            loss_of_part = partial(part.loss, self._model)
-            self._adapt(Sample(loss_of_part, part.fraction, whole, loss, observation.squared_gradient))
+            samples = self._probe_samples(self.config.calibration_samples)
+            unit = None if self._promise is None else observation.squared_gradient
+            self._adapt(of_observation(observation, self._model, whole, samples, unit))
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
@@ -210,12 +206,13 @@ class Controller:
         self._expect_not_detached("calibrate()")
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
-        part, fraction = first_samples(batch, self._probe_samples(samples))
-        self._adapt(Sample(lambda: loss_fn(part), fraction, partial(loss_fn, batch), partial(loss_fn, batch)))
+        self._adapt(of_batch(loss_fn, batch, self._probe_samples(samples)))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
-        return sys.maxsize if has_compiled_parts(self._model) else wanted
+        if has_compiled_parts(self._model):
+            return sys.maxsize
+        return wanted if self._adapter is None else min(wanted, self._adapter.most_samples)
 
     def _watch(self) -> None:
         if self._adapter is not None:

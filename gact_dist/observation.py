@@ -33,6 +33,7 @@ class Observation:
         part = Observation(self._inputs, samples)
         part._autocast = self._autocast
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
+        part.fraction *= self.fraction
         return part
 
     def outputs(self, outputs: Any) -> bool:

@@ -87,7 +87,8 @@ def measure(
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's samples that forward sees. probes: random directions to average over, on this rank.
     estimator: see Config.
-    Raises ValueError when forward gives no scalar that depends on a parameter.
+    Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
+    fraction might fit.
     """
     if has_compiled_parts(model):
         return _measure_by_rerun(engine, model, forward, seed, fraction)
@@ -229,8 +230,9 @@ class _Probe:
                     if product is not None:
                         square = product.detach().float().square() / probes
                         squares[edge] = squares[edge] + square if edge in squares else square
-        except RuntimeError as error:
-            # an operator whose missing derivative shows only here, or too little memory for a second backward
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operator whose missing derivative shows only here
             _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", _first_line(error))
             return {}
         finally:

@@ -89,7 +89,7 @@ MAY_IMPORT = {
     "state_text": {"wrappers"},
     "policies": {"allocation", "config"},
     "footprint": {"codec"},
-    "samples": set(),
+    "samples": {"batches", "observation"},
     "error_budget": {
         "allocation", "engine", "gradient_error", "gradient_samples", "per_sample", "plan_search", "policies",
         "samples", "sync",
