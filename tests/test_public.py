@@ -80,9 +80,10 @@ MAY_IMPORT = {
     "plan_search": {"allocation", "config", "policies"},
     "report": {"gradient_error", "handles", "storage"},
     "influence": {"graphs", "handles", "recomputation"},
+    "tensor_sensitivity": {"codec", "handles", "ops", "packing"},
     "sensitivity": {
         "codec", "compiled", "engine", "graphs", "handles", "influence", "isolation", "operators", "ops", "packing",
-        "per_sample", "recomputation", "standins",
+        "payload_format", "per_sample", "recomputation", "standins", "tensor_sensitivity",
     },
     "observation": {"batches"},
     "pipelines": set(),

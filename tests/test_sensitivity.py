@@ -299,6 +299,34 @@ def test_group_norm_stand_in_has_the_gradients_of_the_operator():
     )
 
 
+def perturbed_input(x, seed, probes, bits=8):
+    """What one pass finds of the input of a linear, which has no graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, 4))
+    engine = Engine(model, Config(min_numel=0, bits=bits), 0)
+    found = measure(engine, model, lambda: model(x).square().mean(), seed=seed, probes=probes)
+    engine.close()
+    assert [item.by_perturbation for item in found] == [True, *[False] * (len(found) - 1)]
+    return found[0].variance
+
+
+def test_draws_of_a_perturbation_are_averaged():
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    deviations = []
+    for probes in (1, 8):
+        variances = [float(perturbed_input(x, 1000 * seed, probes)[7]) for seed in range(20)]
+        deviations.append(statistics.stdev(variances) / statistics.mean(variances))
+    # differences to the draw before are not independent: a third of a single one's variance at 8, at the least
+    assert deviations[1] < 0.7 * deviations[0]
+
+
+def test_a_tensor_that_is_stored_exactly_at_its_width_is_measured_at_fewer_bits():
+    x = torch.arange(256.0).repeat(2, 1)  # 128 neighbours to a group: exact in 7 bits and in 8
+    variance = perturbed_input(x / 16, 1, 1)
+    assert variance[6:].tolist() == [0.0, 0.0]
+    assert bool((variance[:6] > 0).all())
+
+
 ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries")
 
 
