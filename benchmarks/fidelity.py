@@ -66,7 +66,7 @@ SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
 PROMISE = "acgc 0.25"  # compared with them
 MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
 BATCHES, DRAWS = 6, 2
-MORE_DRAWS = 12  # of both plans in the bytes of 8 uniform bits, which few tensors can leave: they differ by a percent
+MORE_DRAWS = 48  # of both plans in the bytes of 8 uniform bits, which few tensors can leave: they differ by a percent
 
 
 @dataclass

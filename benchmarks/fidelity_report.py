@@ -10,6 +10,8 @@ from typing import Any
 
 UNTOUCHED = "untouched"
 COLOURS = {"uniform": "#7f7f7f", "gact": "#1f4e79", "acgc": "#d1495b", "actnn": "#3a7d44"}
+MARKS = {"uniform": "o", "gact": "s", "acgc": "*", "actnn": "^"}
+LABELS = {"uniform": (6, -10), "gact": (6, 4), "acgc": (6, 4), "actnn": (-11, 4)}  # from a mark, in points
 Rows = list[dict[str, Any]]
 
 
@@ -224,21 +226,25 @@ def _plot_accuracy(axes: Any, runs: Rows, _: Rows) -> None:
         policy = setting.split()[0]
         axes.plot(ratios, points, ".", color=COLOURS[policy], alpha=0.4)
         where = statistics.mean(ratios), statistics.mean(points)
-        axes.plot(*where, "o", color=COLOURS[policy], label=policy)
-        axes.annotate(setting.split()[1], where, textcoords="offset points", xytext=(5, 4), fontsize=8)
+        look = {"color": COLOURS[policy], "fillstyle": "none", "markeredgewidth": 1.6}  # what lies beneath can be seen
+        axes.plot(*where, MARKS[policy], label=policy, **look)
+        place = {"textcoords": "offset points", "xytext": LABELS[policy], "fontsize": 8, "color": COLOURS[policy]}
+        axes.annotate(setting.removeprefix(policy).replace("error-bounded", "e-b"), where, **place)
+    axes.margins(x=0.12)
     axes.set(xlabel="exact / retained bytes", ylabel="accuracy against untouched (points)")
 
 
 def _plot_variance(axes: Any, _: Rows, comparisons: Rows) -> None:
     """Variance over retained bytes at the untouched weights: measured as marks, predicted as lines."""
-    for policy, mark in (("uniform", "o"), ("gact", "o"), ("acgc", "*")):
+    for policy in ("uniform", "gact", "acgc"):
         chosen = [row for row in comparisons if row["setting"].startswith(policy)]
         for point in dict.fromkeys((row["seed"], row["step"]) for row in chosen):
             rows = [row for row in chosen if (row["seed"], row["step"]) == point]
             rows.sort(key=lambda row: row["retained_bytes"])
             shares = [100 * row["retained_bytes"] / row["exact_bytes"] for row in rows]
             look = {"color": COLOURS[policy], "markersize": 5, "linewidth": 0.9}
-            axes.plot(shares, [row["measured"] for row in rows], mark, label=f"{policy}, measured", **look)
+            measured = [row["measured"] for row in rows]
+            axes.plot(shares, measured, MARKS[policy], label=f"{policy}, measured", **look)
             if policy != "acgc":
                 axes.plot(shares, [row["predicted"] for row in rows], "-", label=f"{policy}, predicted", **look)
     axes.set_yscale("log")
@@ -263,6 +269,7 @@ def _plot_promise(axes: Any, runs: Rows, _: Rows) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_ylim(0.01, 20)
-    axes.set_xticks(range(len(settings)), [f"e² = {setting.removeprefix('acgc ')}" for setting in settings])
+    names = [f"e² = {setting.removeprefix('acgc ')}".replace(" error", "\nerror") for setting in settings]
+    axes.set_xticks(range(len(settings)), names)
     axes.margins(x=0.4)
     axes.set_ylabel("measured increase / tolerated")
