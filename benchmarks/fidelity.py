@@ -225,21 +225,33 @@ def run_missing(results: Results, config: RunConfig, model: str, settings: list[
             print(f"{model} {seed} {setting}: {found['accuracy']:.4f}, ratio {ratio:.2f}, {found['time_s']:.0f} s")
 
 
+def report(held: dict[str, Any]) -> str:
+    """Markdown: when and with what it was measured, the claims, and all tables."""
+    head = (
+        f"Measured until {held['date']}, torch {held['torch']}, {held['machine']}, one thread; made by "
+        "`benchmarks/fidelity.py --plot`.\nA star: worse by more than the untouched job's deviation over its seeds."
+    )
+    parts = ("# Fidelity", head, "## Claims", claims_table(held, SAME_BYTES), "## Tables", tables(held))
+    return "\n\n".join(parts) + "\n"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "fidelity.json")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--plot", action="store_true", help="run nothing: tables, and pictures beside the file")
+    parser.add_argument("--plot", action="store_true", help="run nothing: tables and pictures beside the file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = Results(options.json)
     for seed in range(0 if options.plot else options.seeds):
         for model in options.models:
             run_missing(results, load_config(model, MODELS[model]), model, options.settings, seed)
-    print(tables(results.held), claims_table(results.held, SAME_BYTES), sep="\n\n")
+    written = report(results.held)
+    print(written)
     if options.plot:
+        options.json.with_suffix(".md").write_text(written)
         plot(results.held, options.json)
 
 

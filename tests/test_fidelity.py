@@ -33,6 +33,7 @@ def small(monkeypatch):
     monkeypatch.setattr(fidelity, "PROMISE", "acgc 0.05")
     monkeypatch.setattr(fidelity, "SAME_BYTES", (4,))
     monkeypatch.setattr(fidelity, "BATCHES", 1)
+    monkeypatch.setattr(fidelity, "MORE_DRAWS", 2)
 
 
 def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp_path, capsys):
@@ -65,9 +66,10 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     assert {picture.name for picture in tmp_path.glob("*.png")} == {
         "found_accuracy.png", "found_variance.png", "found_promise.png"
     }  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "| gact 2 |" in printed
-    assert "| less variance than uniform 4 in its bytes, at the least | language |" in printed
+    written = (tmp_path / "found.md").read_text()
+    assert written in capsys.readouterr().out
+    assert "| gact 2 |" in written
+    assert "| less variance than uniform 4 in its bytes, at the least | language |" in written
 
 
 def _run(setting, seed, accuracy, measured=0.1):
