@@ -45,9 +45,9 @@ struct ColumnPlace {
   u32 columns;
   u32 first_row;     // of the row block
   u32 first_column;  // of the tile
-  int rows;          // of the row block, fewer than GROUP in the last one
-  int slice;
-  int thread;   // of the slice: the number of its column in the tile
+  u32 rows;          // of the row block, fewer than GROUP in the last one
+  u32 slice;
+  u32 thread;   // of the slice: the number of its column in the tile
   bool inside;  // of the row; a thread that is not helps the others
 };
 
@@ -59,31 +59,45 @@ GACT_FN ColumnPlace place_of_thread(i64 rows, i64 columns) {
   place.first_row = block_of_grid() / tiles * GROUP;
   place.first_column = block_of_grid() % tiles * Shape::kWidth;
   const u32 rows_left = static_cast<u32>(rows) - place.first_row;
-  place.rows = static_cast<int>(rows_left < GROUP ? rows_left : GROUP);
-  place.slice = static_cast<int>(thread_of_block()) / Shape::kWidth;
-  place.thread = static_cast<int>(thread_of_block()) % Shape::kWidth;
-  place.inside = place.first_column + static_cast<u32>(place.thread) < place.columns;
+  place.rows = rows_left < GROUP ? rows_left : GROUP;
+  place.slice = thread_of_block() / Shape::kWidth;
+  place.thread = thread_of_block() % Shape::kWidth;
+  place.inside = place.first_column + place.thread < place.columns;
   return place;
 }
 
+// How many of the row block lie in the slice.
+GACT_FN u32 rows_of_slice(const ColumnPlace& place) {
+  const u32 first = place.slice * kSliceRows;
+  return place.rows < first ? 0u : place.rows - first;
+}
+
 // First element of a row of the tile.
-GACT_FN u64 row_of_tile(const ColumnPlace& place, int row) {
-  return wide_product(place.first_row + static_cast<u32>(row), place.columns) + place.first_column;
+GACT_FN u64 row_of_tile(const ColumnPlace& place, u32 row) {
+  return wide_product(place.first_row + row, place.columns) + place.first_column;
 }
 
 template <int GROUP>
 GACT_FN u64 group_of_thread(const ColumnPlace& place) {
-  return wide_product(place.first_row / GROUP, place.columns) + place.first_column + static_cast<u32>(place.thread);
+  return wide_product(place.first_row / GROUP, place.columns) + place.first_column + place.thread;
 }
 
 // ---- elements
 
 // The words at a column of rows `first`, first + STEP .. of the row block; rows beyond the end repeat the last one.
 template <class Shape, int STEP, class T>
-GACT_FN void load_words(const T* x, const ColumnPlace& place, int first, u32 column, u32 words[Shape::kWords]) {
-  const int last = place.rows - 1;
-  const u32 most = static_cast<u32>(first < last ? last - first : 0);
+GACT_FN void load_words(const T* x, const ColumnPlace& place, u32 first, u32 column, u32 words[Shape::kWords]) {
+  const u32 last = place.rows - 1u;
   const T* source = x + row_of_tile(place, first < last ? first : last) + column;
+  if (first + (Shape::kWords - 1) * STEP <= last) {
+#pragma unroll
+    for (int i = 0; i < Shape::kWords; ++i) {
+      words[i] = *reinterpret_cast<const u32*>(source);
+      source = rows_after(source, STEP, place.columns);
+    }
+    return;
+  }
+  const u32 most = first < last ? last - first : 0u;
 #pragma unroll
   for (u32 i = 0; i < Shape::kWords; ++i) {
     const u32 rows = i * STEP < most ? i * STEP : most;
@@ -94,20 +108,25 @@ GACT_FN void load_words(const T* x, const ColumnPlace& place, int first, u32 col
 // The thread's column of its slice; threads outside of the row read its last one.
 template <class Shape>
 GACT_FN void load_column(const float* x, const ColumnPlace& place, u32 words[Shape::kWords]) {
-  const u32 column = place.inside ? static_cast<u32>(place.thread) : place.columns - 1u - place.first_column;
+  const u32 column = place.inside ? place.thread : place.columns - 1u - place.first_column;
   load_words<Shape, 1>(x, place, place.slice * kSliceRows, column, words);
 }
 
-// Two rows in a word: of two columns side by side, one lane reads the even rows and the other the odd ones, and they
-// exchange halves. `x` is aligned to 4 bytes.
+// Between two columns of one row, of which the even lane has the even row and the odd lane the odd one, and two rows of
+// the lane's own column. Twice is the identity.
+GACT_FN u32 exchange_halves(u32 word) {
+  return select_bytes(word, shuffle_xor(word, 1), lane_id() % 2u != 0 ? 0x3276u : 0x5410u);
+}
+
+// Two rows in a word: of two columns side by side one lane reads the even rows and the other the odd ones. `x` is
+// aligned to 4 bytes.
 template <class Shape, class T>
 GACT_FN void load_column(const T* x, const ColumnPlace& place, u32 words[Shape::kWords]) {
-  const int odd = place.thread % 2;
-  const u32 column = place.inside ? static_cast<u32>(place.thread - odd) : place.columns - 2u - place.first_column;
+  const u32 odd = place.thread % 2u;
+  const u32 column = place.inside ? place.thread - odd : place.columns - 2u - place.first_column;
   load_words<Shape, 2>(x, place, place.slice * kSliceRows + odd, column, words);
-  const u32 selector = odd != 0 ? 0x3276u : 0x5410u;
 #pragma unroll
-  for (int i = 0; i < Shape::kWords; ++i) words[i] = select_bytes(words[i], shuffle_xor(words[i], 1), selector);
+  for (int i = 0; i < Shape::kWords; ++i) words[i] = exchange_halves(words[i]);
 }
 
 // Rows first_row .. first_row + 7 of the slice.
@@ -158,41 +177,45 @@ GACT_FN float* store_rows(const float values[4], u32 columns, int rows, float* o
   return out;
 }
 
+// Two lanes share the rows as in load_column; here `rows` and `out` begin with the lane's first one.
 template <class T>
 GACT_FN T* store_rows(const float values[4], u32 columns, int rows, T* out) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const u32 pair = narrow_pair(values[i / 2 * 2], values[i / 2 * 2 + 1], T{});
-    if (i < rows) out->bits = static_cast<u16>(pair >> (16 * (i % 2)));
-    out = rows_after(out, 1u, columns);
+  for (int i = 0; i < 4; i += 2) {
+    const u32 word = exchange_halves(narrow_pair(values[i], values[i + 1], T{}));
+    if (i < rows) *reinterpret_cast<u32*>(out) = word;
+    out = rows_after(out, 2u, columns);
   }
   return out;
 }
 
 // ---- noise
 
-// Makes the noise of 16 rows of the tile, the first of which is even, for their slice; every bit turned over where
-// `inverted`. Word counter + 16 * piece of a row is for the elements of that counter in 64 elements in a row, counted
-// from the last multiple of 64 that is not beyond the first element.
+// Makes the noise of a batch of its slice, every bit turned over where `inverted`. Word counter + 16 * piece of a row
+// is for the elements of that counter in 64 elements in a row, counted from the last multiple of 64 that is not beyond
+// the first element. An element of number e takes its noise from counter e / 256 * 16 + e % 16, and 16 rows have
+// `columns` such counters.
 template <class Shape>
-GACT_FN void make_batch_noise(const ColumnPlace& place, int first_row, u64 seed, bool inverted,
+GACT_FN void make_batch_noise(const ColumnPlace& place, int batch, u64 seed, bool inverted,
                               u32 noise[kBatchRows][Shape::kNoiseRow]) {
   constexpr int kRowsAtOnce = Shape::kWidth / kCounters;
   const u32 flip = inverted ? ~0u : 0u;
-  const int counter = place.thread % kCounters;
+  const u32 counter = place.thread % kCounters, first_row = place.thread / kCounters;
+  u64 start = row_of_tile(place, place.slice * kSliceRows + first_row) / kCounters;
+  start += wide_product(static_cast<u32>(batch), place.columns);
 #pragma unroll 1
-  for (int row = place.thread / kCounters; row < kBatchRows; row += kRowsAtOnce) {
-    const u64 element = row_of_tile(place, first_row + row);
-    const int pieces = Shape::kWidth / kCounterElements + (element % kCounterElements != 0 ? 1 : 0);
-    u64 chunk = element / kPhiloxBlock;
+  for (u32 row = first_row; row < kBatchRows; row += kRowsAtOnce, start += place.columns / kCounters * kRowsAtOnce) {
+    const u32 place_in_chunk = static_cast<u32>(start) % kCounters;
+    const int pieces = Shape::kWidth / kCounterElements + (place_in_chunk % 4u != 0 ? 1 : 0);
+    u64 number = start - place_in_chunk + counter;
 #pragma unroll 1
-    for (int piece = -static_cast<int>(element / kCounterElements % 4); piece < pieces; piece += 4, ++chunk) {
+    for (int piece = -static_cast<int>(place_in_chunk / 4u); piece < pieces; piece += 4, number += kCounters) {
       u32 words[4];
-      philox_of_lane(chunk, static_cast<u32>(counter), seed, words);
+      u32* target = noise[row] + piece * kCounters + static_cast<int>(counter);
+      philox_at(number, seed, words);
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        if (piece + word < 0 || piece + word >= pieces) continue;
-        noise[row][(piece + word) * kCounters + counter] = words[word] ^ flip;
+        if (piece + word >= 0 && piece + word < pieces) target[word * kCounters] = words[word] ^ flip;
       }
     }
   }
@@ -200,18 +223,18 @@ GACT_FN void make_batch_noise(const ColumnPlace& place, int first_row, u64 seed,
 
 // Where a thread finds its noise: for rows of even and odd number, as a row may be an odd multiple of 32 elements long.
 struct NoisePlace {
-  int words[2];
+  u32 words[2];
   u32 selectors[2];
 };
 
 GACT_FN NoisePlace noise_of_column(const ColumnPlace& place) {
-  const int shift = static_cast<int>(place.columns % kCounterElements);
+  const u32 shift = place.columns % kCounterElements;
   NoisePlace noise;
 #pragma unroll
-  for (int odd = 0; odd < 2; ++odd) {
-    const int column = place.thread + odd * shift;
+  for (u32 odd = 0; odd < 2; ++odd) {
+    const u32 column = place.thread + odd * shift;
     noise.words[odd] = column / kCounterElements * kCounters + column % kCounters;
-    noise.selectors[odd] = noise_selector(static_cast<u32>(column));
+    noise.selectors[odd] = noise_selector(column);
   }
   return noise;
 }
@@ -247,15 +270,14 @@ struct JoinedCodes {
 };
 
 template <int BITS>
-GACT_FN int plane_of_lane() {
-  return static_cast<int>(lane_id()) % JoinedCodes<BITS>::kPlanes;
+GACT_FN u32 plane_of_lane() {
+  return lane_id() % JoinedCodes<BITS>::kPlanes;
 }
 
 // Of a batch, for its joined word of this number.
 template <int BITS>
-GACT_FN int row_of_lane(int word) {
-  const int lane = static_cast<int>(lane_id());
-  return 4 * (word * JoinedCodes<BITS>::kQuads + lane % 8 / JoinedCodes<BITS>::kPlanes) + lane / 8;
+GACT_FN u32 row_of_lane(u32 word) {
+  return 4u * (word * JoinedCodes<BITS>::kQuads + lane_id() % 8u / JoinedCodes<BITS>::kPlanes) + lane_id() / 8u;
 }
 
 // The word of a plane that has an element and the 31 after it.
@@ -264,30 +286,41 @@ GACT_FN u32* plane_word(u8* planes, u64 element, u32 plane) {
   return reinterpret_cast<u32*>(planes + (element / GROUP * BITS + plane) * (GROUP / 8) + element % GROUP / 8);
 }
 
-// Which word of a batch's planes a thread reads and writes in memory: those of a warp lie close together.
-struct BatchWord {
-  int line, piece;
-  bool exists;
+// Which words of the planes of a batch a thread reads or writes in memory: of one row, every other plane. Those of a
+// warp lie close together.
+struct PlaneWords {
+  u32 row, plane, piece;
+  u32* first;  // in the first batch of the slice
+  u32 rows;    // of the slice, 0 if the words lie outside of the row
 };
 
-// Each thread of a slice has so many.
+// Every thread has so many; the last is none where the number of planes is odd.
 template <int BITS>
-constexpr int kBatchWords = (BITS + 1) / 2;
-
-template <class Shape, int BITS>
-GACT_FN BatchWord batch_word(const ColumnPlace& place, int first_row, int number) {
-  BatchWord word;
-  word.piece = place.thread % Shape::kPieces;
-  word.line = place.thread / Shape::kPieces + number * kWarpLanes;
-  word.exists = word.line < kBatchRows * BITS && first_row + word.line / BITS < place.rows &&
-                place.first_column + static_cast<u32>(word.piece) * kWarpLanes < place.columns;
-  return word;
-}
+constexpr int kPlaneWords = (BITS + 1) / 2;
 
 template <class Shape, int BITS, int GROUP>
-GACT_FN u32* address_of(const BatchWord& word, const ColumnPlace& place, int first_row, u8* planes) {
-  const u64 element = row_of_tile(place, first_row + word.line / BITS) + static_cast<u32>(word.piece) * kWarpLanes;
-  return plane_word<BITS, GROUP>(planes, element, static_cast<u32>(word.line % BITS));
+GACT_FN PlaneWords plane_words_of_thread(const ColumnPlace& place, u8* planes) {
+  PlaneWords words;
+  words.piece = place.thread % Shape::kPieces;
+  words.row = place.thread / Shape::kPieces / 2;
+  words.plane = place.thread / Shape::kPieces % 2;
+  const u32 column = words.piece * kWarpLanes;
+  const u64 element = row_of_tile(place, place.slice * kSliceRows + words.row) + column;
+  words.first = plane_word<BITS, GROUP>(planes, element, words.plane);
+  words.rows = place.first_column + column < place.columns ? rows_of_slice(place) : 0u;
+  return words;
+}
+
+// Its word number 0 of a batch; the others follow at distances of two planes, which is GROUP / 16 words. 16 rows are
+// whole sets, columns / 2 words in each plane.
+template <int BITS>
+GACT_FN u32* words_of_batch(const PlaneWords& words, int batch, const ColumnPlace& place) {
+  return rows_after(words.first, static_cast<u32>(batch * BITS), place.columns / 2u);
+}
+
+template <int BITS>
+GACT_FN bool word_exists(const PlaneWords& words, u32 batch, u32 number) {
+  return batch * kBatchRows + words.row < words.rows && (BITS % 2 == 0 || words.plane + 2 * number < BITS);
 }
 
 }  // namespace gact

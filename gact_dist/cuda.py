@@ -244,10 +244,14 @@ def _launch_codec(
     numel, dtype = elements.numel(), elements.dtype
     if numel == 0:
         return
+    if columns > 1 and elements.data_ptr() % 4 != 0:  # words of two 16-bit elements are read and written
+        aligned = elements.clone()
+        _launch_codec(action, aligned, buffer, bits, group_size, seed, columns)
+        if action == "unpack":
+            elements.copy_(aligned)
+        return
     if buffer.data_ptr() % 4 != 0:
         raise ValueError("the packed buffer does not begin at a multiple of 4 bytes; use a tensor of its own for it")
-    if action == "pack" and columns > 1 and elements.data_ptr() % 4 != 0:
-        elements = elements.clone()  # the kernel reads words
     ends = elements.data_ptr(), buffer.data_ptr()
     source, target = ends if action == "pack" else ends[::-1]
     where = payload_format.sections(numel, bits, group_size, columns)
