@@ -24,7 +24,7 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
 ]
-CUDA_HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h")
+CUDA_HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h", "plain.h", "column_tile.h")
 ISA_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
     "kernels_avx512.cpp": [

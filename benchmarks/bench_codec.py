@@ -140,6 +140,14 @@ def times_of(kernel: Times, api: Times) -> dict[str, dict[str, float]]:
     return {"median_s": kernel.median_s | api.median_s, "shortest_s": kernel.shortest_s | api.shortest_s}
 
 
+DEVICE_ACTIONS = ("pack", "unpack", "pack by column", "unpack by column")
+
+
+def name_in_json(action: str) -> str:
+    """An action as part of a key."""
+    return action.replace(" ", "_")
+
+
 # Long enough for the host to queue a whole round, so that no event waits for a launch.
 HEAD_START_CYCLES = 4_000_000
 
@@ -167,12 +175,14 @@ def measure_device(mebibytes: list[int], rounds: int, bit_widths: list[int]) -> 
     rows = []
     for size in mebibytes:
         for name, dtype in DTYPES.items():
-            x = torch.randn((size << 20) // dtype.itemsize, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
+            numel = (size << 20) // dtype.itemsize // COLUMNS * COLUMNS
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype).cuda()
             for bits in bit_widths:
-                times = measure_device_times(kernel_actions(x, bits, GROUP_SIZE), rounds)
+                actions = kernel_actions(x, bits, GROUP_SIZE) | column_actions(x, bits, GROUP_SIZE)
+                times = measure_device_times(actions, rounds)
                 moved_bytes = x.nbytes + ops.pack(x, bits, GROUP_SIZE, 1).nbytes
                 copy_s = statistics.mean(times.median_s[copy] for copy in ("copy_", "copy_ again"))
-                speeds = {action: moved_bytes / times.median_s[action] for action in ("pack", "unpack")}
+                speeds = {name_in_json(action): moved_bytes / times.median_s[action] for action in DEVICE_ACTIONS}
                 copy_speed = 2 * x.nbytes / copy_s
                 row = {"mebibytes": size, "dtype": name, "bits": bits, "copy_bytes_per_s": copy_speed}
                 row |= {f"{action}_bytes_per_s": speed for action, speed in speeds.items()}
@@ -196,13 +206,15 @@ def device_environment() -> dict:
 
 def print_device_table(rows: list[dict]) -> None:
     """One line for each size, dtype and width: TB/s, and the share of the copy's."""
-    print("MiB  dtype     bits  copy TB/s |  pack TB/s  to copy | unpack TB/s  to copy")
+    names = " | ".join(f"{action}: TB/s, to copy" for action in DEVICE_ACTIONS)
+    print(f"MiB  dtype     bits  copy TB/s | {names}")
     for row in rows:
-        print(
-            f"{row['mebibytes']:4} {row['dtype']:9} {row['bits']:4} {row['copy_bytes_per_s'] / 1e12:10.2f} |"
-            f" {row['pack_bytes_per_s'] / 1e12:10.2f} {row['pack_to_copy']:8.2f} |"
-            f" {row['unpack_bytes_per_s'] / 1e12:11.2f} {row['unpack_to_copy']:8.2f}"
-        )
+        cells = [
+            f"{row[f'{key}_bytes_per_s'] / 1e12:{len(action) + 7}.2f} {row[f'{key}_to_copy']:7.2f}"
+            for action, key in ((action, name_in_json(action)) for action in DEVICE_ACTIONS)
+        ]
+        head = f"{row['mebibytes']:4} {row['dtype']:9} {row['bits']:4} {row['copy_bytes_per_s'] / 1e12:10.2f}"
+        print(f"{head} | {' | '.join(cells)}")
 
 
 def environment() -> dict:

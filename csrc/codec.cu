@@ -2,17 +2,11 @@
 // Half or Bfloat and -DGACT_GROUP=64, 128, 256 or 512, with -fmad=false -ftz=false -prec-div=true. A warp takes a tile,
 // or one group of what is left after the last whole tile.
 #include "group.h"
+#include "plain.h"
 
 namespace gact {
 
-constexpr float kMagic = 8388608.0f;  // 2^23: its sum with a smaller number has the number, rounded, as lowest bits
-constexpr u32 kMagicBits = 0x4B000000u;
-
 // ---- ranges of the groups of a tile
-
-struct Ends {
-  float low, high;  // NaN if an element is
-};
 
 template <class Shape>
 GACT_FN Ends ends_of_owned_group(const Vector tile[], float) {
@@ -61,35 +55,6 @@ GACT_FN Ends ends_of_owned_group(const Vector tile[], T type) {
 
 // ---- pack
 
-// Byte `byte` of four words.
-GACT_FN u32 gather_bytes(const u32 words[4], u32 byte) {
-  const u32 selector = byte | (byte + 4u) << 4;
-  return select_bytes(select_bytes(words[0], words[1], selector), select_bytes(words[2], words[3], selector), 0x5410u);
-}
-
-// Codes of 8 elements, a byte each; returns `edges` and their edge_of.
-template <int BITS>
-GACT_FN u32 quantise(const float values[kLaneElements], float offset, float inverse, const u32 noise[kLaneElements],
-                     u32 selector, u32 edges, u32 codes[2]) {
-  // Rounding by the magic number leaves its exponent above the 24 bits of interest.
-  constexpr bool kByMagic = BITS < 8;
-  constexpr u32 kLimit = (((1u << BITS) - 1u) << 16) + (kByMagic ? kMagicBits : 0u);
-  constexpr bool kClamped = BITS > 6;  // below, no rounding error reaches the next code
-  u32 scaled[kLaneElements], sums[kLaneElements];
-#pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) {
-    const float distance = values[i] - offset;
-    const float steps = distance * inverse;
-    scaled[i] = kByMagic ? bits_of(steps + kMagic) : static_cast<u32>(round_to_int(steps));
-    if (kClamped) scaled[i] = scaled[i] < kLimit ? scaled[i] : kLimit;
-    sums[i] = scaled[i] + select_bytes(noise[i], 0u, selector);
-  }
-  codes[0] = gather_bytes(sums, 2);
-  codes[1] = gather_bytes(sums + 4, 2);
-  edges = add_byte_distances(gather_bytes(scaled, 1), 0x80808080u, edges);
-  return add_byte_distances(gather_bytes(scaled + 4, 1), 0x80808080u, edges);
-}
-
 template <class T, int BITS, int GROUP>
 GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i64 index, u32* noise) {
   using Shape = Tile<T, GROUP>;
@@ -102,7 +67,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
   constexpr float kLevels = (1 << BITS) - 1;
   const Grid grid = finest_grid(ends.low + 0.0f, ends.high, kLevels, T{});  // + 0.0 turns -0.0 into 0.0
   const PlainGroup owned = plain_group(grid, ends.low, ends.high, kLevels, T{});
-  const u32 selector = noise_selector() | 0x4400u;
+  const u32 selectors[2] = {noise_selector(), noise_selector()};
   u32 edges[Shape::kSlots], joined[2] = {0u, 0u};
 #pragma unroll
   for (int slot = 0; slot < Shape::kSlots; ++slot) {
@@ -116,7 +81,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
       u32 words[kLaneElements], codes[2];
       widen(tile + chunk * Shape::kVectors, T{}, values);
       load_noise<T>(noise, chunk, words);
-      edges[slot] = quantise<BITS>(values, offset, inverse, words, selector, edges[slot], codes);
+      edges[slot] = quantise<BITS>(values, offset, inverse, words, selectors, edges[slot], codes);
       // The mask keeps what a slow group made from the codes of the groups that share its set.
       constexpr u32 kMask = BITS < 3 ? ((1u << BITS) - 1u) * 0x01010101u : ~0u;
       const int place = chunk % kJoinedChunks<BITS>;
@@ -160,15 +125,6 @@ GACT_FN void pack_warp(const T* x, i64 numel, u64 seed, const Buffer& buffer,
 }
 
 // ---- unpack
-
-// decode() of codec.h for groups that are not special, with or without subtracted noise by the same instructions: a
-// value is base + units * unit, and what is not subtracted is masked out of the units.
-template <int BITS>
-GACT_FN float decode_plain(u32 code_and_noise, u32 mask, float base, float unit) {
-  const u32 units = code_and_noise & mask;
-  const float counted = BITS < 8 ? float_of(units | kMagicBits) - kMagic : static_cast<float>(units);
-  return base + counted * unit;
-}
 
 template <class T, int BITS, int GROUP>
 GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 index, u32* noise) {

@@ -168,13 +168,14 @@ GACT_FN u32 random16(const u32 words[4], u32 element) {
   return ((word >> shift) | (word << ((32u - shift) & 31u))) & 0xFFFFu;
 }
 
-GACT_FN void philox_of_lane(u64 block, u32 lane, u64 seed, u32 words[4]) {
-  const u64 counter = block * 16u + lane;
+GACT_FN void philox_at(u64 counter, u64 seed, u32 words[4]) {
   words[0] = static_cast<u32>(counter);
   words[1] = static_cast<u32>(counter >> 32);
   words[2] = 0u;
   words[3] = 0u;
   philox(words, static_cast<u32>(seed), static_cast<u32>(seed >> 32));
 }
+
+GACT_FN void philox_of_lane(u64 block, u32 lane, u64 seed, u32 words[4]) { philox_at(block * 16u + lane, seed, words); }
 
 }  // namespace gact

@@ -195,11 +195,14 @@ GACT_FN void load_noise(const u32* noise, int chunk, u32 words[kLaneElements]) {
   }
 }
 
-// For select_bytes(word, ..): the two bytes of a word of noise that are this lane's.
-GACT_FN u32 noise_selector() {
-  const u32 first_byte = lane_id() / 2u % 4u;
+// For select_bytes(word, ..): the two bytes of a word of noise that are an element's.
+GACT_FN u32 noise_selector(u32 element) {
+  const u32 first_byte = element / 16u % 4u;
   return first_byte | (first_byte + 1u) % 4u << 4;
 }
+
+// Of all elements that this lane has.
+GACT_FN u32 noise_selector() { return noise_selector(lane_id() * kLaneElements); }
 
 // ---- bit planes
 

@@ -1,5 +1,5 @@
-// CUDA kernel variance, one module for an element type and a group size as in codec.cu. Each warp adds the groups that
-// it takes; the caller adds the rows of `partial`, so the order of additions is fixed.
+// CUDA kernels variance and variance_columns, one module for an element type and a group size as in codec.cu. Each warp
+// adds the groups that it takes; the caller adds the rows of `partial`, so the order of additions is fixed.
 #include "group.h"
 
 namespace gact {
@@ -18,6 +18,13 @@ GACT_FN float sum_of_lane_values(float value) {
 #pragma unroll
   for (u32 mask = 1; mask < kWarpLanes; mask *= 2) value += float_of(shuffle_xor(bits_of(value), mask));
   return value;
+}
+
+// scale^2 times the sum of weight * f * (1 - f) with f = fraction / 65536, `plain` in units of 2^-32, or of weight
+// / 12.
+GACT_FN double scaled_variance(float scale, bool dithered, float plain, float weights) {
+  const double square = static_cast<double>(scale) * static_cast<double>(scale);
+  return dithered ? square * static_cast<double>(weights) / 12.0 : square * static_cast<double>(plain) / 4294967296.0;
 }
 
 // What rounding one group adds at this lane's number of bits.
@@ -60,10 +67,58 @@ GACT_FN double variance_of_group(const T* x, const float* weight, int count) {
   const float all_weights = sum_of_lane_values(weight_sum);
   if (!any_lane(weighted)) return 0.0;
   if (owned.special) return static_cast<double>(float_of(kInfinityBits));
-  // scale^2 * f * (1 - f) with f = fraction / 65536, or scale^2 / 12.
-  const double square = static_cast<double>(owned.grid.scale) * static_cast<double>(owned.grid.scale);
-  if (owned.may_dither && pays) return square * static_cast<double>(all_weights) / 12.0;
-  return square * static_cast<double>(plain) / 4294967296.0;
+  return scaled_variance(owned.grid.scale, owned.may_dither && pays, plain, all_weights);
+}
+
+// What rounding one column of `rows` rows adds at each number of bits; by one thread.
+template <class T>
+GACT_FN void add_variance_of_column(const T* x, const float* weight, int rows, i64 columns, double totals[kWidths]) {
+  Extent extent = no_extent();
+  bool weighted = false;
+  float all_weights = 0.0f;
+#pragma unroll 4
+  for (int row = 0; row < rows; ++row) {
+    extend(extent, to_float(x[row * columns]));
+    const float row_weight = weight[row * columns];
+    weighted |= row_weight != 0.0f;
+    all_weights += row_weight;
+  }
+  if (!weighted) return;
+  extent = finished(extent);
+  Group groups[kWidths];
+  float sums[kWidths];
+  u32 edges[kWidths];
+#pragma unroll
+  for (int width = 0; width < kWidths; ++width) {
+    groups[width] = describe(extent, width + 1, T{});
+    sums[width] = 0.0f;
+    edges[width] = 0;
+  }
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    const float value = to_float(x[row * columns]), row_weight = weight[row * columns];
+#pragma unroll
+    for (int width = 0; width < kWidths; ++width) {
+      const Group& group = groups[width];
+      const i32 scaled = scaled_value(value, group.grid.offset, group.grid.inverse, group.limit);
+      const i32 fraction = scaled & 0xFFFF;
+      sums[width] += row_weight * static_cast<float>(fraction * (65536 - fraction));
+      edges[width] += edge_of(scaled);
+    }
+  }
+#pragma unroll
+  for (int width = 0; width < kWidths; ++width) {
+    const Group& group = groups[width];
+    const bool dithered = group.may_dither && dither_pays(edges[width], rows);
+    totals[width] += group.special ? static_cast<double>(float_of(kInfinityBits))
+                                   : scaled_variance(group.grid.scale, dithered, sums[width], all_weights);
+  }
+}
+
+GACT_FN double sum_of_lane_values(double value) {
+#pragma unroll
+  for (u32 mask = 1; mask < kWarpLanes; mask *= 2) value += shuffle_xor(value, mask);
+  return value;
 }
 
 using Stored = GACT_ELEMENT;
@@ -84,4 +139,24 @@ variance(const gact::Stored* x, const float* weight, gact::i64 numel, double* pa
     total += variance_of_group<Stored, GACT_GROUP>(x + start, weight + start, count);
   }
   if (lane_id() < kWidths) partial[warp_of_grid() * kWidths + lane_id()] = total;
+}
+
+// A thread takes a column of a row block, neighbours take neighbours. partial: as above.
+GACT_KERNEL(gact::kBlockThreads)
+variance_columns(const gact::Stored* x, const float* weight, gact::i64 rows, gact::i64 columns, double* partial) {
+  using namespace gact;
+  const i64 groups = (rows + GACT_GROUP - 1) / GACT_GROUP * columns;
+  const i64 threads = static_cast<i64>(blocks_of_grid()) * kBlockThreads;
+  double totals[kWidths] = {};
+  for (i64 group = warp_of_grid() * kWarpLanes + lane_id(); group < groups; group += threads) {
+    const i64 first_row = group / columns * GACT_GROUP;
+    const i64 left = rows - first_row, start = first_row * columns + group % columns;
+    const int count = static_cast<int>(left < GACT_GROUP ? left : GACT_GROUP);
+    add_variance_of_column(x + start, weight + start, count, columns, totals);
+  }
+#pragma unroll
+  for (u32 width = 0; width < kWidths; ++width) {
+    const double total = sum_of_lane_values(totals[width]);
+    if (lane_id() == width) partial[warp_of_grid() * kWidths + width] = total;
+  }
 }

@@ -86,7 +86,7 @@ class Packed:
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
         size, columns = group_size or self.group_size, self.columns
         if self.scheme is Scheme.MIXED:
-            columns = _columns(self.layout, size, self.dtype, self.payload.device)
+            columns = self.layout.columns(size, self.dtype.is_complex)
         return sections(values, bits, size, columns).total_bytes
 
 
@@ -143,7 +143,7 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     physical = data.conj() if conjugate else data
     flat = flatten(physical, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    columns = _columns(layout, group_size, data.dtype, data.device)
+    columns = layout.columns(group_size, data.dtype.is_complex)
     about = data.dtype, data.shape, data.stride(), layout, group_size
     if isinstance(bits, UnitWidths):
         columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
@@ -155,14 +155,7 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
 
 def columns_of(tensor: Tensor, group_size: int) -> int:
     """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order."""
-    return _columns(layout_of(tensor), group_size, tensor.dtype, tensor.device)
-
-
-def _columns(layout: Layout, group_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The one place that decides it: by shape, strides and kind of device alone."""
-    if device.type == "cuda":  # the kernels of csrc/codec.cu know groups in memory order only
-        return 1
-    return layout.columns(group_size, dtype.is_complex)
+    return layout_of(tensor).columns(group_size, tensor.dtype.is_complex)
 
 
 def _check_numbers(bits: int | None, seed: int, group_size: int) -> None:
@@ -354,5 +347,5 @@ def from_tensors(
     elif scheme is Scheme.NARROW:
         buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
     layout = layout_of(torch.empty_strided(shape, strides, device="meta"))
-    columns = _columns(layout, group_size, dtype, buffer.device)
+    columns = layout.columns(group_size, dtype.is_complex)
     return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, columns, seed))

@@ -26,7 +26,7 @@ from . import payload_format
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 # IEEE arithmetic, one rounding an operation: the bits of the CPU.
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h")
+HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h", "plain.h", "column_tile.h")
 LEAST_CAPABILITY = (8, 0)
 
 # As in csrc/tile.h.
@@ -34,6 +34,8 @@ BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
 _TILE_BYTES = 4096
 _VECTOR_BYTES = 16
+# As in csrc/column_tile.h.
+_SLICE_ROWS = 64
 # Blocks of the variance kernel: enough to fill any GPU, few enough that their sums are quickly added.
 _VARIANCE_BLOCKS = 1024
 
@@ -195,15 +197,19 @@ def _function(device_index: int, file: str, definitions: tuple[str, ...], name: 
     return module.get_function(name)
 
 
-def _launch(device: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, *arguments: int) -> None:
+def _launch(
+    device: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, threads: int, *arguments: int
+) -> None:
     """Start a kernel (file, definitions, name) on torch's current stream of ``device``; it does not wait for it.
+
+    threads: of a block.
 
     The driver's refusal of a launch is raised as cupy's CUDADriverError.
     """
     with torch.cuda.device(device):
         function = _function(device.index, *kernel)
         stream = _Stream(torch.cuda.current_stream().cuda_stream)
-        function((blocks,), (BLOCK_THREADS,), arguments, stream=stream)
+        function((blocks,), (threads,), arguments, stream=stream)
 
 
 def _blocks(warps: int) -> int:
@@ -213,8 +219,7 @@ def _blocks(warps: int) -> int:
 # ---- the operators
 
 
-def _codec_kernel(name: str, dtype: torch.dtype, group_size: int) -> tuple[str, tuple[str, ...], str]:
-    file = "variance.cu" if name == "variance" else "codec.cu"
+def _kernel(file: str, name: str, dtype: torch.dtype, group_size: int) -> tuple[str, tuple[str, ...], str]:
     return file, (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}"), name
 
 
@@ -225,46 +230,60 @@ def _codec_blocks(numel: int, dtype: torch.dtype, group_size: int) -> int:
     return _blocks(numel // tile + groups_left)
 
 
-def _check_aligned(buffer: Tensor) -> None:
+def _column_grid(rows: int, columns: int, dtype: torch.dtype, group_size: int) -> tuple[int, int]:
+    """A block of threads for every tile of every ``group_size`` rows; blocks, and threads of a block."""
+    slices = group_size // _SLICE_ROWS
+    width = min(max(1024 // dtype.itemsize // slices, 64), 256)
+    return -(-rows // group_size) * -(-columns // width), width * slices
+
+
+def _launch_codec(
+    action: str, elements: Tensor, buffer: Tensor, bits: int, group_size: int, seed: int, columns: int
+) -> None:
+    """Start "pack" of flat ``elements`` to ``buffer``, or "unpack" the other way round; both have been checked."""
+    numel, dtype = elements.numel(), elements.dtype
+    if numel == 0:
+        return
+    if columns > 1 and elements.data_ptr() % 4 != 0:  # words of two 16-bit elements are read and written
+        aligned = elements.clone()
+        _launch_codec(action, aligned, buffer, bits, group_size, seed, columns)
+        if action == "unpack":
+            elements.copy_(aligned)
+        return
     if buffer.data_ptr() % 4 != 0:
         raise ValueError("the packed buffer does not begin at a multiple of 4 bytes; use a tensor of its own for it")
-
-
-def _check_memory_order(columns: int) -> None:
-    if columns != 1:
-        raise ValueError(f"columns is {columns}, expected 1: CUDA tensors have groups in memory order only")
+    ends = elements.data_ptr(), buffer.data_ptr()
+    source, target = ends if action == "pack" else ends[::-1]
+    where = payload_format.sections(numel, bits, group_size, columns)
+    starts = where.scale_start_bytes, where.offset_start_bytes
+    if columns == 1:
+        kernel = _kernel("codec.cu", f"{action}_{bits}", dtype, group_size)
+        grid = _codec_blocks(numel, dtype, group_size), BLOCK_THREADS
+        _launch(buffer.device, kernel, *grid, source, numel, seed, target, *starts)
+        return
+    rows = numel // columns
+    kernel = _kernel("codec_columns.cu", f"{action}_columns_{bits}", dtype, group_size)
+    grid = _column_grid(rows, columns, dtype, group_size)
+    _launch(buffer.device, kernel, *grid, source, rows, columns, seed, target, *starts)
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """``ops_reference.pack`` for a CUDA tensor."""
     payload_format.check_format(bits, group_size, x.dtype)
-    _check_memory_order(columns)
-    buffer = x.new_empty(payload_format.sections(x.numel(), bits, group_size).total_bytes, dtype=torch.uint8)
-    pack_out(x, bits, group_size, seed, buffer)
+    payload_format.check_columns(x.numel(), columns)
+    total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
+    buffer = x.new_empty(total_bytes, dtype=torch.uint8)
+    pack_out(x, bits, group_size, seed, buffer, columns)
     return buffer
 
 
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``ops_reference.pack_out`` for CUDA tensors."""
     payload_format.check_format(bits, group_size, x.dtype)
-    _check_memory_order(columns)
     payload_format.check_flat(x, "x")
-    where = payload_format.sections(x.numel(), bits, group_size)
-    payload_format.check_buffer(out, where.total_bytes)
-    if x.numel() == 0:
-        return
-    _check_aligned(out)
-    _launch(
-        x.device,
-        _codec_kernel(f"pack_{bits}", x.dtype, group_size),
-        _codec_blocks(x.numel(), x.dtype, group_size),
-        x.data_ptr(),
-        x.numel(),
-        seed,
-        out.data_ptr(),
-        where.scale_start_bytes,
-        where.offset_start_bytes,
-    )
+    payload_format.check_columns(x.numel(), columns)
+    payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
+    _launch_codec("pack", x, out, bits, group_size, seed, columns)
 
 
 def unpack(
@@ -288,24 +307,10 @@ def unpack_out(
 ) -> None:
     """``ops_reference.unpack_out`` for CUDA tensors."""
     payload_format.check_format(bits, group_size, dtype)
-    _check_memory_order(columns)
-    where = payload_format.sections(numel, bits, group_size)
-    payload_format.check_buffer(buffer, where.total_bytes)
+    payload_format.check_columns(numel, columns)
+    payload_format.check_buffer(buffer, payload_format.sections(numel, bits, group_size, columns).total_bytes)
     payload_format.check_out(out, numel, dtype)
-    if numel == 0:
-        return
-    _check_aligned(buffer)
-    _launch(
-        buffer.device,
-        _codec_kernel(f"unpack_{bits}", dtype, group_size),
-        _codec_blocks(numel, dtype, group_size),
-        buffer.data_ptr(),
-        numel,
-        seed,
-        out.data_ptr(),
-        where.scale_start_bytes,
-        where.offset_start_bytes,
-    )
+    _launch_codec("unpack", out, buffer, bits, group_size, seed, columns)
 
 
 def _mask_blocks(numel: int, itemsize: int) -> int:
@@ -320,7 +325,8 @@ def pack_mask(x: Tensor) -> Tensor:
     if x.numel() > 0:
         kernel = ("masks.cu", (), f"pack_mask_{x.dtype.itemsize}")
         blocks = _mask_blocks(x.numel(), x.dtype.itemsize)
-        _launch(x.device, kernel, blocks, x.data_ptr(), x.numel(), _MASK_PATTERNS[x.dtype][0], packed.data_ptr())
+        pattern = _MASK_PATTERNS[x.dtype][0]
+        _launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), x.numel(), pattern, packed.data_ptr())
     return packed
 
 
@@ -332,20 +338,23 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     if numel > 0:
         kernel = ("masks.cu", (), f"unpack_mask_{dtype.itemsize}")
         blocks = _mask_blocks(numel, dtype.itemsize)
-        _launch(out.device, kernel, blocks, buffer.data_ptr(), numel, _MASK_PATTERNS[dtype][1], out.data_ptr())
+        one = _MASK_PATTERNS[dtype][1]
+        _launch(out.device, kernel, blocks, BLOCK_THREADS, buffer.data_ptr(), numel, one, out.data_ptr())
     return out
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     """``ops_reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
-    _check_memory_order(columns)
     payload_format.check_flat(x, "x")
     payload_format.check_weight(weight, x)
+    payload_format.check_columns(x.numel(), columns)
     if x.numel() == 0:
         return x.new_zeros(payload_format.MAX_BITS, dtype=torch.float64)
-    blocks = min(_VARIANCE_BLOCKS, _blocks((x.numel() + group_size - 1) // group_size))
+    groups = payload_format.sections(x.numel(), payload_format.MIN_BITS, group_size, columns).groups
+    blocks = min(_VARIANCE_BLOCKS, _blocks(groups) if columns == 1 else -(-groups // BLOCK_THREADS))
     partial = x.new_empty((blocks * BLOCK_WARPS, payload_format.MAX_BITS), dtype=torch.float64)
-    kernel = _codec_kernel("variance", x.dtype, group_size)
-    _launch(x.device, kernel, blocks, x.data_ptr(), weight.data_ptr(), x.numel(), partial.data_ptr())
+    name, size = ("variance", (x.numel(),)) if columns == 1 else ("variance_columns", (x.numel() // columns, columns))
+    kernel = _kernel("variance.cu", name, x.dtype, group_size)
+    _launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), weight.data_ptr(), *size, partial.data_ptr())
     return partial.sum(0)

@@ -1,5 +1,7 @@
-// csrc/warp.h for a CPU: the 32 lanes of a warp take turns, each on a stack of its own, and change at every function in
-// which lanes meet. Lanes that do not meet at the same function end the program with a message.
+// csrc/warp.h for a CPU: the threads of a block take turns, each on a stack of its own. The lanes of a warp change at
+// every function in which they meet, the warps of a block where all of it meets; warps go in the opposite order in
+// every other block, so that what a missing sync_block() would let pass in one order is seen in the other. Lanes, or
+// warps, that do not meet at the same function end the program with a message.
 #ifndef GACT_WARP_H
 #define GACT_WARP_H
 
@@ -11,72 +13,90 @@
 
 #include "codec.h"
 
-#define GACT_KERNEL(threads) extern "C" void
+#define GACT_KERNEL(...) extern "C" void
 #define GACT_SHARED static
 
 namespace gact {
 
-// ---- lanes in turns
+// ---- threads in turns
 
 constexpr int kLanes = 32;
+constexpr int kThreads = 1024;
 constexpr int kStackBytes = 1 << 16;
+constexpr int kArguments = 7;
+constexpr const char* kSyncBlock = "sync_block";
 
 struct Machine {
   u32 thread, block, blocks;
-  const char* functions[kLanes];  // at which a lane waits; null when it has returned from the kernel
-  u32 values[2][kLanes];          // what lanes brought to the last meeting and to the one before it
-  int meetings[kLanes];
-  void (*kernel)(i64, i64, i64, i64, i64, i64);
-  i64 arguments[6];
-  jmp_buf lanes[kLanes], turns;
-  ucontext_t starts[kLanes];
-  alignas(64) char stacks[kLanes][kStackBytes];
+  const char* functions[kThreads];  // at which a thread waits; null when it has returned from the kernel
+  u32 values[2][kThreads];          // what threads brought to the last meeting and to the one before it
+  int meetings[kThreads];
+  void (*kernel)(i64, i64, i64, i64, i64, i64, i64);
+  i64 arguments[kArguments];
+  jmp_buf threads[kThreads], turns;
+  ucontext_t starts[kThreads];
+  alignas(64) char stacks[kThreads][kStackBytes];
 };
 
 inline Machine machine;
 
-// Gives `value` to the other lanes of the warp and waits for theirs, which `machine.values` then has.
+// Gives `value` to the other lanes of the warp and waits for theirs, which the result has.
 inline const u32* meet(const char* function, u32 value) {
-  const u32 lane = machine.thread % kLanes;
-  u32* values = machine.values[machine.meetings[lane]++ % 2];
-  values[lane] = value;
-  machine.functions[lane] = function;
-  if (_setjmp(machine.lanes[lane]) == 0) _longjmp(machine.turns, 1);
-  return values;
+  const u32 thread = machine.thread;
+  u32* values = machine.values[machine.meetings[thread]++ % 2];
+  values[thread] = value;
+  machine.functions[thread] = function;
+  if (_setjmp(machine.threads[thread]) == 0) _longjmp(machine.turns, 1);
+  return values + thread / kLanes * kLanes;
 }
 
-inline void run_lane() {
+inline void run_thread() {
   const i64* a = machine.arguments;
-  machine.kernel(a[0], a[1], a[2], a[3], a[4], a[5]);
-  machine.functions[machine.thread % kLanes] = nullptr;
+  machine.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6]);
+  machine.functions[machine.thread] = nullptr;
   _longjmp(machine.turns, 1);
 }
 
 inline void take_turn(u32 thread, bool first) {
-  const u32 lane = thread % kLanes;
   machine.thread = thread;
   if (_setjmp(machine.turns) != 0) return;
-  if (!first) _longjmp(machine.lanes[lane], 1);
-  ucontext_t& start = machine.starts[lane];
+  if (!first) _longjmp(machine.threads[thread], 1);
+  ucontext_t& start = machine.starts[thread];
   getcontext(&start);
-  start.uc_stack.ss_sp = machine.stacks[lane];
+  start.uc_stack.ss_sp = machine.stacks[thread];
   start.uc_stack.ss_size = kStackBytes;
-  makecontext(&start, run_lane, 0);
+  makecontext(&start, run_thread, 0);
   setcontext(&start);
 }
 
-inline void run_warp(u32 first_thread) {
-  for (int& meetings : machine.meetings) meetings = 0;
-  for (bool first = true; first || machine.functions[0] != nullptr; first = false) {
+inline void check_together(const char* kind, int number, u32 thread, u32 other) {
+  const char* here = machine.functions[thread];
+  const char* there = machine.functions[other];
+  if (here == there) return;
+  std::fprintf(stderr, "%s %d is at %s while %s 0 is at %s\n", kind, number, here != nullptr ? here : "the end", kind,
+               there != nullptr ? there : "the end");
+  std::abort();
+}
+
+// Until the warp waits for the others of its block or is at its end.
+inline void run_warp(u32 first_thread, bool first) {
+  do {
     for (int lane = 0; lane < kLanes; ++lane) {
       take_turn(first_thread + lane, first);
-      if (machine.functions[lane] == machine.functions[0]) continue;
-      const char* here = machine.functions[lane] != nullptr ? machine.functions[lane] : "the end";
-      const char* there = machine.functions[0] != nullptr ? machine.functions[0] : "the end";
-      std::fprintf(stderr, "lane %d is at %s while lane 0 is at %s\n", lane, here, there);
-      std::abort();
+      check_together("lane", lane, first_thread + lane, first_thread);
     }
-  }
+    first = false;
+  } while (machine.functions[first_thread] != nullptr && machine.functions[first_thread] != kSyncBlock);
+}
+
+inline void run_block(int warps) {
+  for (int& meetings : machine.meetings) meetings = 0;
+  bool first = true;
+  do {
+    for (int i = 0; i < warps; ++i) run_warp((machine.block % 2 == 0 ? i : warps - 1 - i) * kLanes, first);
+    for (int warp = 0; warp < warps; ++warp) check_together("warp", warp, warp * kLanes, 0);
+    first = false;
+  } while (machine.functions[0] != nullptr);
 }
 
 // ---- the functions of csrc/warp.h
@@ -91,18 +111,35 @@ inline u32 warp_of_block() { return machine.thread / kLanes; }
 
 inline void sync_warp() { meet("sync_warp", 0); }
 
-inline bool any_lane(bool value) {
-  const u32* values = meet("any_lane", value);
-  bool any = false;
-  for (int lane = 0; lane < kLanes; ++lane) any |= values[lane] != 0;
-  return any;
+inline void sync_block() { meet(kSyncBlock, 0); }
+
+inline u32 ballot(bool value) {
+  const u32* values = meet("ballot", value);
+  u32 lanes = 0;
+  for (int lane = 0; lane < kLanes; ++lane) lanes |= values[lane] << lane;
+  return lanes;
 }
+
+inline bool any_lane(bool value) { return ballot(value) != 0; }
 
 inline u32 shuffle(u32 value, u32 source_lane) { return meet("shuffle", value)[source_lane % kLanes]; }
 
 inline u32 shuffle_xor(u32 value, u32 mask) {
   const u32 source_lane = machine.thread % kLanes ^ mask;
   return meet("shuffle_xor", value)[source_lane];
+}
+
+inline double shuffle_xor(double value, u32 mask) {
+  u32 halves[2];
+  std::memcpy(halves, &value, sizeof(value));
+  for (u32& half : halves) half = shuffle_xor(half, mask);
+  std::memcpy(&value, halves, sizeof(value));
+  return value;
+}
+
+template <class T>
+T* rows_after(T* pointer, u32 rows, u32 columns) {
+  return pointer + wide_product(rows, columns);
 }
 
 inline u32 select_bytes(u32 low, u32 high, u32 selector) {
@@ -162,13 +199,13 @@ u32 larger_pair(u32 a, u32 b, T type) {
 }  // namespace gact
 
 // Runs a kernel of integer and pointer arguments; unused ones are ignored.
-extern "C" void launch(void* kernel, gact::i64 blocks, gact::i64 threads, const gact::i64 arguments[6]) {
+extern "C" void launch(void* kernel, gact::i64 blocks, gact::i64 threads, const gact::i64 arguments[gact::kArguments]) {
   using gact::machine;
-  machine.kernel = reinterpret_cast<void (*)(gact::i64, gact::i64, gact::i64, gact::i64, gact::i64, gact::i64)>(kernel);
-  for (int i = 0; i < 6; ++i) machine.arguments[i] = arguments[i];
+  machine.kernel = reinterpret_cast<decltype(machine.kernel)>(kernel);
+  for (int i = 0; i < gact::kArguments; ++i) machine.arguments[i] = arguments[i];
   machine.blocks = static_cast<gact::u32>(blocks);
   for (machine.block = 0; machine.block < machine.blocks; ++machine.block) {
-    for (gact::u32 thread = 0; thread < threads; thread += gact::kLanes) gact::run_warp(thread);
+    gact::run_block(static_cast<int>(threads) / gact::kLanes);
   }
 }
 

@@ -1,17 +1,14 @@
 """The CUDA kernels without a GPU: run on the CPU by an emulated warp, and compiled for the GPUs they are meant for.
 
-The emulation compiles csrc/*.cu as C++ with emulated_warp.h in place of csrc/warp.h and is called through the same
-functions of cuda.py that launch on a GPU. What it cannot show: the instructions in csrc/warp.h, races between warps (no
-two share memory) and memory ordering.
+The emulation (emulation.py) is called through the same functions of cuda.py that launch on a GPU. What it cannot show:
+the instructions in csrc/warp.h and the order of memory accesses.
 """
 
-import ctypes
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -19,17 +16,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from codec_tensors import random_tensor, raw, special_tensors
+from emulation import ROOT, emulated_launch, needs_compiler, run_source
 from torch import Tensor
 
 from gact_dist import cuda, ops, payload_format
 from gact_dist import ops_reference as reference
 
-ROOT = Path(__file__).parent.parent
 DTYPES = payload_format.PACK_DTYPES
 ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
 SEED = -7_123_456_789_012_345_678
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled with g++")
 
 
 # ---- emulation
@@ -37,25 +32,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emu
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    """Takes the place of cuda._launch."""
-    folder = tmp_path_factory.mktemp("emulated")
-
-    @cache
-    def library(file: str, definitions: tuple[str, ...]) -> ctypes.CDLL:
-        path = folder / f"{'-'.join((file, *definitions))}.so"
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-I", str(ROOT / "csrc")]
-        flags += ["-include", str(ROOT / "tests" / "emulated_warp.h"), *(f"-D{name}" for name in definitions)]
-        subprocess.run(["g++", *flags, "-o", path, "-x", "c++", ROOT / "csrc" / file], check=True)
-        return ctypes.CDLL(str(path))
-
-    def launch(_: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, *arguments: int) -> None:
-        file, definitions, name = kernel
-        loaded = library(file, definitions)
-        address = ctypes.cast(getattr(loaded, name), ctypes.c_void_p)
-        padded = (ctypes.c_int64 * 6)(*arguments)
-        loaded.launch(address, ctypes.c_int64(blocks), ctypes.c_int64(cuda.BLOCK_THREADS), padded)
-
-    return launch
+    return emulated_launch(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture
@@ -106,18 +83,6 @@ def test_emulated_kernels_read_and_write_unaligned_memory(kernels: None, dtype: 
     assert float(out[0]) == float(out[-1]) == 7  # nothing beside it was written
 
 
-def test_columns_are_refused() -> None:
-    x = random_tensor(64 * 32, torch.float32)
-    buffer = reference.pack(x, 4, 64, 0, 32)
-    for call in (
-        lambda: cuda.pack(x, 4, 64, 0, 32),
-        lambda: cuda.unpack(buffer, 4, 64, x.numel(), x.dtype, 0, 32),
-        lambda: cuda.rounding_variance(x, x, 64, 32),
-    ):
-        with pytest.raises(ValueError, match="columns is 32, expected 1"):
-            call()
-
-
 def test_a_packed_buffer_that_is_not_aligned_is_refused() -> None:
     x = random_tensor(256, torch.float32)
     total_bytes = payload_format.sections(256, 4, 256).total_bytes
@@ -160,17 +125,29 @@ def test_emulated_rounding_variance_is_that_of_the_reference(
 
 
 @needs_compiler
-def test_the_emulation_notices_lanes_that_part(tmp_path: Path) -> None:
-    source = tmp_path / "part.cu"
-    source.write_text(
-        '#include "warp.h"\nGACT_KERNEL(32) part() { if (gact::thread_of_block() < 9) gact::sync_warp(); }\n'
-        "int main() { gact::i64 none[6] = {}; launch(reinterpret_cast<void*>(part), 1, 32, none); }\n"
+@pytest.mark.parametrize(
+    ("threads", "body", "message"),
+    [
+        (
+            32,
+            "if (gact::thread_of_block() < 9) gact::sync_warp();",
+            "lane 9 is at the end while lane 0 is at sync_warp",
+        ),
+        (
+            96,
+            "if (gact::warp_of_block() < 2) gact::sync_block();",
+            "warp 2 is at the end while warp 0 is at sync_block",
+        ),
+    ],
+)
+def test_the_emulation_notices_threads_that_part(tmp_path: Path, threads: int, body: str, message: str) -> None:
+    result = run_source(
+        f'#include "warp.h"\nGACT_KERNEL({threads}) part() {{ {body} }}\n'
+        f"int main() {{ gact::i64 none[7] = {{}}; launch(reinterpret_cast<void*>(part), 1, {threads}, none); }}\n",
+        tmp_path,
     )
-    flags = ["-std=c++17", "-I", ROOT / "csrc", "-include", ROOT / "tests" / "emulated_warp.h"]
-    subprocess.run(["g++", *flags, "-o", tmp_path / "part", "-x", "c++", source], check=True)
-    result = subprocess.run([tmp_path / "part"], capture_output=True, text=True)
     assert result.returncode != 0
-    assert "lane 9 is at the end while lane 0 is at sync_warp" in result.stderr
+    assert message in result.stderr
 
 
 # ---- compilers
@@ -181,6 +158,7 @@ MODULES = [
     (80, "codec.cu", ("GACT_ELEMENT=float", "GACT_GROUP=512")),
     (90, "codec.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=256")),
     (100, "codec.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=64")),
+    (90, "codec_columns.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=128")),
     (80, "variance.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=256")),
     (90, "masks.cu", ()),
 ]
@@ -311,8 +289,8 @@ def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNvrtc
 def test_a_launch_is_on_the_current_stream_and_a_module_is_loaded_once_a_device(nvrtc: FakeNvrtc) -> None:
     kernel = ("masks.cu", (), "pack_mask_1")
     for index in (0, 1, 1):
-        cuda._launch(torch.device("cuda", index), kernel, 5, 11, 12)
-    assert FakeModule.calls == [("pack_mask_1", (5,), (cuda.BLOCK_THREADS,), (11, 12), 77)] * 3
+        cuda._launch(torch.device("cuda", index), kernel, 5, 96, 11, 12)
+    assert FakeModule.calls == [("pack_mask_1", (5,), (96,), (11, 12), 77)] * 3
     assert FakeModule.loads == 2
     assert nvrtc.compilations == 1
 
@@ -321,16 +299,16 @@ def test_a_failure_is_remembered(nvrtc: FakeNvrtc) -> None:
     nvrtc.refused_option = "-ftz=false"
     for _ in range(3):
         with pytest.raises(cuda.KernelsUnavailableError, match="no such thing"):
-            cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+            cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
     assert nvrtc.compilations == 1
 
 
 def test_nothing_is_loaded_during_a_capture(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="run one step with the same dtypes before the capture"):
-        cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+        cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 11, 12)
+    cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
     assert FakeModule.loads == 1
 
 
@@ -356,4 +334,4 @@ def test_the_source_is_part_of_an_installed_package(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     packed = {path.name for path in (tmp_path / "gact_dist" / "csrc").iterdir()}
-    assert packed == {"codec.cu", "masks.cu", "variance.cu", *cuda.HEADERS}
+    assert packed == {"codec.cu", "codec_columns.cu", "masks.cu", "variance.cu", *cuda.HEADERS}

@@ -41,12 +41,12 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_same(x: Tensor, bits: int, group_size: int, what: object) -> None:
-    expected = ops.pack(x, bits, group_size, SEED)
-    packed = ops.pack(x.to(DEVICE), bits, group_size, SEED)
+def assert_same(x: Tensor, bits: int, group_size: int, what: object, columns: int = 1) -> None:
+    expected = ops.pack(x, bits, group_size, SEED, columns)
+    packed = ops.pack(x.to(DEVICE), bits, group_size, SEED, columns)
     assert torch.equal(packed.cpu(), expected), (what, bits)
-    decoded = ops.unpack(packed, bits, group_size, x.numel(), x.dtype, SEED)
-    wanted = ops.unpack(expected, bits, group_size, x.numel(), x.dtype, SEED)
+    decoded = ops.unpack(packed, bits, group_size, x.numel(), x.dtype, SEED, columns)
+    wanted = ops.unpack(expected, bits, group_size, x.numel(), x.dtype, SEED, columns)
     assert torch.equal(raw(decoded.cpu()), raw(wanted)), (what, bits)
 
 
@@ -69,11 +69,35 @@ def test_rare_values_are_those_of_the_cpu(dtype: torch.dtype, group_size: int) -
             assert_same(x, bits, group_size, name)
 
 
+# Rows of less than a tile, of an odd multiple of 32 elements, of whole tiles; some blocks of rows are short.
+SHAPES = ((0, 32), (5, 96), (0, 288), (1, 416), (-3, 768), (7, 4096), (2000, 1600))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_the_bytes_of_columns_are_those_of_the_cpu(dtype: torch.dtype, group_size: int, bits: int) -> None:
+    for more_rows, columns in SHAPES:
+        x = random_tensor((2 * group_size + more_rows) * columns, dtype)
+        assert_same(x, bits, group_size, columns, columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+def test_columns_of_rare_values_are_those_of_the_cpu(dtype: torch.dtype, group_size: int) -> None:
+    rows = group_size + 17
+    for name, case in special_tensors(dtype).items():
+        x = case.repeat(rows * 64 // case.numel() + 1)[: rows * 64]
+        for bits in ALL_BITS:
+            assert_same(x, bits, group_size, name, 64)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-3, 1e4])
 def test_no_operation_is_approximate(dtype: torch.dtype, scale: float) -> None:
     """A division, a product or a subnormal number that is off by one bit shows in some of a million groups."""
-    assert_same(random_tensor(1 << 22, dtype, scale=scale), 4, 64, scale)
+    for columns in (1, 1024):
+        assert_same(random_tensor(1 << 22, dtype, scale=scale), 4, 64, scale, columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
@@ -111,6 +135,17 @@ def test_unaligned_memory_is_read_and_written(dtype: torch.dtype) -> None:
     assert float(out[0]) == float(out[-1]) == 7
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_read_from_and_written_to_any_element(dtype: torch.dtype) -> None:
+    x = random_tensor(300 * 96 + 1, dtype)
+    expected = ops.pack(x[1:].clone(), 3, 128, SEED, 96)
+    assert torch.equal(ops.pack(x.to(DEVICE)[1:], 3, 128, SEED, 96).cpu(), expected)
+    out = torch.full((x.numel() + 1,), 7, dtype=dtype, device=DEVICE)
+    ops.unpack_out(expected.to(DEVICE), 3, 128, x.numel() - 1, dtype, SEED, out[1:-1], 96)
+    assert torch.equal(out[1:-1].cpu(), ops.unpack(expected, 3, 128, x.numel() - 1, dtype, SEED, 96))
+    assert float(out[0]) == float(out[-1]) == 7
+
+
 @pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
 def test_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
     for numel in SIZES:
@@ -132,6 +167,19 @@ def test_rounding_variance_is_that_of_the_cpu(dtype: torch.dtype, group_size: in
         measured = ops.rounding_variance(x.to(DEVICE), weight.to(DEVICE), group_size)
         # float32 partial sums of at most 32 terms on either side: relative error below 2 * 32 * 2^-24 = 4e-6.
         torch.testing.assert_close(measured.cpu(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+def test_the_rounding_variance_of_columns_is_that_of_the_cpu(dtype: torch.dtype, group_size: int) -> None:
+    for rows, columns in ((group_size, 32), (3 * group_size + 5, 96), (4096, 768)):
+        x = random_tensor(rows * columns, dtype)
+        x[: x.numel() // 3] = 0
+        weight = torch.rand(x.numel(), generator=torch.Generator().manual_seed(2))
+        expected = ops.rounding_variance(x, weight, group_size, columns)
+        measured = ops.rounding_variance(x.to(DEVICE), weight.to(DEVICE), group_size, columns)
+        # float32 sums of as many terms as a group has, none of them negative, each rounded twice; on the CPU a tree.
+        torch.testing.assert_close(measured.cpu(), expected, rtol=(group_size + 14) * 2.0**-24, atol=0)
 
 
 def test_elements_beyond_32_bits_are_numbered_right() -> None:
@@ -164,11 +212,13 @@ def test_neither_pack_nor_unpack_waits_for_the_device() -> None:
     def everything() -> None:
         for bits in (1, 4, 8):
             codec.unpack(codec.pack(x, bits, seed=1))
+            codec.unpack(codec.pack(x.view(1000, 100)[:, :96].contiguous(), bits, seed=1))  # by column
         codec.unpack(codec.pack(x[::2], 4, seed=1))
         codec.unpack(codec.pack_mask(x > 0))
         codec.unpack(codec.pack_binary((x > 0) * 2.0))
         codec.pack_narrow(torch.arange(5, device=DEVICE))
         ops.rounding_variance(x, weight, 256)
+        ops.rounding_variance(x[:96_000], weight[:96_000], 256, 96)
 
     everything()  # compiles
     with without_waiting():
