@@ -281,14 +281,14 @@ def test_variance_that_the_sensitivities_do_not_see_raises_bits(monkeypatch):
     """Predictions a tenth of the truth, as where a backward answers more than linearly: measured, then mended."""
     job = Digits("cnn")
     gact = gact_dist.attach(job.model, config=acgc())
-    reduced = gact._adapter._reduced
+    measured = gact._adapter._measured
 
     def too_low(*arguments):
-        costs, invalid = reduced(*arguments)
+        costs, invalid = measured(*arguments)
         costs.variance[:] /= 10
         return costs, invalid
 
-    monkeypatch.setattr(gact._adapter, "_reduced", too_low)
+    monkeypatch.setattr(gact._adapter, "_measured", too_low)
     gact.calibrate(job.loss_fn, job.batch(0))
     error = gact.adaptation.gradient_error
     assert error.holds
