@@ -15,6 +15,7 @@ from torch import nn
 
 from . import codec, per_sample, policies, sync
 from .allocation import EXACT, WIDTHS
+from .compiled import has_compiled_parts
 from .engine import Engine
 from .error_budget import ErrorBudget
 from .footprint import Footprint
@@ -186,7 +187,7 @@ class Adapter:
             if half is not None:
                 sample, self.most_samples = half, half.count
                 _log.warning("memory is too little: from now on sensitivity is measured on %d samples", half.count)
-            elif not fits and estimator == "one-pass":
+            elif not fits and estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
                 _log.warning("memory is too little for second derivatives: sensitivity is measured by perturbation")
             else:

@@ -117,14 +117,9 @@ class Engine:
         if not self._namer.scope.compiled:
             return saved_tensors_hooks(self._pack, _unpack)
         if self.config.compile_hooks == "inlined":
-            return self._inlined_hooks()
+            return inlined.hooks(self._pack, self._pack_in_graph)
         # where a graph breaks the compiler looks at every Python frame that runs, and would compile the hooks as well
         return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
-
-    @contextmanager
-    def _inlined_hooks(self) -> Iterator[None]:
-        with inlined.serving(self._pack, self._pack_in_graph), saved_tensors_hooks(*inlined.hooks()):
-            yield
 
     def _forget_step(self) -> None:
         self._memory.clear()
@@ -393,8 +388,7 @@ class Engine:
     ) -> Replaceable:
         big = tensor.numel() >= self.config.min_numel * self._recorded_fraction
         floating = tensor.is_floating_point() or tensor.is_complex()
-        compressible = big and floating and not own_relu_save
-        compressible = compressible and (role or self._role(tensor, name)) is Role.ACTIVATION
+        compressible = big and floating and not own_relu_save and (role or self._role(tensor, name)) is Role.ACTIVATION
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
             handle.replacement = codec.unpack(self.packer.pack(tensor, *self._rounded[name]))

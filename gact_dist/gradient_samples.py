@@ -45,8 +45,7 @@ class GradientSamples:
             self._squares, self._noise, self._relative = [], [], relative
         self._squares = [*self._squares, square][-SAMPLES:]
         self._noise = [*self._noise, noise][-SAMPLES:]
-        while self._drop_stale():
-            pass
+        self._drop_stale()
 
     def renew(self, noise: float) -> None:
         """Another plan is in force. noise: the variance that is expected under it."""
@@ -82,8 +81,15 @@ class GradientSamples:
         self._squares, self._noise = list(state["squares"]), list(state["noise"])
         self._relative = state["relative"]
 
-    def _drop_stale(self) -> bool:
-        """Drop the earlier samples where the later ones lie significantly below them; whether any were."""
+    def _drop_stale(self) -> None:
+        """Drop the earlier samples where the later ones lie significantly below them, as long as there are such."""
+        kept = self._fresh()
+        while kept < len(self._squares):
+            self._squares, self._noise = self._squares[-kept:], self._noise[-kept:]
+            kept = self._fresh()
+
+    def _fresh(self) -> int:
+        """How many of the last samples do not lie significantly above those after them."""
         spread, count = _spread(self._squares) * abs(self.second_moment), len(self._squares)
         best, kept = _SIGNIFICANT, count
         for later in range(1, count):
@@ -91,8 +97,7 @@ class GradientSamples:
             significance = fall / (spread * math.sqrt(1.0 / later + 1.0 / (count - later)))
             if significance > best:
                 best, kept = significance, later
-        self._squares, self._noise = self._squares[-kept:], self._noise[-kept:]
-        return kept < count
+        return kept
 
 
 def _spread(values: Sequence[float]) -> float:

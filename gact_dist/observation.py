@@ -29,7 +29,9 @@ class Observation:
         self._gradients: dict[int, Tensor] = {}
 
     def first(self, samples: int) -> "Observation":
-        """The first samples of what was observed."""
+        """The first samples of what was observed, which may be all of it."""
+        if samples >= self._samples:
+            return self
         part = Observation(self._inputs, samples)
         part._autocast = self._autocast
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}

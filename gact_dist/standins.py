@@ -127,7 +127,7 @@ class ScaledDotProductAttention(Function):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
         logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         for block in _blocks(q, k):
-            queries, keys = block.of([q, k])
+            queries, keys = block.of([q, k], first=2)
             logsumexp[block.queries] = torch.logsumexp(_scores(queries, keys, block.mask(mask, causal), scale), -1)
         ctx.save_for_backward(mask, q, k, v, logsumexp, out)
         ctx.causal, ctx.scale = causal, scale
@@ -136,35 +136,41 @@ class ScaledDotProductAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         mask, q, k, v, _, out = ctx.saved_tensors
-        return *_AttentionGradient.apply(mask, ctx.causal, ctx.scale, q, k, v, out, grads[0]), None, None, None, None
+        tensors = [out, grads[0], q, k, v]
+        if not ctx.needs_input_grad[3]:
+            return *_AttentionGradient.apply(mask, ctx.causal, ctx.scale, *tensors), None, None, None, None
+        learned = mask[(None,) * (4 - mask.dim())]
+        *found, dmask = _AttentionGradient.apply(None, ctx.causal, ctx.scale, *tensors, learned)
+        return *found, dmask.view(mask.shape), None, None, None
 
 
 class _AttentionGradient(Function):
-    """The gradients of query, key and value, with a derivative that holds the scores of one block at a time.
+    """The gradients of query, key, value and a learned mask, whose derivative holds the scores of a block at a time.
 
     What autograd would keep for it are some ten matrices of the size of the scores, in every layer at once.
     """
 
     @staticmethod
     def forward(ctx: Any, mask: Tensor | None, causal: bool, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """tensors: query, key, value, output and its gradient."""
+        """tensors: output and its gradient, query, key, value, and a mask that is learned, in four dimensions."""
         ctx.save_for_backward(mask, *tensors)
         ctx.causal, ctx.scale = causal, scale
-        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[:3]]
-        for block in _blocks(*tensors[:2]):
-            block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)))
-        return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=False))
+        sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[2:]]
+        for block in _blocks(*tensors[2:4]):
+            block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)), first=2)
+        return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors[2:], strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *weights: Tensor) -> tuple:
         mask, *tensors = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
-        for block in _blocks(*tensors[:2]):
+        for block in _blocks(*tensors[2:4]):
             with torch.enable_grad():
                 inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
                 gradients = _block_gradients(block.mask(mask, ctx.causal), ctx.scale, *inputs)
-            block.add(sums, torch.autograd.grad(gradients, inputs, [part.float() for part in block.of(weights)]))
+            parts = [part.float() for part in block.of(weights, first=2)]
+            block.add(sums, torch.autograd.grad(gradients, inputs, parts))
         return None, None, None, *(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
 
 
@@ -178,17 +184,21 @@ class _Block:
     """shape of all scores, [B, H, T, S]"""
     device: torch.device
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Parts of query, key, value, and of what else has the shape of a query."""
-        return [tensor[where] for tensor, where in zip(tensors, self._places(), strict=False)]
+    def of(self, tensors: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Parts of output, its gradient, query, key, value, learned mask, or of those from `first` on."""
+        return [tensor[where] for tensor, where in self._places(tensors, first)]
 
-    def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor], first: int = 0) -> None:
         """Add what was found for these parts."""
-        for total, where, part in zip(sums, self._places(), parts, strict=False):
+        for (total, where), part in zip(self._places(sums, first), parts, strict=True):
             total[where] += part
 
-    def _places(self) -> tuple:
-        return self.queries, self.keys, self.keys, self.queries, self.queries
+    def _places(self, tensors: Sequence[Tensor], first: int) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+        """Each with what the block has of it: all of a dimension that a mask has once for all."""
+        places = (self.queries, self.queries, self.queries, self.keys, self.keys, self.queries)
+        for tensor, place in zip(tensors, places[first:], strict=False):
+            sizes = zip(tensor.shape, place, strict=False)
+            yield tensor, tuple(slice(None) if size == 1 else where for size, where in sizes)
 
     def mask(self, mask: Tensor | None, causal: bool) -> Tensor | None:
         """Its part of the mask, which is made here if it is the causal one."""
@@ -217,16 +227,19 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _block_gradients(
-    mask: Tensor | None, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the query, and what these queries give the key and the value."""
+    mask: Tensor | None, scale: float, out: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
+) -> tuple[Tensor, ...]:
+    """Of the query and a learned mask, and what these queries give the key and the value."""
     grad, repeats = grad.float(), q.shape[1] // k.shape[1]
-    probability = torch.softmax(_scores(q, k, mask, scale), -1)  # as a fitted logsumexp has it
+    scores = _scores(q, k, learned[0] if learned else mask, scale)
+    probability = torch.softmax(scores, -1)  # as a fitted logsumexp has it
     dv = probability.transpose(-2, -1) @ grad
     dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
-    dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True)) * scale
+    dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True))
+    dmask = [dscores.sum_to_size(x.shape) for x in learned]
+    dscores = dscores * scale
     dk = dscores.transpose(-2, -1) @ q.float()
-    return dscores @ _repeat(k, repeats), _fold(dk, repeats), _fold(dv, repeats)
+    return dscores @ _repeat(k, repeats), _fold(dk, repeats), _fold(dv, repeats), *dmask
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -327,7 +327,8 @@ def test_a_tensor_that_is_stored_exactly_at_its_width_is_measured_at_fewer_bits(
     assert bool((variance[:6] > 0).all())
 
 
-ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries")
+LEARNED = {"learned mask of heads": (4, 6, 6), "learned mask of keys": (2, 1, 1, 6)}
+ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries", *LEARNED)
 
 
 def _attention_inputs(variant):
@@ -338,17 +339,18 @@ def _attention_inputs(variant):
     mask = {"boolean mask": torch.rand(6, 6) > 0.3, "additive mask": torch.randn(2, 1, 6, 6)}.get(variant)
     if variant == "boolean mask":
         mask.fill_diagonal_(True)
-    return q, k, v, mask
+    return q, k, v, torch.randn(LEARNED[variant]) if variant in LEARNED else mask
 
 
 @pytest.mark.parametrize("variant", ATTENTION)
 def test_attention_stand_in_has_the_gradients_of_the_operator(variant):
     q, k, v, mask = _attention_inputs(variant)
     causal, gqa = variant == "causal", variant == "grouped queries"
+    learned = (mask,) if variant in LEARNED else ()
     _same_gradients(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa),
-        lambda q, k, v: ScaledDotProductAttention.apply(q, k, v, mask, causal, 8**-0.5, gqa),
-        q, k, v,
+        lambda q, k, v, mask=mask: F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=gqa),
+        lambda q, k, v, mask=mask: ScaledDotProductAttention.apply(q, k, v, mask, causal, 8**-0.5, gqa),
+        q, k, v, *learned,
     )  # fmt: skip
 
 
@@ -361,23 +363,27 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
     if variant == "boolean mask":
         added = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
     out, grad = torch.randn_like(q), torch.randn_like(q)  # as a rounded output, this is not what q, k and v would give
-    weights = [torch.randn_like(x) for x in (q, k, v)]
+    learned = [mask[(None,) * (4 - mask.dim())]] if variant in LEARNED else []
+    constant = None if learned else mask
+    weights = [torch.randn_like(x) for x in (q, k, v, *learned)]
 
-    def plainly(q, k, v, out, grad):
+    def plainly(out, grad, q, k, v, added=added):
         keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
         scores = q @ keys.transpose(-2, -1) * 8**-0.5
         probability = (scores if added is None else scores + added).softmax(-1)
-        dscores = probability * (grad @ values.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)) * 8**-0.5
+        dsum = probability * (grad @ values.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True))
+        dmask = [dsum.sum_to_size(x.shape) for x in learned]
+        dscores = dsum * 8**-0.5
         dk, dv = dscores.transpose(-2, -1) @ q, probability.transpose(-2, -1) @ grad
-        return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
+        return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv)), *dmask
 
     def in_blocks(*tensors):
-        return standins._AttentionGradient.apply(mask, causal, 8**-0.5, *tensors)
+        return standins._AttentionGradient.apply(constant, causal, 8**-0.5, *tensors)
 
     found = []
     monkeypatch.setattr(standins, "_BLOCK", scores)
     for function in (plainly, in_blocks):
-        inputs = [x.clone().requires_grad_() for x in (q, k, v, out, grad)]
+        inputs = [x.clone().requires_grad_() for x in (out, grad, q, k, v, *learned)]
         gradients = function(*inputs)
         found.append([*gradients, *torch.autograd.grad(gradients, inputs, weights)])
     for expected, got in zip(*found, strict=True):
