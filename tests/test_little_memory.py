@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gact_dist
-from gact_dist import Config, sensitivity
+from gact_dist import Config, adaptation, sensitivity
 from gact_dist.engine import Engine
 
 BATCH = 16
@@ -89,6 +89,25 @@ def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up
     assert scarce.seen == [8, 4, 2, 1, 1]
     assert "sensitivity is measured by perturbation" in caplog.text
     assert len(set(gact.plan.values())) > 1
+
+
+@pytest.mark.parametrize(("compiled", "estimators"), [(False, ["one-pass", "perturbation"]), (True, ["one-pass"])])
+def test_a_compiled_model_which_is_perturbed_anyway_is_not_tried_again(compiled, estimators, monkeypatch, caplog):
+    tried = []
+
+    def measure(*_: Any, estimator: str, **__: Any) -> Any:
+        tried.append(estimator)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(adaptation, "measure", measure)
+    model, batch = small_models.mlp()
+    if compiled:
+        model.compile(backend="eager")
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
+    with caplog.at_level(logging.WARNING, logger="gact_dist"):
+        gact.calibrate(small_models.loss_of(model), batch, samples=1)
+    assert tried == estimators
+    assert ("sensitivity is measured by perturbation" in caplog.text) is not compiled
 
 
 @pytest.mark.parametrize("follow", [False, True])
