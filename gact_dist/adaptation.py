@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 _PROBES = 4
 # Forwards after which what the engine learns of views and block inputs has settled.
 _WEIGHINGS = 3
+# After which a job that gives none is told so.
+_STEPS_WITHOUT_LOSS = 100
+_HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 _OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
 
@@ -144,6 +147,18 @@ class Adapter:
         if self._policy.budget is Budget.RETAINED_BYTES:
             self.engine.unmeasured_bits = self._weigh(forward).largest_uniform_bits(self._config)
 
+    def idle(self, step: int) -> None:
+        """A step without a loss function to measure with: warn once of a job that never gives one."""
+        if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self.engine.plan:
+            _log.warning(
+                "policy %s has chosen no bits in %d steps, for step() was given no loss function: every tensor has %s "
+                "bits; %s",
+                self._config.policy,
+                step,
+                self.engine.unmeasured_bits,
+                _HOW_TO_ADAPT,
+            )
+
     def watch(self) -> None:
         """After a forward: remember the heaviest, and warn once an interval of one that exceeds a budget in bytes."""
         budget = self._config.retained_bytes
@@ -153,12 +168,13 @@ class Adapter:
         retained = sum(row.bytes for row in self.engine.ledger.rows)
         if retained > budget and not self._warned:
             self._warned = True
-            _log.warning(
-                "this step keeps %d bytes, more than retained_bytes=%d: its batch is larger than the one that the bits "
-                "were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so at once",
-                retained,
-                budget,
+            why = (
+                "its batch is larger than the one that the bits were chosen with, or saves new tensors; the next "
+                "adaptation makes room, calibrate() does so at once"
             )
+            if not self.engine.plan:
+                why = f"no bits have been chosen for it yet; {_HOW_TO_ADAPT}"
+            _log.warning("this step keeps %d bytes, more than retained_bytes=%d: %s", retained, budget, why)
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""

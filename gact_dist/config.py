@@ -274,8 +274,9 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _nearest(word: object, known: Any) -> str:
-    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    lowered = {key.lower(): key for key in known}
+    match = difflib.get_close_matches(str(word).lower(), list(lowered), n=1, cutoff=0.5)
+    return f"; did you mean {lowered[match[0]]!r}?" if match else ""
 
 
 def _check_integer(name: str, value: object, least: int) -> None:

@@ -132,6 +132,8 @@ class Controller:
             self._sample_gradient(partial(loss_fn, batch))
             if self._due():
                 self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
+        elif self._adapter is not None:
+            self._adapter.idle(self._step)
         self._engine.begin(self._step)
         with self._engine.hooks(), watched:
             yield

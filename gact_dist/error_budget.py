@@ -127,6 +127,12 @@ class ErrorBudget:
         self._sampled_at = step
         moments, _ = self._agreed(lambda: self._moments(loss, None, step, _SAMPLE_PASSES), unit)
         self._samples.add(moments.square, moments.noise, relative=unit is not None)
+        _log.info(
+            "step %d: the gradient's second moment is increased by %.3g of error=%g, the mean since the plan was made",
+            step,
+            self._samples.increase,
+            self._tolerated,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The samples, and what they need to go on."""

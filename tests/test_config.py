@@ -68,6 +68,7 @@ def test_a_level_and_another_policy_are_an_error_that_names_both():
         ({"policy": "uniform", "bits": 2.5}, "policies 'gact' and 'actnn' reach any average"),
         ({"policy": "gatc"}, "did you mean 'gact'"),
         ({"policy": "unifrom"}, "did you mean 'uniform'"),
+        ({"policy": "ACGC"}, "did you mean 'acgc'"),
         ({"policy": "exact", "bits": 2}, "policy 'exact' was given and bits is 2, expected one of them"),
         ({"policy": "off", "bits": 4}, "policy 'off' was given and bits is 4"),
         ({"policy": "acgc"}, "policy 'acgc' was given and error was not, expected e\\^2"),

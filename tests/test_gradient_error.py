@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -146,6 +147,29 @@ def test_the_report_shows_what_was_promised_and_what_was_measured():
     # other batches than the adaptation's, some steps later
     assert error.second_moment == pytest.approx(square, rel=0.8)
     assert error.measured == pytest.approx(noise / square, rel=0.5)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "cnn"])
+def test_a_plan_leaves_room_for_the_standard_error_of_what_it_was_measured_by(kind):
+    """The first is made from one sample, of which a relative deviation of half is assumed in both of its numbers."""
+    model, batch = getattr(small_models, kind)()
+    gact = gact_dist.attach(model, config=acgc())
+    gact.calibrate(small_models.loss_of(model), batch)
+    measured = gact.adaptation.gradient_error.measured
+    assert 0.5 * ERROR < measured * (1.0 + math.sqrt(0.5)) <= ERROR
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_the_increase_is_logged_at_every_sample(follow, caplog):
+    with caplog.at_level(logging.INFO, "gact_dist"):
+        gact, _, _ = Digits("mlp").train(acgc(adapt_interval=40), follow)
+    samples = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    adaptations = [record for record in caplog.records if record.getMessage().startswith("increase of the gradient's")]
+    assert len(adaptations) == len(gact.history)
+    assert len(samples) >= 5
+    numbers = [re.fullmatch(r"step (\d+): .* increased by (\S+) of error=0.05, .*", line).groups() for line in samples]
+    assert all(0.0 < float(increase) < 1.0 for _, increase in numbers)
+    assert len({step for step, _ in numbers}) == len(numbers)
 
 
 def test_noise_and_second_moment_are_those_of_many_draws_and_of_the_exact_gradient():

@@ -250,3 +250,27 @@ def test_follow_twice_is_refused():
         gact.follow()
     with pytest.raises(RuntimeError, match="this one is following"), gact.step():
         pass
+
+
+def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(caplog):
+    model = nn.Linear(64, 64)
+    x = torch.randn(32, 64)
+
+    def warnings_of(steps: int, config: Config, calibrated: bool = False) -> list[str]:
+        caplog.clear()
+        gact = gact_dist.attach(model, config=config)
+        if calibrated:
+            gact.calibrate(lambda x: model(x).square().sum(), x)
+        for _ in range(steps):
+            with gact.step():
+                model(x)
+        gact.detach()
+        return [record.getMessage() for record in caplog.records]
+
+    assert warnings_of(120, Config(policy="gact", bits=3)) == [
+        "policy gact has chosen no bits in 100 steps, for step() was given no loss function: every tensor has 3 bits; "
+        "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
+    ]
+    assert "has chosen no bits in 7 steps" in warnings_of(10, Config(policy="acgc", error=0.25, adapt_interval=7))[0]
+    assert warnings_of(120, Config(policy="gact"), calibrated=True) == []
+    assert warnings_of(120, Config(policy="uniform", bits=4)) == []

@@ -109,6 +109,17 @@ def test_a_larger_batch_is_warned_of_and_fits_after_the_next_adaptation(caplog):
     assert max(retained[3:]) <= 8000
 
 
+def test_a_step_that_gives_no_loss_function_is_told_that_no_bits_were_chosen(caplog):
+    model, batch = small_models.mlp()
+    gact = gact_dist.attach(model, config=Config(retained_bytes=1000, min_numel=64))
+    with gact.step(), caplog.at_level(logging.WARNING, "gact_dist"):
+        small_models.loss_of(model)(batch)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"this step keeps {gact.report().retained_bytes} bytes, more than retained_bytes=1000: no bits have been "
+        "chosen for it yet; give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_bytes_at_another_width_are_those_of_packing_with_it(dtype):
     for tensor in (torch.randn(300, 7).to(dtype), torch.randn(64, 64).to(dtype)[::2], torch.randn(5, 1).to(dtype)):

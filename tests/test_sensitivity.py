@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
-from gact_dist import Config, codec, standins
+from gact_dist import Config, codec, sensitivity, standins
 from gact_dist.engine import Engine
 from gact_dist.isolation import untouched
 from gact_dist.sensitivity import measure
@@ -450,3 +450,42 @@ def test_adaptive_four_bits_have_less_variance_than_uniform_four_bits():
             gact.detach()
         uniform = found.pop(("uniform", "one-pass"))
         assert max(found.values()) < uniform, kind
+
+
+@pytest.mark.parametrize("estimator", ["one-pass", "perturbation"])
+@pytest.mark.parametrize("settings", [{"policy": "gact"}, {"policy": "actnn"}, {"policy": "acgc", "error": 0.25}])
+def test_the_estimator_that_was_chosen_is_the_one_that_measures(settings, estimator, monkeypatch):
+    perturbed = []
+    from_change = sensitivity.from_change
+
+    def watched(record, *rest):
+        perturbed.append(record.name)
+        return from_change(record, *rest)
+
+    monkeypatch.setattr(sensitivity, "from_change", watched)
+    model, batch = small_models.gpt()
+    gact = gact_dist.attach(model, config=Config.from_dict({**settings, "estimator": estimator, "min_numel": 64}))
+    gact.calibrate(small_models.loss_of(model), batch)
+    assert gact.plan
+    assert set(perturbed) == (set(gact.plan) if estimator == "perturbation" else set())
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_gradient_is_differentiated_at_what_the_plan_in_force_rounds_to(bits, monkeypatch):
+    ratios = []
+    differentiate = sensitivity._Probe._differentiable_gradients
+
+    def watched(probe):
+        for record in probe.records:
+            if record.compressible:
+                expected = sensitivity.rounding_of(record.tensor, None, probe.packer)[bits - 1]
+                ratios.append(float((record.replacement - record.tensor).square().sum() / expected))
+        return differentiate(probe)
+
+    monkeypatch.setattr(sensitivity._Probe, "_differentiable_gradients", watched)
+    model, batch = small_models.gpt()
+    gact = gact_dist.attach(model, config=Config(policy="gact", bits=bits, min_numel=64))
+    gact.calibrate(small_models.loss_of(model), batch)
+    assert len(ratios) == len(gact.plan)
+    # one draw of 64 squared errors and more; a width more or less is a factor of four
+    assert all(0.5 < ratio < 2.0 for ratio in ratios)
