@@ -5,7 +5,7 @@ Nothing else in the package touches saved_tensors_hooks. For the lifetime of wha
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -113,13 +113,16 @@ class Engine:
             finally:
                 self._forget_step()
 
-    def _saved_tensors_hooks(self) -> AbstractContextManager[Any]:
-        if not self._namer.scope.compiled:
-            return saved_tensors_hooks(self._pack, _unpack)
-        if self.config.compile_hooks == "inlined":
-            return inlined.hooks(self._pack, self._pack_in_graph)
-        # where a graph breaks the compiler looks at every Python frame that runs, and would compile the hooks as well
-        return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+    @contextmanager
+    def _saved_tensors_hooks(self) -> Iterator[None]:
+        served: AbstractContextManager[None] = nullcontext()
+        hooks: tuple[Any, Any] = self._pack, _unpack
+        if self._namer.scope.compiled and self.config.compile_hooks == "inlined":
+            served, hooks = inlined.serving(self._pack, self._pack_in_graph), inlined.hooks()
+        elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
+            hooks = torch.compiler.disable(self._pack), torch.compiler.disable(_unpack)
+        with served, saved_tensors_hooks(*hooks):
+            yield
 
     def _forget_step(self) -> None:
         self._memory.clear()
@@ -149,7 +152,7 @@ class Engine:
             if observer is not None:
                 observer.on_discrete = self._blocks.note_discrete
             try:
-                with self._cloned_buffers(), self._observed(observer), self._saved_tensors_hooks():
+                with self._parameters.with_buffers(self._model), self._observed(observer), self._saved_tensors_hooks():
                     yield records
                 for record in records:
                     record.compressible &= self._roles.get(record.name) is not Role.STATISTIC
@@ -174,17 +177,13 @@ class Engine:
             if all_bits is not None:
                 self.plan, self.unmeasured_bits = {}, all_bits
             try:
-                with self._cloned_buffers(), self.hooks():
+                with self._parameters.with_buffers(self._model), self.hooks():
                     yield footprint
                 footprint.exact_bytes = self.ledger.exact_bytes
             finally:
                 self.begin(0)
                 self._storage = storage
                 self.plan, self.unmeasured_bits = in_force
-
-    def _cloned_buffers(self) -> AbstractContextManager[None]:
-        """See [Note: isolation] in isolation.py."""
-        return self._parameters.including(unwrap(self._model).buffers())
 
     @contextmanager
     def _observed(self, observer: OperatorObserver | None) -> Iterator[None]:

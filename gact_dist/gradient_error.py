@@ -41,8 +41,8 @@ class GradientError:
     predicted: float
     """under the plan, from the sensitivities"""
     measured: float
-    """under the plan, from differently rounded gradients of the adaptation's batch; over V^2, and scaled by what rounding
-    added to the samples before in place of this batch"""
+    """under the plan: the variance of differently rounded gradients of the adaptation's batch, over V^2; scaled by what
+    rounding added to the samples before, relative to this batch"""
     measured_before: float
     """under the plan that was in force until the adaptation: the mean of the samples since it was made"""
     second_moment: float

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .naming import operator_name
-from .wrappers import own_part
+from .wrappers import own_part, unwrap
 
 _VIEWS_AND_CASTS = frozenset({
     "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
@@ -56,10 +56,11 @@ class ParameterIdentity:
                 self._owned.add(storage._cdata)
 
     @contextmanager
-    def including(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Count tensors among them for a while: the clones that stand in for buffers during a measurement."""
+    def with_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Count those that the model has now among them for a while: the clones that stand in for its buffers during a
+        measurement. See [Note: isolation] in isolation.py."""
         owned, weak = set(self._owned), list(self._weak)
-        self.remember(tensors)
+        self.remember(unwrap(model).buffers())
         try:
             yield
         finally:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 
 from . import codec
@@ -45,20 +44,20 @@ _serving = _Serving()
 
 
 @contextmanager
-def hooks(around: Callable[[Tensor], Any], inside: Callable[[Tensor, str, bool], codec.Packed]) -> Iterator[None]:
-    """Within the context what is saved goes to these two (see _Packer), and regions are compiled accordingly."""
+def serving(around: Callable[[Tensor], Any], inside: Callable[[Tensor, str, bool], codec.Packed]) -> Iterator[None]:
+    """Within the context hooks() hand tensors to these two (see _Packer), and regions are compiled accordingly."""
     import torch._functorch.config as settings
 
     _serving.packers.append(_Packer(around, inside))
     try:
-        with settings.patch(saved_tensors_hooks_filtering_mode="no_static"), saved_tensors_hooks(*_graph_modules()):
+        with settings.patch(saved_tensors_hooks_filtering_mode="no_static"):
             yield
     finally:
         _serving.packers.pop()
 
 
 @cache
-def _graph_modules() -> tuple[GraphModule, GraphModule]:
+def hooks() -> tuple[GraphModule, GraphModule]:
     """The pack and the unpack hook: always the same two, for every compiled graph is guarded on their identity."""
     return _graph_module(_pack, _PACK), _graph_module(_unpack, None)
 

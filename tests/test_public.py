@@ -96,7 +96,7 @@ MAY_IMPORT = {
         "samples", "sync",
     },
     "adaptation": {
-        "allocation", "codec", "engine", "error_budget", "footprint", "gradient_error", "isolation",
+        "allocation", "codec", "compiled", "engine", "error_budget", "footprint", "gradient_error", "isolation",
         "per_sample", "policies", "samples", "sensitivity", "sync",
     },
     "attachment": {"config", "sync", "wrappers"},
