@@ -77,7 +77,8 @@ class Controller:
         rank = sync.rank(*data_parallel) if data_parallel else 0
         self._engine = None
         if self.config.policy != "off":
-            storage = open_storage(self.config.offload, sync.world_size()) if self.config.offload.enabled else None
+            offload = self.config.offload
+            storage = open_storage(model, offload, sync.world_size()) if offload.enabled else None
             self._engine = Engine(model, self.config, rank, storage)
         self._adapter: Adapter | None = None
         if self._engine is not None and policy_of(self.config).adapts:

@@ -94,7 +94,7 @@ class CudaEvent:
 
 
 class CudaDevice(Device):
-    """The current CUDA device.
+    """A CUDA device.
 
     [Note: pinned memory] Host memory is an anonymous mapping that cudaHostRegister page-locks. torch's own pinned
     memory comes in powers of two (a payload of 33 MiB takes 64), and its pool never gives back; CuPy's would be one
@@ -104,8 +104,8 @@ class CudaDevice(Device):
     that are read here.
     """
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.out_stream = torch.cuda.Stream(self.device)
         self.in_stream = torch.cuda.Stream(self.device)
 
@@ -136,7 +136,8 @@ class CudaDevice(Device):
             raise MemoryError(f"the host has no {nbytes} bytes: {error}") from error
         pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        with torch.cuda.device(self.device):
+            status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if status != 0:
             # the runtime still holds the error, and the next launch would be blamed for it
             with suppress(RuntimeError):
@@ -145,7 +146,8 @@ class CudaDevice(Device):
         return memory
 
     def free_host(self, memory: Tensor) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

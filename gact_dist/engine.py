@@ -37,7 +37,7 @@ from .packing import Packer
 from .per_sample import Bits
 from .policies import policy_of
 from .recomputation import in_backward, refuse_inside_checkpoint
-from .rounding_keys import RoundingKeys
+from .rounding_keys import RoundingKeys, refuse_inside_capture
 from .storage import OffloadStatistics, Storage
 from .wrappers import distributed_again, local_part, unwrap
 
@@ -100,8 +100,9 @@ class Engine:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Compress what autograd saves inside the context. Raises RuntimeError inside a checkpointed function."""
+        """Compress what autograd saves in the context. Raises RuntimeError in a checkpointed function and a capture."""
         refuse_inside_checkpoint()
+        refuse_inside_capture()
         observer = None
         # a compiled region is compiled anew under a function mode, and shows it no operator
         if self._observe_next and self.config.policy != "exact" and not self._namer.scope.compiled:

@@ -161,7 +161,7 @@ def _planes_of(codes: Tensor, bits: int) -> Tensor:
 
 def _bytes_of(ones: Tensor) -> Tensor:
     """0/1 int32 [G, n] to little-endian bytes uint8 [G, n / 8]."""
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=ones.device, dtype=torch.int32)
+    weights = 1 << torch.arange(8, device=ones.device, dtype=torch.int32)  # made there: a copy would wait
     return (ones.view(ones.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8)
 
 

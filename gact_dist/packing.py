@@ -3,6 +3,7 @@
 See [Note: widths by rank] in per_sample.py, and error_bounded.py.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ from .config import Config
 from .per_sample import Bits, counts_of, one_width
 from .sample_gradients import SampleGradients, numbers_of
 from .wrappers import unwrap
+
+_log = logging.getLogger(__name__)
 
 
 def made_of_samples(tensor: Tensor, samples: int | None) -> bool:
@@ -45,6 +48,7 @@ class Packer:
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.group_size = config.group_size
         self._error_bounded = config.compressor == "error-bounded"
+        self._warned = False
         self._per_sample = config.policy == "actnn"
         self.samples: int | None = None
         """of the forward that runs or ran last; None where its inputs share no first dimension"""
@@ -95,7 +99,10 @@ class Packer:
 
     def _within_bound(self, tensor: Tensor, width: int, seed: int) -> codec.Packed | None:
         """A tensor's groups at widths of their own, where that takes fewer bytes than one width."""
-        if tensor.device.type != "cpu" or not codec.in_parts(tensor):
+        if not codec.in_parts(tensor):
+            return None
+        if tensor.device.type != "cpu":
+            self._warn_of_one_width(tensor)
             return None
         values = codec.stored_values(tensor)
         size = error_bounded.unit_size(values.numel(), self.group_size)
@@ -107,6 +114,15 @@ class Packer:
         packed = codec.pack(tensor, found[0], seed, size)
         one_width_bytes = packed.nbytes_at(width, self.group_size)
         return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
+
+    def _warn_of_one_width(self, tensor: Tensor) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as with "
+                "'fixed-point', for the size of a payload would have to wait for the device",
+                tensor.device,
+            )
 
     def applies_to(self, tensor: Tensor) -> bool:
         """Whether the samples of a tensor may have widths of their own."""

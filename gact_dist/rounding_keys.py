@@ -2,6 +2,18 @@
 
 import hashlib
 
+import torch
+
+
+def refuse_inside_capture() -> None:
+    """Raise RuntimeError while a CUDA graph is captured: it would keep the seeds, and so the noise, of one step."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a step of gact_dist began while a CUDA graph is captured: each replay would round with the random numbers "
+            "of this step and under its plan. Capture without gact_dist (policy 'off', or no attach), or leave the "
+            "model's forward out of the capture"
+        )
+
 
 class RoundingKeys:
     """The seeds of one rank: the same after a resume, others in every step, on every rank and for every name."""

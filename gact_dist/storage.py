@@ -12,21 +12,25 @@ copies in flight need as well. When a Payload is dropped, wherever that happens 
 collector), its Held goes into a queue that the next call empties.
 """
 
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import Offload
 from .devices import CudaDevice, Device, Event
 from .host_memory import HostBlock, HostPool, default_max_bytes
 from .offload_plan import in_flight_bound
 from .offload_trace import Copy, Packed, Planner, Trace, stalls
+
+_log = logging.getLogger(__name__)
 
 
 class Place(Enum):
@@ -116,6 +120,7 @@ class Storage:
         self._departures: deque[tuple[Held, Event]] = deque()
         """what is on its way to the host, each with the end of its copy"""
         self._in_flight_bytes = 0
+        self._warned = False
         self._planner = Planner(settings, max_host_bytes)
         self.trace = Trace()
         """of the step that is being packed"""
@@ -143,8 +148,20 @@ class Storage:
             return OffloadStatistics(allocated, last.sent_bytes, last.peak_device_bytes, *stalls(last))
 
     def takes(self, device: torch.device, nbytes: int) -> bool:
-        """Whether a payload on that device lies on this storage's, and is worth a copy."""
-        return device == self._device.device and nbytes >= self._settings.min_bytes
+        """Whether a payload on that device lies on this storage's, and is worth a copy; one elsewhere is warned of."""
+        if nbytes < self._settings.min_bytes:
+            return False
+        elsewhere = device != self._device.device
+        if elsewhere and not self._warned:
+            self._warned = True
+            _log.warning(
+                "a payload of %d bytes is on %s and offload takes from %s: what is elsewhere stays where it is; attach "
+                "when the model is on its device, or after torch.cuda.set_device()",
+                nbytes,
+                device,
+                self._device.device,
+            )
+        return not elsewhere
 
     # -- pack ---------------------------------------------------------------------------------------------------
 
@@ -335,10 +352,17 @@ def _view(block: HostBlock, held: Held) -> Tensor:
     return block.memory[: held.nbytes].view(held.dtype)
 
 
-def open_storage(settings: Offload, world_size: int) -> Storage:
-    """The storage of this rank on its current CUDA device. Raises ValueError where there is none."""
+def open_storage(model: nn.Module, settings: Offload, world_size: int) -> Storage:
+    """The storage of this rank on the model's CUDA device, or the current one. Raises ValueError where there is none."""
     require_cuda()
-    return Storage(settings, CudaDevice(), settings.max_host_bytes or default_max_bytes(world_size))
+    device = CudaDevice(device_of(model) or torch.device("cuda", torch.cuda.current_device()))
+    return Storage(settings, device, settings.max_host_bytes or default_max_bytes(world_size))
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """The first CUDA device that the model has a parameter or buffer on; None without one."""
+    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    return next((device for device in held if device.type == "cuda" and device.index is not None), None)
 
 
 def require_cuda() -> None:

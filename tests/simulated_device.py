@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import gact_dist.controller
@@ -196,5 +196,5 @@ def simulate(monkeypatch, device: Simulated) -> None:
     monkeypatch.setattr(gact_dist.controller, "open_storage", partial(_open_storage, device))
 
 
-def _open_storage(device: Simulated, settings: Offload, world_size: int) -> Storage:
+def _open_storage(device: Simulated, model: nn.Module, settings: Offload, world_size: int) -> Storage:
     return Storage(settings, device, settings.max_host_bytes or 2**40)

@@ -1,9 +1,13 @@
 """AC-GC's error-bounded compressor: the bound holds, the variance is that of one width, zeros cost next to nothing."""
 
+import logging
+
 import pytest
 import small_models
 import torch
 from codec_tensors import random_tensor
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gact_dist
 from gact_dist import Config, codec, ops
@@ -128,3 +132,15 @@ def test_settings_that_contradict_each_other_are_errors():
         Config(compressor="error-bounded")
     with pytest.raises(ValueError, match="compile_hooks 'inlined', expected"):
         Config(policy="acgc", error=0.1, compressor="error-bounded", compile_hooks="inlined")
+
+
+def test_on_a_device_that_would_have_to_be_waited_for_one_width_is_kept_and_said_once(caplog):
+    packer = Packer(nn.Linear(2, 2), Config(policy="acgc", error=0.25, compressor="error-bounded"))
+    with caplog.at_level(logging.WARNING, "gact_dist"), FakeTensorMode():
+        x = torch.empty(64, 256, device="cuda:0")
+        found = [packer.pack(x, 4, 1) for _ in range(2)]
+    assert {packed.bits for packed in found} == {4}
+    assert [record.getMessage() for record in caplog.records] == [
+        "compressor is 'error-bounded' and tensors are on cuda:0: there they keep one width for all groups, as with "
+        "'fixed-point', for the size of a payload would have to wait for the device"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -132,7 +133,12 @@ def test_a_forked_process_does_not_inherit_pinned_memory(monkeypatch):
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    memory = CudaDevice.allocate_host(CudaDevice.__new__(CudaDevice), 33 * PAGE)
+    within = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(within.append(device)))
+    device = CudaDevice.__new__(CudaDevice)  # a real one has streams
+    device.device = torch.device("cuda", 1)
+    memory = device.allocate_host(33 * PAGE)
+    assert within == [device.device]
     assert registered == [(memory.data_ptr(), 33 * PAGE)]
     mappings = Path("/proc/self/smaps").read_text().split("VmFlags:")
     before, flags = next(

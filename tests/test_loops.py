@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -274,3 +275,16 @@ def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(cap
     assert "has chosen no bits in 7 steps" in warnings_of(10, Config(policy="acgc", error=0.25, adapt_interval=7))[0]
     assert warnings_of(120, Config(policy="gact"), calibrated=True) == []
     assert warnings_of(120, Config(policy="uniform", bits=4)) == []
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_step_inside_the_capture_of_a_cuda_graph_is_refused(follow, monkeypatch):
+    model = nn.Linear(64, 64)
+    gact = gact_dist.attach(model, "L1")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if follow:
+        gact.follow()
+    begin = partial(model, torch.randn(32, 64)) if follow else gact.step().__enter__
+    with pytest.raises(RuntimeError, match=r"each replay would round .* Capture without gact_dist"):
+        begin()

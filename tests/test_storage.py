@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from simulated_device import RaceError, Simulated, Stream, storage_on
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gact_dist.devices import Device
 from gact_dist.offload_trace import Trace
-from gact_dist.storage import Payload, Place, Storage
+from gact_dist.storage import Payload, Place, Storage, device_of
 
 SIZE = 100_000
 COPY_S = 1e-3
@@ -107,6 +108,30 @@ def test_only_payloads_of_the_device_that_are_large_enough_are_taken():
     assert storage.takes(torch.device("cpu"), 1000)
     assert not storage.takes(torch.device("cpu"), 999)
     assert not storage.takes(torch.device("meta"), 1000)
+
+
+def test_payloads_of_another_device_are_warned_of_once(caplog):
+    storage = storage_on(Simulated(), min_bytes=1000)
+    with caplog.at_level(logging.WARNING, "gact_dist"):
+        assert storage.takes(torch.device("cpu"), 1000)
+        assert not storage.takes(torch.device("cuda", 3), 999)
+        assert caplog.records == []
+        for _ in range(2):
+            assert not storage.takes(torch.device("cuda", 3), 1000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a payload of 1000 bytes is on cuda:3 and offload takes from cpu: what is elsewhere stays where it is; attach "
+        "when the model is on its device, or after torch.cuda.set_device()"
+    ]
+
+
+def test_the_device_of_a_model_is_the_first_that_holds_a_part_of_it():
+    model = nn.Linear(2, 2)
+    assert device_of(model) is None
+    with FakeTensorMode():
+        model.register_buffer("steps", torch.empty(1, device="cuda:1"))
+        assert device_of(model) == torch.device("cuda", 1)
+        model.gain = nn.Parameter(torch.empty(1, device="cuda:2"))
+        assert device_of(model) == torch.device("cuda", 2)  # parameters come before buffers
 
 
 # -- what overlaps, what stalls --------------------------------------------------------------------------------------

@@ -21,12 +21,13 @@ from gact_dist.config import Offload
 from gact_dist.devices import CudaDevice
 from gact_dist.storage import Place, Storage
 
+DEVICE = torch.device("cuda", 0)
 MIB = 2**20
 PAIRS = [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact")]
 
 
 def storage(**settings) -> Storage:
-    return Storage(Offload(enabled=True, **{"min_bytes": 1, **settings}), CudaDevice(), 2**30)
+    return Storage(Offload(enabled=True, **{"min_bytes": 1, **settings}), CudaDevice(DEVICE), 2**30)
 
 
 def gpt(dropout: float = 0.1) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -99,7 +100,7 @@ def test_device_memory_falls_by_what_leaves():
 
 
 def test_pinned_memory_is_pinned_and_not_rounded_to_a_power_of_two():
-    device = CudaDevice()
+    device = CudaDevice(DEVICE)
     memory = device.allocate_host(33 * MIB)
     assert memory.nbytes == 33 * MIB
     assert memory.is_pinned()
@@ -108,7 +109,7 @@ def test_pinned_memory_is_pinned_and_not_rounded_to_a_power_of_two():
 
 
 def test_a_failed_registration_is_a_memory_error_and_no_later_launch_is_blamed(monkeypatch):
-    device = CudaDevice()
+    device = CudaDevice(DEVICE)
     cudart = torch.cuda.cudart()
     taken = device.allocate_host(MIB)
 
@@ -127,7 +128,7 @@ def test_a_failed_registration_is_a_memory_error_and_no_later_launch_is_blamed(m
 
 
 def test_a_copy_is_over_while_the_computation_behind_it_still_runs():
-    device = CudaDevice()
+    device = CudaDevice(DEVICE)
     place = Storage(Offload(enabled=True), device, 2**30)
     weight = torch.randn(8192, 8192, device="cuda")
     buffer = torch.empty(MIB, dtype=torch.uint8, device="cuda")
