@@ -119,8 +119,8 @@ class Packer:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as with "
-                "'fixed-point', for the size of a payload would have to wait for the device",
+                "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as "
+                "with 'fixed-point', for the size of a payload would have to wait for the device",
                 tensor.device,
             )
 

@@ -353,7 +353,7 @@ def _view(block: HostBlock, held: Held) -> Tensor:
 
 
 def open_storage(model: nn.Module, settings: Offload, world_size: int) -> Storage:
-    """The storage of this rank on the model's CUDA device, or the current one. Raises ValueError where there is none."""
+    """The storage of this rank on the model's CUDA device, else the current one. Raises ValueError if there is none."""
     require_cuda()
     device = CudaDevice(device_of(model) or torch.device("cuda", torch.cuda.current_device()))
     return Storage(settings, device, settings.max_host_bytes or default_max_bytes(world_size))
