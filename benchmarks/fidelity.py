@@ -58,7 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for policy in ("uniform", "gact", "actnn")
         for bits in (2, 3, 4, 8)
     },
-    **{f"acgc {error}": {"policy": "acgc", "error": error} for error in (0.25, 0.05)},
+    "acgc 0.25": {"policy": "acgc", "error": 0.25},
     "acgc 0.25 error-bounded": {"policy": "acgc", "error": 0.25, "compressor": "error-bounded"},
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared

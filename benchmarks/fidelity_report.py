@@ -26,17 +26,22 @@ def model_names(runs: Rows) -> list[str]:
     return list(dict.fromkeys(row["model"] for row in runs))
 
 
+def untouched_by_seed(runs: Rows) -> dict[int, dict[str, Any]]:
+    """The untouched run of each seed, of one model's runs."""
+    return {row["seed"]: row for row in runs if row["setting"] == UNTOUCHED}
+
+
 def model_table(model: str, runs: Rows) -> str:
     """One row for each setting of a model: means over the seeds, differences seed by seed to the untouched run."""
     chosen = [row for row in runs if row["model"] == model]
-    untouched = {row["seed"]: row for row in chosen if row["setting"] == UNTOUCHED}
+    untouched = untouched_by_seed(chosen)
     lines = [
         f"**{model}**, untouched: {_spread(100 * row['accuracy'] for row in untouched.values())} % accuracy, "
         f"{_spread(row['test_loss'] for row in untouched.values())} test loss, seeds {len(untouched)}",
         "",
-        "| setting | accuracy against untouched | test loss against untouched | bits | ratio | "
+        "| setting | accuracy against untouched | test loss against untouched | bits | retained MB | ratio | "
         "variance predicted | measured |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for setting in dict.fromkeys(row["setting"] for row in chosen if row["setting"] != UNTOUCHED):
         paired = [row for row in chosen if row["setting"] == setting and row["seed"] in untouched]
@@ -50,13 +55,15 @@ def _setting_line(setting: str, paired: Rows, untouched: dict[int, dict[str, Any
     losses = differences(paired, untouched, "test_loss")
     moments = [moment for row in paired for moment in row["moments"]]
     bits = statistics.mean(row["average_bits"] for row in paired)
+    megabytes = statistics.mean(row["retained_bytes"] for row in paired) / 1e6
     ratio = statistics.mean(row["exact_bytes"] / row["retained_bytes"] for row in paired)
     variances = [f"{_geometric_mean(moment[key] for moment in moments):.2g}" for key in ("predicted", "measured")]
     spreads = [100 * row["accuracy"] for row in untouched.values()], [row["test_loss"] for row in untouched.values()]
     mean_points, mean_losses = statistics.mean(points), statistics.mean(losses)
     first = f"{mean_points:+.2f}{_star(-mean_points, spreads[0])}"
     second = f"{mean_losses:+.4f}{_star(mean_losses, spreads[1])}"
-    return f"| {setting} | {first} | {second} | {bits:.2f} | {ratio:.1f} | {' | '.join(variances)} |"
+    sizes = f"{bits:.2f} | {megabytes:.3g} | {ratio:.1f}"
+    return f"| {setting} | {first} | {second} | {sizes} | {' | '.join(variances)} |"
 
 
 def differences(paired: Rows, untouched: dict[int, dict[str, Any]], key: str, scale: float = 1.0) -> list[float]:
