@@ -37,7 +37,10 @@ from bench_step import Machine, Training, environment, optimizer_of
 from shapes import SHAPES, SMALL_SHAPES, Shape
 from strategies import STRATEGIES
 
-PROBED = ("untouched", "L1", "L2", "L2.2", "L3", "checkpoint", "checkpoint + L2", "checkpoint + L3")
+PROBED = (
+    "untouched", "L1", "L2", "L2.2", "L3", "L3, all leave",
+    "checkpoint", "checkpoint + L2", "checkpoint + L3", "checkpoint + L3, all leave",
+)  # fmt: skip
 FUSED = ("checkpoint", "checkpoint + L2")
 """under a checkpoint, measured with fused attention where the rest has the materialised one"""
 _TIMED_STEPS = 5
@@ -173,7 +176,7 @@ def print_row(results: Results, row: Row) -> None:
     found = results.content["rows"][row.key]
     speed = f"{found['samples_per_s']:8.1f} samples/s" if "samples_per_s" in found else ""
     state = "" if found["finished"] else " (not finished)"
-    print(f"{row.key:50s} {found['batch']:6d} {speed} after {len(found['probes'])} probes{state}", flush=True)
+    print(f"{row.key:56s} {found['batch']:6d} {speed} after {len(found['probes'])} probes{state}", flush=True)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -212,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.part:
         for row in rows_of(part, shapes[part], options.strategies, options.gib):
             if STRATEGIES[row.strategy].needs_cuda and device.type != "cuda":
-                print(f"{row.key:50s} not run: needs a CUDA device")
+                print(f"{row.key:56s} not run: needs a CUDA device")
                 continue
             unfinished |= not search(row, options.first, options, results, deadline_s)
             if row.key in results.content["rows"]:

@@ -11,9 +11,9 @@ change of the machine's speed meets all; medians over the rounds are reported. L
 compressed two copies of (its bytes + its payload's) / 2, so that each reads and writes what one of them does. It takes
 its turn in every round as well. "added" is the median of a round's difference to the untouched job, in its steps; "to
 floor" the same in floors, for levels under a checkpoint the difference to that checkpoint; "offload" the difference to
-the level that keeps its payloads on the device. Held: device bytes between forward and backward; peak: the most during
-a step; both by the allocator and above what is there before the step (weights, optimizer state). On a CPU there is no
-such count.
+the level that keeps its payloads on the device; with "all leave" those leave as well that backward then waits for.
+Held: device bytes between forward and backward; peak: the most during a step; both by the allocator and above what is
+there before the step (weights, optimizer state). On a CPU there is no such count.
 
 Results are written after every part; parts of earlier runs in the same file stay. A strategy that fails is a row with
 its error, and the run ends with status 1. On an H200 each part is meant to fit into ten minutes.
@@ -280,10 +280,10 @@ def print_table(name: str, part: dict[str, Any]) -> None:
     """One line for each strategy."""
     print(f"{name}, batch {part['batch_size']}:")
     titles = ("step ms", 9), ("added %", 8), ("to floor", 8), ("offload %", 9), ("held MiB", 9), ("peak MiB", 9)
-    print(" " * 22, *(f"{title:>{width}s}" for title, width in (*titles, ("stalls", 6))))
+    print(" " * 28, *(f"{title:>{width}s}" for title, width in (*titles, ("stalls", 6))))
     for strategy, row in part["rows"].items():
         if "error" in row:
-            print(f"  {strategy:20s} failed: {row['error'].splitlines()[-1]}")
+            print(f"  {strategy:26s} failed: {row['error'].splitlines()[-1]}")
             continue
         cells = [
             _cell(row.get("step_s"), 9, 2, 1e3), _cell(row.get("added_to_step"), 8, 1, 100),
@@ -291,9 +291,9 @@ def print_table(name: str, part: dict[str, Any]) -> None:
             _cell(row["held_bytes"], 9, 1, 2**-20), _cell(row["peak_bytes"], 9, 1, 2**-20),
             _cell(row.get("stalls"), 6, 0),
         ]  # fmt: skip
-        print(f"  {strategy:20s} {' '.join(cells)}")
+        print(f"  {strategy:26s} {' '.join(cells)}")
     for strategy, why in part["not_run"].items():
-        print(f"  {strategy:20s} not run: {why}")
+        print(f"  {strategy:26s} not run: {why}")
 
 
 def _cell(value: float | None, width: int, digits: int, factor: float = 1.0) -> str:

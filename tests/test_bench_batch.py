@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_batch
 from batch_search import RESOLUTION, Probe, largest, next_batch
-from bench_batch import Results, Row, main, rows_of, run_probe
+from bench_batch import PROBED, Results, Row, main, rows_of, run_probe
 from shapes import SMALL_SHAPES
+from strategies import STRATEGIES
 
 GIB = 2**30
 
@@ -149,6 +150,14 @@ def test_rows_have_materialised_attention_and_checkpoints_fused_attention_as_wel
     ]
     gpt = rows_of("gpt-2048", SMALL_SHAPES["gpt-2048"], ["L1", "checkpoint"], 16)
     assert [(row.strategy, row.attention) for row in gpt] == [("L1", "sdpa"), ("checkpoint", "sdpa")]
+
+
+def test_every_level_with_offload_is_probed_with_memory_as_the_constraint_too():
+    rows = rows_of("bert-large", SMALL_SHAPES["bert-large"], PROBED, 16)
+    names = [row.strategy for row in rows if STRATEGIES[row.strategy].needs_cuda]
+    assert names == ["L3", "L3, all leave", "checkpoint + L3", "checkpoint + L3, all leave"]
+    limits = [STRATEGIES[name].config.offload.max_device_bytes for name in names]
+    assert limits == [0, 1, 0, 1]
 
 
 @pytest.fixture
