@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_step
 import strategies
+from async_offload import AsyncOffload
 from bench_step import Floor, Training, main, reported, row_of
 from shapes import SMALL_SHAPES, loss_of
 from strategies import STRATEGIES, Run, Strategy, replica, without_level, without_offload
@@ -100,6 +101,14 @@ def test_every_strategy_with_a_level_has_one_without():
 def test_what_offloads_needs_a_gpu(name):
     others = {"save_on_cpu", "async offload"}
     assert STRATEGIES[name].needs_cuda == (name in others or without_offload(name) != name)
+
+
+def test_async_offload_keeps_what_is_not_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", object)  # there need not be a GPU
+    x = torch.rand(1024, requires_grad=True)
+    with AsyncOffload([]).hooks():
+        y = x.exp()
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()
 
 
 def test_a_level_that_adapts_has_a_plan_after_the_warm_up_and_keeps_it():
