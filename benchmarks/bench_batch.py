@@ -115,11 +115,15 @@ def probe_here(shape: Shape, row: Row, batch: int, device: torch.device) -> Prob
 
 
 def run_probe(command: Sequence[str], batch: int, timeout_s: float) -> Probe:
-    """Run a probe's command, which prints its Probe as JSON; one that dies for want of memory does not fit.
+    """Run a probe's command, which prints its Probe as JSON; one that dies for want of memory does not fit, nor does
+    one that takes longer than timeout_s.
 
     Raises RuntimeError with the end of its output where it failed otherwise.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Probe(batch=batch, fits=False, reason=f"not over after {timeout_s:g} s")
     if done.returncode == 0:
         return Probe(**json.loads(done.stdout.splitlines()[-1]))
     said = [line for line in done.stderr.splitlines() if any(words in line for words in _OUT_OF_MEMORY)]
@@ -189,7 +193,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small models of the same build, for a CPU")
     parser.add_argument("--minutes", type=float, default=8.5, help="no probe starts later than this")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a probe may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds; a probe that takes longer does not fit")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--probe", type=int, metavar="BATCH", help="run one batch in this process")
     parser.add_argument("--attention", default="", help="of that one")

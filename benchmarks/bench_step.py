@@ -151,15 +151,6 @@ class Floor:
             start += size
 
 
-def take_turns(machine: Machine, actors: Sequence[Training | Floor], rounds: int, steps: int) -> None:
-    """Append seconds of a step to the times of each, once a round."""
-    for number in range(rounds):
-        first = number % len(actors)
-        for actor in (*actors[first:], *actors[:first]):
-            elapsed_s = machine.seconds(lambda actor=actor: [actor.step() for _ in range(steps)])
-            actor.times_s.append(elapsed_s / steps)
-
-
 def row_of(name: str, trainings: Mapping[str, Training], floor: Floor | None) -> dict[str, Any]:
     """What the times of a strategy say, in seconds, beside those that were timed in the same rounds."""
     training = trainings[name]
@@ -216,8 +207,7 @@ class Part:
             training.warm_up(self.samples)
             self.rows[name] = training.memory(self.machine)
         except Exception:
-            self.rows[name] = {"error": traceback.format_exc()}
-            self.optimizer.zero_grad(set_to_none=True)
+            self._fail(name)
             return
         self.trainings[name] = training
         if training.run.gact is not None:
@@ -228,13 +218,34 @@ class Part:
     def measure(self, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
         """Rows of all strategies that were prepared."""
         self._share_scratch()
-        take_turns(self.machine, [*self.trainings.values(), *self.floors.values()], rounds, steps)
+        for number in range(rounds):
+            self._take_turns(number, steps)
         for name, training in self.trainings.items():
             self.rows[name] |= row_of(name, self.trainings, self.floors.get(name))
             if training.run.gact is not None:
                 self.rows[name] |= reported(training.run.gact.report())
             training.run.close()
         return self.rows
+
+    def _take_turns(self, number: int, steps: int) -> None:
+        """Append seconds of a step to the times of each; what fails has no turn in later rounds."""
+        actors = [*self.trainings.items(), *self.floors.items()]
+        first = number % max(1, len(actors))
+        for name, actor in (*actors[first:], *actors[:first]):
+            if name not in self.trainings:  # its floor or its training has failed in this round
+                continue
+            try:
+                elapsed_s = self.machine.seconds(lambda actor=actor: [actor.step() for _ in range(steps)])
+                actor.times_s.append(elapsed_s / steps)
+            except Exception:
+                self._fail(name)
+
+    def _fail(self, name: str) -> None:
+        """Let the row end with the exception that is handled, and the strategy's memory go."""
+        self.rows[name] = self.rows.get(name, {}) | {"error": traceback.format_exc()}
+        for known in (self.trainings, self.floors):
+            known.pop(name, None)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _share_scratch(self) -> None:
         least = _FLOOR_BUFFER_BYTES if self.machine.is_gpu else 0

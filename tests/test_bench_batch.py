@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,27 @@ def test_what_counts_as_no_memory(code, reason):
     probe = run_python(code, 3)
     assert (probe.batch, probe.fits) == (3, False)
     assert reason in probe.reason
+
+
+def test_a_probe_that_takes_too_long_does_not_fit():
+    probe = run_probe([sys.executable, "-c", "import time; time.sleep(60)"], 3, 0.5)
+    assert probe == Probe(batch=3, fits=False, reason="not over after 0.5 s")
+
+
+def test_a_search_goes_on_below_a_batch_that_takes_too_long(monkeypatch, tmp_path):
+    def run(command, timeout, **_):
+        batch = int(command[command.index("--probe") + 1])
+        if batch > 8:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"batch": batch, "fits": True}))
+
+    fake = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(bench_batch, "subprocess", fake)
+    path = tmp_path / "batch.json"
+    assert run_main(path, "--timeout", "30") == 0
+    (row,) = json.loads(path.read_text())["rows"].values()
+    assert (row["batch"], row["finished"]) == (8, True)
+    assert {probe["reason"] for probe in row["probes"] if not probe["fits"]} == {"not over after 30 s"}
 
 
 def test_a_probe_that_fails_otherwise_is_an_error_and_no_border():

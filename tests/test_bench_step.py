@@ -241,6 +241,42 @@ def test_a_strategy_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch
     assert "failed: ArithmeticError: broken" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("failing", [Training, Floor])
+def test_a_strategy_that_fails_in_its_turn_is_a_row_and_the_others_go_on(failing, tmp_path, monkeypatch, capsys):
+    step, forward, left_over = failing.step, Run.forward, set()
+
+    def fail_once_it_was_timed(actor):
+        if not actor.times_s or (failing is Training and actor.run.gact is None):
+            return step(actor)
+        if failing is Training:
+            actor.run.forward(actor._batch).backward()
+        raise ArithmeticError("broken")
+
+    def look_for_gradients(run, batch):
+        left_over.update(parameter.grad for parameter in run.model.parameters())
+        return forward(run, batch)
+
+    monkeypatch.setattr(failing, "step", fail_once_it_was_timed)
+    monkeypatch.setattr(Run, "forward", look_for_gradients)
+    assert run_main(tmp_path / "step.json", "L1", "untouched", "checkpoint", "--rounds", "3") == 1
+    rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
+    assert rows["L1"]["error"].endswith("ArithmeticError: broken\n")
+    assert rows["L1"]["retained_bytes"] > 0
+    assert "step_s" not in rows["L1"]
+    for name in ("untouched", "checkpoint"):
+        assert len(rows[name]["times_s"]) == 3
+        assert "added_s" in rows[name]
+    assert left_over == {None}
+    assert "failed: ArithmeticError: broken" in capsys.readouterr().out
+
+
+def test_where_all_strategies_fail_all_are_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_step.Run, "adapt", lambda *_: {}["no such key"])
+    assert run_main(tmp_path / "step.json", "L1", "untouched") == 1
+    rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
+    assert all("KeyError: 'no such key'" in row["error"] for row in rows.values())
+
+
 def test_without_a_gpu_the_script_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
