@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, sync
 
 DEVICE = "cuda"  # on "cpu" the device of open_storage has to be a simulated one
 
@@ -124,3 +124,13 @@ def test_the_host_waits_no_more_than_in_the_untouched_job(wrapper):
     untouched = waits_of(Job(wrapper, None))
     for level in ("L2", "L3", "swap"):
         assert waits_of(Job(wrapper, level)) <= untouched, level
+
+
+def test_the_backend_takes_the_tensors_that_plans_are_agreed_on_by():
+    """Alone a rank agrees without a collective, so these are called here."""
+    values = torch.arange(8, dtype=torch.float64, device=sync._collective_device(None))
+    assert values.device.type == DEVICE
+    dist.all_reduce(values)
+    gathered = [torch.empty_like(values)]
+    dist.all_gather(gathered, values)
+    assert gathered[0].tolist() == list(range(8))
