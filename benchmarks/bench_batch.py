@@ -37,7 +37,10 @@ from bench_step import Machine, Training, environment, optimizer_of
 from shapes import SHAPES, SMALL_SHAPES, Shape
 from strategies import STRATEGIES
 
-PROBED = ("untouched", "L1", "L2", "L2.2", "L3", "checkpoint", "checkpoint + L2", "checkpoint + L3")
+PROBED = (
+    "untouched", "L1", "L2", "L2.2", "L3", "L3, all leave",
+    "checkpoint", "checkpoint + L2", "checkpoint + L3", "checkpoint + L3, all leave",
+)  # fmt: skip
 FUSED = ("checkpoint", "checkpoint + L2")
 """under a checkpoint, measured with fused attention where the rest has the materialised one"""
 _TIMED_STEPS = 5
@@ -112,11 +115,15 @@ def probe_here(shape: Shape, row: Row, batch: int, device: torch.device) -> Prob
 
 
 def run_probe(command: Sequence[str], batch: int, timeout_s: float) -> Probe:
-    """Run a probe's command, which prints its Probe as JSON; one that dies for want of memory does not fit.
+    """Run a probe's command, which prints its Probe as JSON; one that dies for want of memory does not fit, nor does
+    one that takes longer than timeout_s.
 
     Raises RuntimeError with the end of its output where it failed otherwise.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Probe(batch=batch, fits=False, reason=f"not over after {timeout_s:g} s")
     if done.returncode == 0:
         return Probe(**json.loads(done.stdout.splitlines()[-1]))
     said = [line for line in done.stderr.splitlines() if any(words in line for words in _OUT_OF_MEMORY)]
@@ -173,7 +180,7 @@ def print_row(results: Results, row: Row) -> None:
     found = results.content["rows"][row.key]
     speed = f"{found['samples_per_s']:8.1f} samples/s" if "samples_per_s" in found else ""
     state = "" if found["finished"] else " (not finished)"
-    print(f"{row.key:50s} {found['batch']:6d} {speed} after {len(found['probes'])} probes{state}", flush=True)
+    print(f"{row.key:56s} {found['batch']:6d} {speed} after {len(found['probes'])} probes{state}", flush=True)
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -186,7 +193,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small models of the same build, for a CPU")
     parser.add_argument("--minutes", type=float, default=8.5, help="no probe starts later than this")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a probe may take")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds; a probe that takes longer does not fit")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--probe", type=int, metavar="BATCH", help="run one batch in this process")
     parser.add_argument("--attention", default="", help="of that one")
@@ -212,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.part:
         for row in rows_of(part, shapes[part], options.strategies, options.gib):
             if STRATEGIES[row.strategy].needs_cuda and device.type != "cuda":
-                print(f"{row.key:50s} not run: needs a CUDA device")
+                print(f"{row.key:56s} not run: needs a CUDA device")
                 continue
             unfinished |= not search(row, options.first, options, results, deadline_s)
             if row.key in results.content["rows"]:

@@ -11,9 +11,9 @@ change of the machine's speed meets all; medians over the rounds are reported. L
 compressed two copies of (its bytes + its payload's) / 2, so that each reads and writes what one of them does. It takes
 its turn in every round as well. "added" is the median of a round's difference to the untouched job, in its steps; "to
 floor" the same in floors, for levels under a checkpoint the difference to that checkpoint; "offload" the difference to
-the level that keeps its payloads on the device. Held: device bytes between forward and backward; peak: the most during
-a step; both by the allocator and above what is there before the step (weights, optimizer state). On a CPU there is no
-such count.
+the level that keeps its payloads on the device; with "all leave" those leave as well that backward then waits for.
+Held: device bytes between forward and backward; peak: the most during a step; both by the allocator and above what is
+there before the step (weights, optimizer state). On a CPU there is no such count.
 
 Results are written after every part; parts of earlier runs in the same file stay. A strategy that fails is a row with
 its error, and the run ends with status 1. On an H200 each part is meant to fit into ten minutes.
@@ -151,15 +151,6 @@ class Floor:
             start += size
 
 
-def take_turns(machine: Machine, actors: Sequence[Training | Floor], rounds: int, steps: int) -> None:
-    """Append seconds of a step to the times of each, once a round."""
-    for number in range(rounds):
-        first = number % len(actors)
-        for actor in (*actors[first:], *actors[:first]):
-            elapsed_s = machine.seconds(lambda actor=actor: [actor.step() for _ in range(steps)])
-            actor.times_s.append(elapsed_s / steps)
-
-
 def row_of(name: str, trainings: Mapping[str, Training], floor: Floor | None) -> dict[str, Any]:
     """What the times of a strategy say, in seconds, beside those that were timed in the same rounds."""
     training = trainings[name]
@@ -216,8 +207,7 @@ class Part:
             training.warm_up(self.samples)
             self.rows[name] = training.memory(self.machine)
         except Exception:
-            self.rows[name] = {"error": traceback.format_exc()}
-            self.optimizer.zero_grad(set_to_none=True)
+            self._fail(name)
             return
         self.trainings[name] = training
         if training.run.gact is not None:
@@ -228,13 +218,34 @@ class Part:
     def measure(self, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
         """Rows of all strategies that were prepared."""
         self._share_scratch()
-        take_turns(self.machine, [*self.trainings.values(), *self.floors.values()], rounds, steps)
+        for number in range(rounds):
+            self._take_turns(number, steps)
         for name, training in self.trainings.items():
             self.rows[name] |= row_of(name, self.trainings, self.floors.get(name))
             if training.run.gact is not None:
                 self.rows[name] |= reported(training.run.gact.report())
             training.run.close()
         return self.rows
+
+    def _take_turns(self, number: int, steps: int) -> None:
+        """Append seconds of a step to the times of each; what fails has no turn in later rounds."""
+        actors = [*self.trainings.items(), *self.floors.items()]
+        first = number % max(1, len(actors))
+        for name, actor in (*actors[first:], *actors[:first]):
+            if name not in self.trainings:  # its floor or its training has failed in this round
+                continue
+            try:
+                elapsed_s = self.machine.seconds(lambda actor=actor: [actor.step() for _ in range(steps)])
+                actor.times_s.append(elapsed_s / steps)
+            except Exception:
+                self._fail(name)
+
+    def _fail(self, name: str) -> None:
+        """Let the row end with the exception that is handled, and the strategy's memory go."""
+        self.rows[name] = self.rows.get(name, {}) | {"error": traceback.format_exc()}
+        for known in (self.trainings, self.floors):
+            known.pop(name, None)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _share_scratch(self) -> None:
         least = _FLOOR_BUFFER_BYTES if self.machine.is_gpu else 0
@@ -280,10 +291,10 @@ def print_table(name: str, part: dict[str, Any]) -> None:
     """One line for each strategy."""
     print(f"{name}, batch {part['batch_size']}:")
     titles = ("step ms", 9), ("added %", 8), ("to floor", 8), ("offload %", 9), ("held MiB", 9), ("peak MiB", 9)
-    print(" " * 22, *(f"{title:>{width}s}" for title, width in (*titles, ("stalls", 6))))
+    print(" " * 28, *(f"{title:>{width}s}" for title, width in (*titles, ("stalls", 6))))
     for strategy, row in part["rows"].items():
         if "error" in row:
-            print(f"  {strategy:20s} failed: {row['error'].splitlines()[-1]}")
+            print(f"  {strategy:26s} failed: {row['error'].splitlines()[-1]}")
             continue
         cells = [
             _cell(row.get("step_s"), 9, 2, 1e3), _cell(row.get("added_to_step"), 8, 1, 100),
@@ -291,9 +302,9 @@ def print_table(name: str, part: dict[str, Any]) -> None:
             _cell(row["held_bytes"], 9, 1, 2**-20), _cell(row["peak_bytes"], 9, 1, 2**-20),
             _cell(row.get("stalls"), 6, 0),
         ]  # fmt: skip
-        print(f"  {strategy:20s} {' '.join(cells)}")
+        print(f"  {strategy:26s} {' '.join(cells)}")
     for strategy, why in part["not_run"].items():
-        print(f"  {strategy:20s} not run: {why}")
+        print(f"  {strategy:26s} not run: {why}")
 
 
 def _cell(value: float | None, width: int, digits: int, factor: float = 1.0) -> str:

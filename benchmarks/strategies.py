@@ -36,12 +36,23 @@ class Strategy:
     """full or selective, around every block; empty without"""
     offload: str = ""
     """save_on_cpu or async: offload by others than gact_dist"""
+    max_device_bytes: int = 0
+    """bytes that the level's offload may leave on the device; 0: all that backward would have to wait for"""
+
+    @property
+    def config(self) -> Config:
+        """Settings of gact_dist. Raises ValueError for a strategy without it."""
+        changes = {"offload": {"max_device_bytes": self.max_device_bytes}} if self.max_device_bytes else {}
+        return Config.from_level(self.level, **changes)
 
     @property
     def needs_cuda(self) -> bool:
         """Whether it copies between a CUDA device and its host."""
-        return bool(self.offload) or (bool(self.level) and Config.from_level(self.level).offload.enabled)
+        return bool(self.offload) or (bool(self.level) and self.config.offload.enabled)
 
+
+_ALL_LEAVE = 1
+"""the least max_device_bytes that is a limit: no payload fits into it"""
 
 STRATEGIES: dict[str, Strategy] = {
     "untouched": Strategy(),
@@ -50,12 +61,14 @@ STRATEGIES: dict[str, Strategy] = {
     "L2.2": Strategy(level="L2.2"),
     "exact": Strategy(level="exact"),
     "L3": Strategy(level="L3"),
+    "L3, all leave": Strategy(level="L3", max_device_bytes=_ALL_LEAVE),
     "L4bit-swap": Strategy(level="L4bit-swap"),
     "swap": Strategy(level="swap"),
     "checkpoint": Strategy(checkpoint="full"),
     "selective checkpoint": Strategy(checkpoint="selective"),
     "checkpoint + L2": Strategy(checkpoint="full", level="L2"),
     "checkpoint + L3": Strategy(checkpoint="full", level="L3"),
+    "checkpoint + L3, all leave": Strategy(checkpoint="full", level="L3", max_device_bytes=_ALL_LEAVE),
     "save_on_cpu": Strategy(offload="save_on_cpu"),
     "async offload": Strategy(offload="async"),
 }
@@ -63,7 +76,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def without_level(name: str) -> str:
     """The name of the strategy that leaves gact_dist out and keeps the rest."""
-    rest = replace(STRATEGIES[name], level="")
+    rest = replace(STRATEGIES[name], level="", max_device_bytes=0)
     return next(other for other, strategy in STRATEGIES.items() if strategy == rest)
 
 
@@ -72,9 +85,10 @@ def without_offload(name: str) -> str:
     strategy = STRATEGIES[name]
     if not strategy.level:
         return name
-    wanted = replace(Config.from_level(strategy.level), offload=Offload())
+    wanted = replace(strategy.config, offload=Offload())
     level = next(level for level in LEVELS if Config.from_level(level) == wanted)
-    return next(other for other, found in STRATEGIES.items() if found == replace(strategy, level=level))
+    resident = replace(strategy, level=level, max_device_bytes=0)
+    return next(other for other, found in STRATEGIES.items() if found == resident)
 
 
 class Checkpointed(nn.Module):
@@ -116,7 +130,7 @@ class Run:
         if strategy.checkpoint:
             checkpoint_blocks(self.model, strategy.checkpoint)
         if strategy.level:
-            self.gact = gact_dist.attach(self.model, level=strategy.level)
+            self.gact = gact_dist.attach(self.model, config=strategy.config)
             self._contexts = self.gact.step
         elif strategy.offload == "save_on_cpu":
             self._contexts = partial(save_on_cpu, pin_memory=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_batch
 from batch_search import RESOLUTION, Probe, largest, next_batch
-from bench_batch import Results, Row, main, rows_of, run_probe
+from bench_batch import PROBED, Results, Row, main, rows_of, run_probe
 from shapes import SMALL_SHAPES
+from strategies import STRATEGIES
 
 GIB = 2**30
 
@@ -105,6 +107,27 @@ def test_what_counts_as_no_memory(code, reason):
     assert reason in probe.reason
 
 
+def test_a_probe_that_takes_too_long_does_not_fit():
+    probe = run_probe([sys.executable, "-c", "import time; time.sleep(60)"], 3, 0.5)
+    assert probe == Probe(batch=3, fits=False, reason="not over after 0.5 s")
+
+
+def test_a_search_goes_on_below_a_batch_that_takes_too_long(monkeypatch, tmp_path):
+    def run(command, timeout, **_):
+        batch = int(command[command.index("--probe") + 1])
+        if batch > 8:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"batch": batch, "fits": True}))
+
+    fake = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(bench_batch, "subprocess", fake)
+    path = tmp_path / "batch.json"
+    assert run_main(path, "--timeout", "30") == 0
+    (row,) = json.loads(path.read_text())["rows"].values()
+    assert (row["batch"], row["finished"]) == (8, True)
+    assert {probe["reason"] for probe in row["probes"] if not probe["fits"]} == {"not over after 30 s"}
+
+
 def test_a_probe_that_fails_otherwise_is_an_error_and_no_border():
     with pytest.raises(RuntimeError, match=r"(?s)batch 3 ended with status 1: .*KeyError: 'a fault'"):
         run_python("raise KeyError('a fault')", 3)
@@ -149,6 +172,14 @@ def test_rows_have_materialised_attention_and_checkpoints_fused_attention_as_wel
     ]
     gpt = rows_of("gpt-2048", SMALL_SHAPES["gpt-2048"], ["L1", "checkpoint"], 16)
     assert [(row.strategy, row.attention) for row in gpt] == [("L1", "sdpa"), ("checkpoint", "sdpa")]
+
+
+def test_every_level_with_offload_is_probed_with_memory_as_the_constraint_too():
+    rows = rows_of("bert-large", SMALL_SHAPES["bert-large"], PROBED, 16)
+    names = [row.strategy for row in rows if STRATEGIES[row.strategy].needs_cuda]
+    assert names == ["L3", "L3, all leave", "checkpoint + L3", "checkpoint + L3, all leave"]
+    limits = [STRATEGIES[name].config.offload.max_device_bytes for name in names]
+    assert limits == [0, 1, 0, 1]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_step
 import strategies
+from async_offload import AsyncOffload
 from bench_step import Floor, Training, main, reported, row_of
 from shapes import SMALL_SHAPES, loss_of
 from strategies import STRATEGIES, Run, Strategy, replica, without_level, without_offload
 
 import gact_dist
+from gact_dist import Config
 
 CPU = torch.device("cpu")
 SAME = ["exact", "checkpoint", "selective checkpoint"]
@@ -75,14 +78,37 @@ def test_a_checkpoint_keeps_less_than_a_selective_one_and_that_less_than_the_job
 
 
 def test_every_strategy_with_a_level_has_one_without():
-    assert {name: without_level(name) for name in ("L1", "swap", "checkpoint + L3", "checkpoint")} == {
+    names = ("L1", "swap", "L3, all leave", "checkpoint + L3", "checkpoint + L3, all leave", "checkpoint")
+    assert {name: without_level(name) for name in names} == {
         "L1": "untouched",
         "swap": "untouched",
+        "L3, all leave": "untouched",
         "checkpoint + L3": "checkpoint",
+        "checkpoint + L3, all leave": "checkpoint",
         "checkpoint": "checkpoint",
     }
-    offloaded = {name: without_offload(name) for name in STRATEGIES if without_offload(name) != name}
-    assert offloaded == {"L3": "L2", "L4bit-swap": "L1", "swap": "exact", "checkpoint + L3": "checkpoint + L2"}
+    assert {name: without_offload(name) for name in STRATEGIES if without_offload(name) != name} == {
+        "L3": "L2",
+        "L3, all leave": "L2",
+        "L4bit-swap": "L1",
+        "swap": "exact",
+        "checkpoint + L3": "checkpoint + L2",
+        "checkpoint + L3, all leave": "checkpoint + L2",
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_offloads_needs_a_gpu(name):
+    others = {"save_on_cpu", "async offload"}
+    assert STRATEGIES[name].needs_cuda == (name in others or without_offload(name) != name)
+
+
+def test_async_offload_keeps_what_is_not_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", object)  # there need not be a GPU
+    x = torch.rand(1024, requires_grad=True)
+    with AsyncOffload([]).hooks():
+        y = x.exp()
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()
 
 
 def test_a_level_that_adapts_has_a_plan_after_the_warm_up_and_keeps_it():
@@ -95,19 +121,38 @@ def test_a_level_that_adapts_has_a_plan_after_the_warm_up_and_keeps_it():
     assert len(training.run.gact.history) == 1
 
 
-def test_offload_is_reported(monkeypatch):
-    device = Simulated(compute_s=1e-3)
+def offloading(name: str, device: Simulated, monkeypatch) -> Training:
+    """A strategy after its warm-up on a simulated device, with payloads from 128 bytes on offloaded."""
     simulate(monkeypatch, device)
-    settings = gact_dist.Config.from_level("L4bit-swap", offload={"min_bytes": 128})
-    monkeypatch.setattr(strategies.gact_dist, "attach", lambda model, level: attach(model, config=settings))
     attach = gact_dist.Controller
+
+    def attach_to_small(model: nn.Module, config: Config) -> gact_dist.Controller:
+        return attach(model, config=replace(config, offload=replace(config.offload, min_bytes=128)))
+
+    monkeypatch.setattr(strategies.gact_dist, "attach", attach_to_small)
     shape = SMALL_SHAPES["gpt-1024"]
     model = shape.model(CPU)
-    training = Training("L4bit-swap", model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
+    training = Training(name, model, torch.optim.SGD(model.parameters(), 0.1), shape.inputs(4, CPU))
     training.warm_up(2)
+    return training
+
+
+def test_offload_is_reported(monkeypatch):
+    training = offloading("L4bit-swap", Simulated(compute_s=1e-3), monkeypatch)
     found = reported(training.run.gact.report())
     assert 0 < found["host_bytes"] < found["retained_bytes"] < found["exact_bytes"]
     assert found["stalls"] == 0
+
+
+@pytest.mark.parametrize("name", ["L3", "checkpoint + L3"])
+def test_where_all_leave_they_do_so_by_a_link_that_stalls(name, monkeypatch):
+    def host_bytes(name: str, bytes_per_s: float) -> int:
+        training = offloading(name, Simulated(bytes_per_s, bytes_per_s, compute_s=1e-3), monkeypatch)
+        return training.run.gact.report().host_bytes
+
+    leaving = host_bytes(f"{name}, all leave", 1e5)
+    assert host_bytes(name, 1e5) < leaving / 2
+    assert leaving >= host_bytes(name, 1e12)  # with such a link all but the last of the forward leave
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -181,7 +226,7 @@ def test_a_part_is_measured_and_written_beside_the_others(tmp_path, capsys):
     assert part["rows"]["untouched"]["added_s"] == 0
     assert part["rows"]["L1"]["exact_bytes"] > 4 * part["rows"]["L1"]["retained_bytes"]
     assert part["environment"]["torch"] == torch.__version__
-    assert "L3                   not run: needs a CUDA device" in capsys.readouterr().out
+    assert "L3                         not run: needs a CUDA device" in capsys.readouterr().out
 
 
 def test_a_strategy_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch, capsys):
@@ -194,6 +239,42 @@ def test_a_strategy_that_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch
     assert rows["L1"]["error"].endswith("ArithmeticError: broken\n")
     assert rows["untouched"]["step_s"] > 0
     assert "failed: ArithmeticError: broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failing", [Training, Floor])
+def test_a_strategy_that_fails_in_its_turn_is_a_row_and_the_others_go_on(failing, tmp_path, monkeypatch, capsys):
+    step, forward, left_over = failing.step, Run.forward, set()
+
+    def fail_once_it_was_timed(actor):
+        if not actor.times_s or (failing is Training and actor.run.gact is None):
+            return step(actor)
+        if failing is Training:
+            actor.run.forward(actor._batch).backward()
+        raise ArithmeticError("broken")
+
+    def look_for_gradients(run, batch):
+        left_over.update(parameter.grad for parameter in run.model.parameters())
+        return forward(run, batch)
+
+    monkeypatch.setattr(failing, "step", fail_once_it_was_timed)
+    monkeypatch.setattr(Run, "forward", look_for_gradients)
+    assert run_main(tmp_path / "step.json", "L1", "untouched", "checkpoint", "--rounds", "3") == 1
+    rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
+    assert rows["L1"]["error"].endswith("ArithmeticError: broken\n")
+    assert rows["L1"]["retained_bytes"] > 0
+    assert "step_s" not in rows["L1"]
+    for name in ("untouched", "checkpoint"):
+        assert len(rows[name]["times_s"]) == 3
+        assert "added_s" in rows[name]
+    assert left_over == {None}
+    assert "failed: ArithmeticError: broken" in capsys.readouterr().out
+
+
+def test_where_all_strategies_fail_all_are_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_step.Run, "adapt", lambda *_: {}["no such key"])
+    assert run_main(tmp_path / "step.json", "L1", "untouched") == 1
+    rows = json.loads((tmp_path / "step.json").read_text())["parts"]["gpt-1024"]["rows"]
+    assert all("KeyError: 'no such key'" in row["error"] for row in rows.values())
 
 
 def test_without_a_gpu_the_script_says_so(capsys):

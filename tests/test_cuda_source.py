@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -158,7 +158,9 @@ MODULES = [
     (80, "codec.cu", ("GACT_ELEMENT=float", "GACT_GROUP=512")),
     (90, "codec.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=256")),
     (100, "codec.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=64")),
+    (80, "codec_columns.cu", ("GACT_ELEMENT=float", "GACT_GROUP=256")),
     (90, "codec_columns.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=128")),
+    (100, "codec_columns.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=64")),
     (80, "variance.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=256")),
     (90, "masks.cu", ()),
 ]
@@ -167,9 +169,10 @@ MODULES = [
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(("architecture", "file", "definitions"), MODULES)
 def test_nvcc_compiles_the_kernels(architecture: int, file: str, definitions: tuple[str, ...], tmp_path: Path) -> None:
-    flags = ["-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-ptx", f"-arch=compute_{architecture}"]
+    """To machine code: it is ptxas that reads the instructions in csrc/warp.h."""
+    flags = ["-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-cubin", f"-arch=sm_{architecture}"]
     flags += [f"-D{definition}" for definition in definitions]
-    subprocess.run(["nvcc", *flags, "-o", tmp_path / "out.ptx", ROOT / "csrc" / file], check=True)
+    subprocess.run(["nvcc", *flags, "-o", tmp_path / "out.cubin", ROOT / "csrc" / file], check=True)
 
 
 def test_nvrtc_compiles_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,45 +256,54 @@ def test_the_target_is_the_device_or_ptx_for_a_newer_one() -> None:
 
 
 class FakeModule:
-    """In place of cupy.cuda.Module: its functions write down how they are called."""
+    """In place of cupy.cuda.Module: it and its functions write down how and under which device they are called."""
 
-    loads = 0
+    loads: ClassVar[list[int]] = []
     calls: ClassVar[list[tuple]] = []
 
     def load(self, binary: bytes) -> None:
-        FakeModule.loads += 1
+        self.loads.append(torch.cuda.current_device())
 
     def get_function(self, name: str) -> Callable[..., None]:
         def function(grid: tuple, block: tuple, arguments: tuple, stream: Any) -> None:
-            self.calls.append((name, grid, block, arguments, stream.ptr))
+            self.calls.append((torch.cuda.current_device(), name, grid, block, arguments, stream.ptr))
 
         return function
 
 
 @pytest.fixture
 def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNvrtc]:
-    """A machine with a GPU, as far as cuda.py can see."""
-    nvrtc = FakeNvrtc()
+    """A machine with GPUs, as far as cuda.py can see; number 0 is the current one, and their streams are 70, 71, ..."""
+    nvrtc, current = FakeNvrtc(), [0]
+
+    @contextmanager
+    def device(entered: torch.device) -> Iterator[None]:
+        current.append(entered.index)
+        yield
+        current.pop()
+
     fake = SimpleNamespace(cuda=SimpleNamespace(nvrtc=nvrtc, Module=FakeModule))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=70 + current[-1]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    FakeModule.loads = 0
+    FakeModule.loads.clear()
     FakeModule.calls.clear()
     yield nvrtc
     cuda._function.cache_clear()
     cuda._loaded.cache_clear()
 
 
-def test_a_launch_is_on_the_current_stream_and_a_module_is_loaded_once_a_device(nvrtc: FakeNvrtc) -> None:
+def test_a_launch_is_on_the_current_stream_of_its_device_where_a_module_is_loaded_once(nvrtc: FakeNvrtc) -> None:
     kernel = ("masks.cu", (), "pack_mask_1")
-    for index in (0, 1, 1):
+    for index in (0, 1, 1, 2, 0):
         cuda._launch(torch.device("cuda", index), kernel, 5, 96, 11, 12)
-    assert FakeModule.calls == [("pack_mask_1", (5,), (96,), (11, 12), 77)] * 3
-    assert FakeModule.loads == 2
+    called = ("pack_mask_1", (5,), (96,), (11, 12))
+    assert FakeModule.calls == [(index, *called, 70 + index) for index in (0, 1, 1, 2, 0)]
+    assert FakeModule.loads == [0, 1, 2]
     assert nvrtc.compilations == 1
 
 
@@ -309,7 +321,7 @@ def test_nothing_is_loaded_during_a_capture(nvrtc: FakeNvrtc, monkeypatch: pytes
         cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
-    assert FakeModule.loads == 1
+    assert FakeModule.loads == [0]
 
 
 def test_where_kernels_are_unavailable_the_reference_serves_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

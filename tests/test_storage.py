@@ -285,16 +285,18 @@ def test_another_order_than_last_time_gives_the_same_bytes():
 
 
 def test_the_order_seen_last_is_the_order_in_which_payloads_come_back():
-    order = [f"t{i}" for i in (7, 3, 11, 0, 18, 5, 1, 13, 2, 19, 4, 16, 6, 9, 8, 12, 10, 15, 14, 17)]
+    first = [f"t{i}" for i in (7, 3, 11, 0, 18, 5, 1, 13, 2, 19, 4, 16, 6, 9, 8, 12, 10, 15, 14, 17)]
     case = job()
-    for _ in range(3):
-        case.backward(case.forward(), list(order))
-    assert case.storage.statistics().stalls == 0
-    payloads = case.forward()
-    case.device.run(1.0)
-    payloads[order[0]].fetch()
-    assert payloads[order[0]].held.trace.window == order[1:3]
-    assert [name for name in order if payloads[name].held.place is Place.RETURNING] == order[1:3]
+    for order in (first, [first[0], *first[10:], *first[1:10]]):  # by the plan of the first step t7 stays
+        for _ in range(3):
+            case.backward(case.forward(), list(order))
+        assert case.storage.statistics().stalls == 0
+        payloads = case.forward()
+        case.device.run(1.0)
+        payloads[order[0]].fetch()
+        assert payloads[order[0]].held.trace.window == order[1:3]
+        assert [name for name in order if payloads[name].held.place is Place.RETURNING] == order[1:3]
+        payloads.clear()
 
 
 def test_a_backward_that_skips_a_part_drops_what_was_brought_back_for_it():

@@ -45,15 +45,6 @@ def train(level: str, **offload) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return found
 
 
-@pytest.fixture
-def deterministic():
-    """Two runs of the same job agree bit by bit, so that a run with offload can be compared with one without."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-        yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(("level", "without"), PAIRS)
 @pytest.mark.parametrize("settings", [{"min_bytes": 1024}, {"min_bytes": 1024, "max_device_bytes": 1}])
 def test_offload_changes_no_bit(level, without, settings, deterministic):
