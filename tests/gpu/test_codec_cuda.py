@@ -100,7 +100,7 @@ def test_no_operation_is_approximate(dtype: torch.dtype, scale: float) -> None:
         assert_same(random_tensor(1 << 22, dtype, scale=scale), 4, 64, scale, columns)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.complex64])
 def test_every_layout_comes_back_with_its_strides(dtype: torch.dtype) -> None:
     base = random_tensor(8 * 12 * 10 * 14, torch.float32).to(dtype).view(8, 12, 10, 14)
     layouts = [
@@ -115,7 +115,7 @@ def test_every_layout_comes_back_with_its_strides(dtype: torch.dtype) -> None:
     for x in layouts:
         storage = x.untyped_storage().cuda()
         on_gpu = torch.empty(0, dtype=dtype, device=DEVICE).set_(storage, x.storage_offset(), x.shape, x.stride())
-        for bits in (None, 3):
+        for bits in (None, *ALL_BITS):
             expected, packed = codec.pack(x, bits, seed=SEED), codec.pack(on_gpu, bits, seed=SEED)
             assert torch.equal(packed.payload.cpu(), expected.payload)
             decoded = codec.unpack(packed)
