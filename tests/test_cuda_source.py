@@ -170,7 +170,7 @@ MODULES = [
 @pytest.mark.parametrize(("architecture", "file", "definitions"), MODULES)
 def test_nvcc_compiles_the_kernels(architecture: int, file: str, definitions: tuple[str, ...], tmp_path: Path) -> None:
     """To machine code: it is ptxas that reads the instructions in csrc/warp.h."""
-    flags = ["-std=c++17", "-fmad=false", "-Werror", "all-warnings", "-cubin", f"-arch=sm_{architecture}"]
+    flags = [*cuda.OPTIONS, "-Werror", "all-warnings", "-cubin", f"-arch=sm_{architecture}"]
     flags += [f"-D{definition}" for definition in definitions]
     subprocess.run(["nvcc", *flags, "-o", tmp_path / "out.cubin", ROOT / "csrc" / file], check=True)
 
