@@ -2,7 +2,7 @@
 
     python benchmarks/bench_adaptation_modes.py [--json FILE] [--rows DDP FSDP2 ...]
 
-The jobs are those of the table of modes (tests/distributed/modes.py): two blocks of a small GPT on real ranks (gloo,
+The jobs are those of the table of modes (tests/support/modes.py): two blocks of a small GPT on real ranks (gloo,
 CPU, one thread a rank), fp32, without checkpoints. A step of two adapts, so that a change of the machine's speed meets
 both kinds; the difference of their medians, divided by the plain one, is what the adaptation costs. Times are wall
 clock of the slowest rank. The model is tiny: what a mode adds to a step weighs more than it would in a real one. The
@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "distributed"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from modes import ROWS, Cell, adamw, batch_of
 from ranks import close_pools, run_ranks

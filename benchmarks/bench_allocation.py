@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gact_dist.allocation import minimum_bits, minimum_variance
+from gact_dist.policies.allocation import minimum_bits, minimum_variance
 
 AVERAGES = (1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 COUNTS = (50, 400, 2000, 10_000)

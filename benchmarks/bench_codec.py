@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gact_dist import codec, ops
+from gact_dist import codec
+from gact_dist.codec import ops
 
 GROUP_SIZE = codec.DEFAULT_GROUP_SIZE
 COLUMNS = 768

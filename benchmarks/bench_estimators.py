@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.white_box import LayerBounds
 from gact_dist import Config, codec
-from gact_dist.engine import Engine
-from gact_dist.handles import Recorded
-from gact_dist.isolation import untouched
-from gact_dist.sensitivity import measure
-from gact_dist.standins import StandInMode
+from gact_dist.hooks.engine import Engine
+from gact_dist.hooks.handles import Recorded
+from gact_dist.sensitivity.isolation import untouched
+from gact_dist.sensitivity.one_pass import measure
+from gact_dist.sensitivity.standins import StandInMode
 from launch.models import GraphNetwork, LanguageModel, ResNet
 
 NODES, EDGES, WORDS, CLASSES = 400, 2000, 64, 7

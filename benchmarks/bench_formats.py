@@ -34,9 +34,9 @@ import gact_dist
 from benchmarks import format_times, formats
 from benchmarks.bench_variance import trained
 from benchmarks.formats import Options, Saved, allocated
-from gact_dist import sensitivity
-from gact_dist.engine import Engine
-from gact_dist.packing import Packer
+from gact_dist.hooks.encoder import Packer
+from gact_dist.hooks.engine import Engine
+from gact_dist.sensitivity import one_pass as sensitivity
 
 BUDGETS = (2.5, 3.0, 4.2, 8.2)
 KIND_BUDGETS = (3.0, 4.2)

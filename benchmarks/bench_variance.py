@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
 from benchmarks.gradients import Point
-from gact_dist.allocation import minimum_variance
-from gact_dist.engine import Engine
-from gact_dist.sensitivity import measure
+from gact_dist.hooks.engine import Engine
+from gact_dist.policies.allocation import minimum_variance
+from gact_dist.sensitivity.one_pass import measure
 from launch.config import load_config
 from launch.tasks import batch_rows, build_task, select
 

@@ -17,7 +17,7 @@ from benchmarks.fidelity_report import (
     model_names,
     untouched_by_seed,
 )
-from gact_dist.allocation import WIDTHS
+from gact_dist.policies.allocation import WIDTHS
 
 ERROR = 0.25  # of policy acgc
 IMAGE = "image"

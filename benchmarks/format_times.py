@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import formats
-from gact_dist import mixed_widths, ops, ops_reference
-from gact_dist.ops_reference import from_groups, to_groups
+from gact_dist.codec import mixed_widths, ops
+from gact_dist.codec import reference as ops_reference
+from gact_dist.codec.reference import from_groups, to_groups
 
 BITS = 4
 SHAPE = (2048, 1536)  # what a GELU of the text model saves

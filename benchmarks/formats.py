@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gact_dist import codec, ops
-from gact_dist.grid import dither_allowed, floor_offset
-from gact_dist.knapsack import ROUNDING, Problem, minimise
-from gact_dist.ops_reference import to_groups
-from gact_dist.payload_format import sections
+from gact_dist import codec
+from gact_dist.codec import ops
+from gact_dist.codec.format import sections
+from gact_dist.codec.grid import dither_allowed, floor_offset
+from gact_dist.codec.reference import to_groups
+from gact_dist.policies.knapsack import ROUNDING, Problem, minimise
 
 WIDTHS = range(1, 9)
 EXACT_BITS = 32

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import gact_dist
-from gact_dist.engine import Engine
 from gact_dist.error_budget import ErrorBudget
-from gact_dist.per_sample import COLUMNS, Bits, SampleCosts
-from gact_dist.policies import Costs, policy_of
-from gact_dist.sample_gradients import SampleGradients
-from gact_dist.sensitivity import Sensitivity, measure
+from gact_dist.hooks.engine import Engine
+from gact_dist.hooks.per_sample import SampleGradients
+from gact_dist.policies.actnn import COLUMNS, Bits, SampleCosts
+from gact_dist.policies.base import Costs, policy_of
+from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
 PROBES = 1  # random directions for each batch
 _NO_CHOICE = ("exact", "mask", "binary", "narrow")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gact_dist.cuda import ELEMENTS, OPTIONS, source_folder
+from gact_dist.codec.cuda import ELEMENTS, OPTIONS, source_folder
 
 _DTYPES = {element: str(dtype).removeprefix("torch.") for dtype, element in ELEMENTS.items()}
 _KERNEL = re.compile(

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gact_dist.graphs import nodes_below, parameters_among
-from gact_dist.handles import Recorded
+from gact_dist.hooks.handles import Recorded
+from gact_dist.sensitivity.autograd_graph import nodes_below, parameters_among
 
 
 class LayerBounds:

@@ -1,5 +1,5 @@
 // What the .cu files need of a GPU beyond C++: the lanes of a warp and instructions that have no operator.
-// tests/emulated_warp.h has the same functions for a CPU and defines the guard below; add a function to both.
+// tests/support/emulated_warp.h has the same functions for a CPU and defines the guard below; add a function to both.
 #ifndef GACT_WARP_H
 #define GACT_WARP_H
 

@@ -7,8 +7,8 @@ from . import codec
 from .attachment import set_optimization_level
 from .config import LEVELS, Config
 from .controller import Controller, attach
+from .distributed import PlanMismatchError
 from .report import MemoryReport, ReportRow
-from .sync import PlanMismatchError
 
 __version__ = "0.1.0"
 
@@ -28,5 +28,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """gact_dist.deepspeed, imported when it is first asked for: it needs DeepSpeed."""
     if name == "deepspeed":
-        return import_module(".integrations.deepspeed", __name__)
+        return import_module(".deepspeed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,18 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from . import codec, per_sample, policies, sync
-from .allocation import EXACT, WIDTHS
-from .compiled import has_compiled_parts
-from .engine import Engine
+from . import codec, distributed, policies
 from .error_budget import ErrorBudget
-from .footprint import Footprint
-from .gradient_error import GradientError
-from .isolation import untouched
-from .per_sample import Bits, SampleCosts
-from .policies import Budget, Costs, StepBytes, policy_of
-from .samples import Sample
-from .sensitivity import Sensitivity, measure
+from .hooks import Engine, Footprint, has_compiled_parts
+from .policies import EXACT, WIDTHS, Bits, Budget, Costs, SampleCosts, StepBytes, policy_of
+from .sensitivity import GradientError, Sample, Sensitivity, measure, untouched
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
@@ -82,8 +75,8 @@ class Adapter:
         """groups: data_parallel and those of tensor parallelism, to reduce over one after the other."""
         self._model, self.engine, self._config = model, engine, engine.config
         self._policy = policy_of(engine.config)
-        self._rank = sync.rank(*data_parallel) if data_parallel else 0
-        self._ranks = math.prod(sync.world_size(group) for group in data_parallel)
+        self._rank = distributed.rank(*data_parallel) if data_parallel else 0
+        self._ranks = math.prod(distributed.world_size(group) for group in data_parallel)
         self._groups = groups
         self._draws = max(1, _PROBES // self._ranks)
         self._heaviest_bytes = 0
@@ -102,7 +95,7 @@ class Adapter:
         """
         if self._config.policy == "actnn":
             gradients = self.engine.packer.gradients
-            sizes = sync.mean_of_positive(gradients.sizes, self._groups)
+            sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
         weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
         if weighed is not None and not self.engine.plan:
@@ -254,7 +247,7 @@ class Adapter:
 
         A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
         """
-        columns = per_sample.COLUMNS if self._config.policy == "actnn" else 0
+        columns = policies.COLUMNS if self._config.policy == "actnn" else 0
         found = measured or []
         labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
         values = torch.zeros(len(labels), 10 + columns, dtype=torch.float64)
@@ -263,7 +256,7 @@ class Adapter:
             row[-WIDTHS:] = item.variance * fraction
             if columns and item.samples is not None:
                 row[2:-WIDTHS] = torch.from_numpy(item.samples)
-        statistics = sync.reduce_over(labels, values, self._groups)
+        statistics = distributed.reduce_over(labels, values, self._groups)
         fits = _OUT_OF_MEMORY not in statistics.names
         valid = (statistics.valid_ranks > 0) & torch.tensor(
             [name != _OUT_OF_MEMORY for name in statistics.names], dtype=torch.bool
@@ -282,7 +275,7 @@ class Adapter:
         # a batch as heavy as the heaviest so far may come again
         growth = max(1.0, self._heaviest_bytes / footprint.exact_bytes) if footprint.exact_bytes else 1.0
         rows = [*footprint.tensors.values(), torch.full((9,), float(footprint.other_bytes), dtype=torch.float64)]
-        names, table = sync.maximum_over([*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups)
+        names, table = distributed.maximum_over([*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups)
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)

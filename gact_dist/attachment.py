@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from . import sync
+from . import distributed
 from .config import Config
-from .wrappers import sharding
+from .distributed import sharding
 
 _default_level = "L2"
 
@@ -25,13 +25,13 @@ def set_optimization_level(level: str) -> None:
 def data_parallel_groups(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
     """The data-parallel group in a list, which is empty where every rank belongs to one tensor-parallel group."""
     if process_group is None and tensor_parallel:
-        if math.prod(sync.world_size(group) for group in tensor_parallel) == sync.world_size():
+        if math.prod(distributed.world_size(group) for group in tensor_parallel) == distributed.world_size():
             return []
         raise ValueError(
             "the model's parameters are split over a tensor-parallel mesh and process_group was not given, expected "
             'the data-parallel part of that mesh: attach(model, process_group=mesh["dp"]), with the name you gave it'
         )
-    return [sync.data_parallel_group(process_group)]
+    return [distributed.data_parallel_group(process_group)]
 
 
 def check_inlined(config: Config, model: nn.Module) -> None:

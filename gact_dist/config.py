@@ -1,4 +1,4 @@
-"""Settings of gact_dist: the frozen Config, the levels by name, and their validation. Imports nothing of ours."""
+"""Settings of gact_dist: the frozen Config, the levels by name, and their validation."""
 
 import difflib
 import math
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from .codec import GROUP_SIZES
+
 POLICIES = ("gact", "actnn", "uniform", "acgc", "exact", "off")
 _MEASURING = ("gact", "actnn", "acgc")  # policies that adapt bits to sensitivities
 ESTIMATORS = ("one-pass", "perturbation")
-GROUP_SIZES = (64, 128, 256, 512)
 COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
 _DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies

@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import state_text, sync
+from . import distributed, state_text
 from .adaptation import Adaptation, Adapter
 from .attachment import check_inlined, data_parallel_groups, settings
-from .compiled import has_compiled_parts
 from .config import Config
-from .engine import Engine
-from .observation import Observation
-from .per_sample import Bits, plan_from
-from .pipelines import learning_shapes
-from .policies import policy_of
+from .distributed import learning_shapes, tensor_parallel_groups, unwrap
+from .hooks import Engine, has_compiled_parts
+from .offload import open_storage
+from .policies import Bits, plan_from, policy_of
 from .report import MemoryReport, build_report
-from .samples import Sample, of_batch, of_observation
-from .storage import open_storage
-from .wrappers import tensor_parallel_groups, unwrap
+from .sensitivity import Observation, Sample, of_batch, of_observation
 
 _log = logging.getLogger(__name__)
 _LONGEST_INTERVAL = 8  # in adapt_intervals
@@ -72,13 +68,13 @@ class Controller:
         tensor_parallel = tensor_parallel_groups(model)
         data_parallel = data_parallel_groups(process_group, tensor_parallel)
         self._groups = [*data_parallel, *tensor_parallel]
-        sharing = math.prod(sync.world_size(group) for group in self._groups)
-        self._state_key = state_text.key_of(model, shared_by_all=sharing == sync.world_size())
-        rank = sync.rank(*data_parallel) if data_parallel else 0
+        sharing = math.prod(distributed.world_size(group) for group in self._groups)
+        self._state_key = state_text.key_of(model, shared_by_all=sharing == distributed.world_size())
+        rank = distributed.rank(*data_parallel) if data_parallel else 0
         self._engine = None
         if self.config.policy != "off":
             offload = self.config.offload
-            storage = open_storage(model, offload, sync.world_size()) if offload.enabled else None
+            storage = open_storage(model, offload, distributed.world_size()) if offload.enabled else None
             self._engine = Engine(model, self.config, rank, storage)
         self._adapter: Adapter | None = None
         if self._engine is not None and policy_of(self.config).adapts:
@@ -164,7 +160,7 @@ class Controller:
         if self._observation is not None and (self._due() or self._sampling_due()):
             complete = self._observation.complete
             for group in self._groups:
-                complete = sync.everywhere(complete, group)
+                complete = distributed.everywhere(complete, group)
             if complete:
                 observation, self._observation = self._observation, None
                 self._use(observation, partial(self._model, *args, **kwargs))
@@ -256,7 +252,7 @@ class Controller:
         in_use = {f"{name} (in use until now)": bits for name, bits in self._plan.items()}
         plan = {**self._plan, **self.adaptation.plan}
         for group in self._groups:
-            sync.check_agreement({**in_use, **plan}, group=group)
+            distributed.check_agreement({**in_use, **plan}, group=group)
         self._plan = self._adapter.engine.plan = plan
         self._sensitivity = {**self._sensitivity, **self.adaptation.sensitivity}
         self._adapted_at = self._step

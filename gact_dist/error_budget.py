@@ -20,15 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import policies, sync
-from .allocation import WIDTHS, Allocation
-from .engine import Engine
-from .gradient_error import GradientError, Moments, rounded_moments
-from .gradient_samples import SAMPLES, GradientSamples
-from .per_sample import Bits, one_width
-from .plan_search import Found, fewest_bits
-from .policies import Costs
-from .samples import Sample
+from . import distributed, policies
+from .hooks import Engine
+from .policies import SAMPLES, WIDTHS, Allocation, Bits, Costs, Found, GradientSamples, fewest_bits, one_width
+from .sensitivity import GradientError, Moments, Sample, rounded_moments
 
 _log = logging.getLogger(__name__)
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
@@ -193,5 +188,5 @@ class ErrorBudget:
             _log.warning("the gradient's error could not be measured on this rank: %s", str(error).split("\n", 1)[0])
             row = [math.nan] * 3
         values = torch.tensor([row], dtype=torch.float64)
-        noise, square, unit = sync.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
+        noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .gradient_error import GradientError
-from .handles import SavedTensorRow
-from .storage import OffloadStatistics
+from .hooks import SavedTensorRow
+from .offload import OffloadStatistics
+from .sensitivity import GradientError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .wrappers import unwrap, user_path
+from .distributed import unwrap, user_path
 
 _KEY = "gact_dist"
 _FIELDS = {"config", "step", "adapted_at", "interval", "plan", "sensitivity", "engine", "adapter", "history"}

@@ -72,7 +72,7 @@ def check(options: argparse.Namespace, world_size: int) -> RunConfig:
 def _settings(options: argparse.Namespace, config: RunConfig):
     """gact_dist's own settings of this run; level L0 never comes here and never imports the library."""
     import gact_dist
-    from gact_dist.storage import require_cuda
+    from gact_dist.offload.manager import require_cuda
 
     try:
         settings = gact_dist.Config.from_level(

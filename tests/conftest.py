@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-# Test modules say `from ranks import ...`; spawned ranks receive this path as well.
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+# Test modules import helpers by their names, wherever they stand; spawned ranks receive this path as well.
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS / folder) for folder in ("support", "distributed", "sensitivity", "policies")]
 
 # Tensors in tests are small: threads gain nothing, and cost four times the time where the cores are busy. test_ops.py
 # sets their number where it matters.
@@ -37,7 +38,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """run_ranks(function, *args, world_size=2, timeout_s=120): see distributed/ranks.py."""
+    """run_ranks(function, *args, world_size=2, timeout_s=120): see support/ranks.py."""
     import ranks as pool
 
     yield pool.run_ranks

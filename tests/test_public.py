@@ -18,94 +18,44 @@ import gact_dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(gact_dist.__file__).parent
-SOURCES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+SOURCES = {
+    path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 PUBLIC = {
     "LEVELS", "Config", "Controller", "MemoryReport", "PlanMismatchError", "ReportRow", "attach", "codec",
     "set_optimization_level",
 }  # fmt: skip
 
-# What each file may import of ours. A file that is not listed here has no place in the order yet: give it one.
+# What each room (a folder of the package, or a file beside the folders) may import of ours.
+BASE = {"_paths"}
 MAY_IMPORT = {
-    "config": set(),
-    "knapsack": set(),
-    "rounding_keys": set(),
-    "allocation": {"knapsack"},
-    "batches": set(),
-    "isolation": {"wrappers"},
-    "payload_format": set(),
-    "philox": set(),
-    "grid": set(),
-    "ops_reference": {"grid", "payload_format", "philox"},
-    "sync": set(),
-    "wrappers": set(),
-    "recomputation": set(),
-    "naming": {"wrappers"},
-    "cuda": {"payload_format"},
-    "ops": {"cuda", "ops_reference", "payload_format"},
-    "mixed_widths": {"ops", "payload_format"},
-    "memory_layout": {"payload_format"},
-    "codec": {"memory_layout", "mixed_widths", "ops", "payload_format"},
-    "per_sample": {"allocation", "policies"},
-    "sample_gradients": {"batches", "wrappers"},
-    "error_bounded": {"mixed_widths", "ops_reference", "payload_format"},
-    "packing": {
-        "batches", "codec", "config", "error_bounded", "mixed_widths", "per_sample", "sample_gradients", "wrappers",
-    },
-    "operators": set(),
-    "standins": {"operators"},
-    "identity": {"naming", "wrappers"},
-    "devices": set(),
-    "offload_plan": set(),
-    "host_memory": {"devices"},
-    "offload_trace": {"config", "devices", "offload_plan"},
-    "storage": {"config", "devices", "host_memory", "offload_plan", "offload_trace"},
-    "handles": {"codec", "identity", "storage"},
-    "attention": {"codec", "handles"},
-    "memory": {"handles"},
-    "block_inputs": {"operators", "recomputation"},
-    "compiled": {"operators", "wrappers"},
-    "inlined": {"codec"},
-    "ledger": {"codec", "footprint", "handles", "memory"},
-    "checkpoint_closures": {"identity", "ledger", "memory", "naming", "recomputation", "wrappers"},
-    "engine": {
-        "attention", "block_inputs", "checkpoint_closures", "codec", "compiled", "config", "footprint", "handles",
-        "identity", "inlined", "ledger", "naming",
-        "operators", "packing", "per_sample", "policies", "recomputation", "rounding_keys", "storage", "memory",
-        "wrappers",
-    },
-    "graphs": set(),
-    "gradient_error": {"compiled", "engine", "graphs", "isolation", "per_sample", "recomputation", "sensitivity"},
-    "gradient_samples": set(),
-    "plan_search": {"allocation", "config", "policies"},
-    "report": {"gradient_error", "handles", "storage"},
-    "influence": {"graphs", "handles", "recomputation"},
-    "tensor_sensitivity": {"codec", "handles", "ops", "packing"},
-    "sensitivity": {
-        "codec", "compiled", "engine", "graphs", "handles", "influence", "isolation", "operators", "ops", "packing",
-        "payload_format", "per_sample", "recomputation", "standins", "tensor_sensitivity",
-    },
-    "observation": {"batches"},
-    "pipelines": set(),
-    "state_text": {"wrappers"},
-    "policies": {"allocation", "config"},
-    "footprint": {"codec"},
-    "samples": {"batches", "observation"},
-    "error_budget": {
-        "allocation", "engine", "gradient_error", "gradient_samples", "per_sample", "plan_search", "policies",
-        "samples", "sync",
-    },
-    "adaptation": {
-        "allocation", "codec", "compiled", "engine", "error_budget", "footprint", "gradient_error", "isolation",
-        "per_sample", "policies", "samples", "sensitivity", "sync",
-    },
-    "attachment": {"config", "sync", "wrappers"},
+    "_paths": set(),
+    "codec": BASE,
+    "config": {"codec"},
+    "distributed": BASE,
+    "offload": {"config"},
+    "policies": {"config"},
+    "hooks": {*BASE, "codec", "config", "distributed", "offload", "policies"},
+    "sensitivity": {"codec", "distributed", "hooks", "policies"},
+    "error_budget": {"distributed", "hooks", "policies", "sensitivity"},
+    "adaptation": {"codec", "distributed", "error_budget", "hooks", "policies", "sensitivity"},
+    "report": {"hooks", "offload", "sensitivity"},
+    "attachment": {"config", "distributed"},
+    "state_text": {"distributed"},
     "controller": {
-        "adaptation", "attachment", "batches", "compiled", "config", "engine", "observation", "per_sample",
-        "pipelines", "policies", "report", "samples", "state_text", "storage", "sync", "wrappers",
+        "adaptation", "attachment", "config", "distributed", "hooks", "offload", "policies", "report", "sensitivity",
+        "state_text",
     },
-    "__init__": {"attachment", "codec", "config", "controller", "report", "sync"},
+    "deepspeed": {"config", "controller", "hooks", "offload"},
+    "__init__": {"attachment", "codec", "config", "controller", "distributed", "report"},
 }  # fmt: skip
+
+
+def room_of(path: str) -> str:
+    """The folder of the package that a file is in, or the file itself."""
+    return path.split("/")[0]
 
 
 def test_public_names_are_the_documented_ones():
@@ -181,23 +131,33 @@ def test_report_has_the_fixed_fields():
     assert fields == known
 
 
-def imported_siblings(tree: ast.Module) -> set[str]:
-    """Files of ours that a file imports, in whatever form and place."""
-    found = set()
+def imports_of(path: str, tree: ast.Module) -> list[tuple[str, ...]]:
+    """What of ours a file imports, in whatever form and place: (room, file in it, ...), as far as the import says."""
+    here = path.split("/")[:-1]
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "gact_dist"):
-            parts = (node.module or "").removeprefix("gact_dist").lstrip(".").split(".")
-            found |= {parts[0]} if parts[0] else {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            parts = tuple((node.module or "").split(".")) if node.module else ()
+            if node.level:
+                parts = (*here[: len(here) - node.level + 1], *parts)
+            elif parts[:1] == ("gact_dist",):
+                parts = parts[1:]
+            else:
+                continue
+            # from a package itself: each name may be one of its files
+            found += [parts] if parts else [(alias.name,) for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            found |= {name[1] if len(name) > 1 else "__init__" for name in names if name[0] == "gact_dist"}
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+            found += [name[1:] or ("__init__",) for name in names if name[0] == "gact_dist"]
     return found
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_imports_run_one_way(name):
-    assert name in MAY_IMPORT
-    assert imported_siblings(SOURCES[name]) <= MAY_IMPORT[name]
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_run_one_way_between_rooms(path):
+    room = room_of(path)
+    assert room in MAY_IMPORT, "a file beside the rooms: say in MAY_IMPORT what it may import"
+    others = {found[0] for found in imports_of(path, SOURCES[path])} - {room}
+    assert others <= MAY_IMPORT[room]
 
 
 def test_the_permitted_imports_hold_no_circle():
@@ -207,16 +167,97 @@ def test_the_permitted_imports_hold_no_circle():
     assert settled == set(MAY_IMPORT)
 
 
+@pytest.mark.parametrize("room", sorted({room_of(path) for path in SOURCES if "/" in path}))
+def test_the_files_of_a_room_hold_no_circle(room):
+    files = {path.split("/")[1] for path in SOURCES if path.startswith(f"{room}/")} - {"__init__"}
+    needs = {
+        name: {found[1] for found in imports_of(f"{room}/{name}", SOURCES[f"{room}/{name}"]) if len(found) > 1}
+        | {found[0] for found in imports_of(name, SOURCES[f"{room}/{name}"]) if len(found) == 1}
+        for name in files
+    }
+    settled: set[str] = set()
+    while ready := {name for name in files - settled if needs[name] & files <= settled}:
+        settled |= ready
+    assert settled == files
+
+
+def imports_past_a_face(path: str, tree: ast.Module) -> list[str]:
+    """What a file takes from inside another room, past that room's __init__."""
+    rooms = {room_of(known) for known in SOURCES if "/" in known}
+    return [
+        ".".join(found)
+        for found in imports_of(path, tree)
+        if len(found) > 1 and found[0] in rooms and found[0] != room_of(path)
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nobody_reaches_past_the_face_of_a_room(path):
+    assert imports_past_a_face(path, SOURCES[path]) == []
+
+
+@pytest.mark.parametrize("room", sorted({room_of(path) for path in SOURCES if "/" in path}))
+def test_a_face_has_what_is_used_outside_and_no_more(room):
+    face = SOURCES[f"{room}/__init__"]
+    offered = {
+        alias.asname or alias.name for node in face.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert inspect.getdoc(importlib.import_module(f"gact_dist.{room}"))
+    assert set(importlib.import_module(f"gact_dist.{room}").__all__) == offered
+    used: set[str] = set(PUBLIC_CODEC) if room == "codec" else set()
+    for path, tree in SOURCES.items():
+        if room_of(path) != room:
+            used |= names_used_of(room, path, tree)
+    assert offered - used == set(), "nothing outside uses these"
+    assert used - offered == set()
+
+
+# What users call of gact_dist.codec, which is public.
+PUBLIC_CODEC = {
+    "Packed",
+    "UnitWidths",
+    "pack",
+    "unpack",
+    "pack_mask",
+    "pack_binary",
+    "pack_narrow",
+    "DEFAULT_GROUP_SIZE",
+}
+
+
+def names_used_of(room: str, path: str, tree: ast.Module) -> set[str]:
+    """Names that a file takes of a room: imported, or as attributes of the room where that is imported itself."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for parts in imports_of(path, ast.Module([node], [])):
+                if parts == (room,) and (node.module or "").split(".")[-1] == room:
+                    found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == room:
+            imported = any(
+                isinstance(other, ast.ImportFrom) and other.level and any(alias.name == room for alias in other.names)
+                for other in ast.walk(tree)
+            )
+            found |= {node.attr} if imported else set()
+    return found
+
+
+def test_a_reach_past_a_face_is_found():
+    bad = "from ..codec.packed import pack\nfrom ..codec import pack\nimport gact_dist.codec.ops\n"
+    assert imports_past_a_face("hooks/engine", ast.parse(bad)) == ["codec.packed", "codec.ops"]
+
+
 def files_with(pattern: str) -> set[str]:
-    return {path.stem for path in PACKAGE.glob("*.py") if re.search(pattern, path.read_text())}
+    return {path for path in SOURCES if re.search(pattern, (PACKAGE / f"{path}.py").read_text())}
 
 
-def test_only_sync_talks_to_other_ranks():
-    assert files_with(r"(import|from) torch\.distributed|\bdist\.|all_reduce\(|all_gather\(|broadcast\(") == {"sync"}
+def test_only_one_file_talks_to_other_ranks():
+    talks = r"(import|from) torch\.distributed( |\.distributed_c10d)|\bdist\.|all_reduce\(|all_gather\(|broadcast\("
+    assert files_with(talks) == {"distributed/collectives"}
 
 
 def test_only_the_engine_hooks_saved_tensors():
-    assert files_with(r"import saved_tensors_hooks|graph\.saved_tensors_hooks") == {"engine"}
+    assert files_with(r"import saved_tensors_hooks|graph\.saved_tensors_hooks") == {"hooks/engine"}
 
 
 def faults(tree: ast.Module) -> list[str]:
@@ -234,9 +275,9 @@ def faults(tree: ast.Module) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_package_code_neither_prints_nor_asserts_nor_swallows(name):
-    assert faults(SOURCES[name]) == []
+@pytest.mark.parametrize("path", SOURCES)
+def test_package_code_neither_prints_nor_asserts_nor_swallows(path):
+    assert faults(SOURCES[path]) == []
 
 
 def test_faults_are_found():

@@ -12,7 +12,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
-from test_gradient_error import ERROR, Digits, acgc
+from test_acgc import ERROR, Digits, acgc
 from test_sensitivity import flat_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard

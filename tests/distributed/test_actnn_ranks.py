@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
-from gact_dist import Config, sync
+from gact_dist import Config
+from gact_dist.distributed import collectives as sync
 
 CONFIG = Config(policy="actnn", bits=2, adapt_interval=3, adapt_tolerance=0, min_numel=64, calibration_samples=16)
 SAMPLES = 16

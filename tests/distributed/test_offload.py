@@ -61,7 +61,7 @@ def test_offload_changes_no_bit(ranks, cell):
 
 def by_the_block(level: str) -> tuple[list[float], list[torch.Tensor], int]:
     """Losses, weights and bytes on the host of a ZeRO-3 job that has gact_dist from its "gact" block."""
-    from gact_dist.integrations import deepspeed
+    from gact_dist import deepspeed
 
     linear = torch.nn.functional.linear
     with pytest.MonkeyPatch.context() as patch:

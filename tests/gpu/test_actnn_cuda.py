@@ -6,7 +6,8 @@ import torch
 from codec_tensors import random_tensor, raw
 
 import gact_dist
-from gact_dist import Config, codec, mixed_widths
+from gact_dist import Config, codec
+from gact_dist.codec import mixed_widths
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)

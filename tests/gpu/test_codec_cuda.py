@@ -9,8 +9,9 @@ from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor, nn
 
 import gact_dist
-from gact_dist import codec, cuda, ops, payload_format
-from gact_dist import ops_reference as reference
+from gact_dist import codec
+from gact_dist.codec import cuda, ops, reference
+from gact_dist.codec import format as payload_format
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import gact_dist
-from gact_dist import Config, sync
+from gact_dist import Config
+from gact_dist.distributed import collectives as sync
 
 DEVICE = "cuda"  # on "cpu" the device of open_storage has to be a simulated one
 

@@ -18,8 +18,8 @@ from torch import nn
 import gact_dist
 from gact_dist import Config
 from gact_dist.config import Offload
-from gact_dist.devices import CudaDevice
-from gact_dist.storage import Place, Storage
+from gact_dist.offload.device import CudaDevice
+from gact_dist.offload.manager import Place, Storage
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20

@@ -9,7 +9,8 @@ import torch
 from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 
-from gact_dist import cuda, ops, payload_format
+from gact_dist.codec import cuda, ops
+from gact_dist.codec import format as payload_format
 
 DEVICE = "cuda"
 

@@ -1,0 +1,198 @@
+"""The operators torch.ops.gact_dist.*: schemas, fakes, the PyTorch reference and the native library.
+
+The reference (ops_reference.py) serves every device that has no kernel of its own. The native library, built by
+setup.py from csrc/, registers the CPU kernels. GACT_DIST_ISA=reference|scalar|avx2|avx512 in the environment forces
+one implementation; without it the fastest one that the processor has is taken. CUDA tensors go to cuda.py; where its
+kernels cannot be used, to the reference with a warning.
+"""
+
+import ctypes
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._paths import PACKAGE_ROOT
+from . import cuda, reference
+from . import format as payload_format
+
+ISAS = ("scalar", "avx2", "avx512")
+
+_library = torch.library.Library("gact_dist", "DEF")
+_warned: set[str] = set()
+
+
+def _warn_slow(device_type: str, reason: str) -> None:
+    """Say once for each kind of device that the slow reference is at work there, and why."""
+    if device_type in _warned:
+        return
+    _warned.add(device_type)
+    warnings.warn(
+        f"gact_dist compresses {device_type} tensors with its slow PyTorch reference: {reason}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _serve_reference(function: Callable) -> Callable:
+    """``function`` as a kernel: it warns where it stands in for a native one."""
+
+    def kernel(tensor: Tensor, *args):
+        device_type = tensor.device.type
+        _warn_slow(device_type, native_error if device_type == "cpu" else "gact_dist has no kernels for this device")
+        return function(tensor, *args)
+
+    return kernel
+
+
+def _serve_cuda(function: Callable, definition: Callable) -> Callable:
+    """``function`` of cuda.py as a kernel, and ``definition`` in its place where GPU kernels cannot be used."""
+
+    def kernel(tensor: Tensor, *args):
+        try:
+            return function(tensor, *args)
+        except cuda.KernelsUnavailableError as error:
+            _warn_slow("cuda", str(error))
+            return definition(tensor, *args)
+
+    return kernel
+
+
+def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
+    payload_format.check_format(bits, group_size, x.dtype)
+    payload_format.check_flat(x, "x")
+    payload_format.check_columns(x.numel(), columns)
+    total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
+    return x.new_empty(total_bytes, dtype=torch.uint8)
+
+
+def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
+    payload_format.check_format(bits, group_size, x.dtype)
+    payload_format.check_flat(x, "x")
+    payload_format.check_columns(x.numel(), columns)
+    payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
+
+
+def _fake_unpack(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
+) -> Tensor:
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
+    return buffer.new_empty(numel, dtype=dtype)
+
+
+def _fake_unpack_out(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int = 1,
+) -> None:
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
+    payload_format.check_out(out, numel, dtype)
+
+
+def _fake_pack_mask(x: Tensor) -> Tensor:
+    payload_format.check_mask_dtype(x.dtype)
+    payload_format.check_flat(x, "x")
+    return x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def _fake_unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    payload_format.check_mask_dtype(dtype)
+    return buffer.new_empty(numel, dtype=dtype)
+
+
+def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
+    payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
+    payload_format.check_columns(x.numel(), columns)
+    payload_format.check_weight(weight, x)
+    return x.new_empty(payload_format.MAX_BITS, dtype=torch.float64)
+
+
+def _define(schema: str, definition: Callable, fake: Callable) -> None:
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, _serve_reference(definition), "CompositeExplicitAutograd")
+    _library.impl(name, _serve_cuda(getattr(cuda, name), definition), "CUDA")
+    torch.library.register_fake(f"gact_dist::{name}", fake, lib=_library)
+
+
+_FORMAT = "int bits, int group_size"
+_STORED = f"Tensor buffer, {_FORMAT}, int numel, ScalarType dtype, int seed"
+_define(f"pack(Tensor x, {_FORMAT}, int seed, int columns=1) -> Tensor", reference.pack, _fake_pack)
+_define(
+    f"pack_out(Tensor x, {_FORMAT}, int seed, Tensor(a!) out, int columns=1) -> ()", reference.pack_out, _fake_pack_out
+)
+_define(f"unpack({_STORED}, int columns=1) -> Tensor", reference.unpack, _fake_unpack)
+_define(f"unpack_out({_STORED}, Tensor(a!) out, int columns=1) -> ()", reference.unpack_out, _fake_unpack_out)
+_define("pack_mask(Tensor x) -> Tensor", reference.pack_mask, _fake_pack_mask)
+_define("unpack_mask(Tensor buffer, int numel, ScalarType dtype) -> Tensor", reference.unpack_mask, _fake_unpack_mask)
+_define(
+    "rounding_variance(Tensor x, Tensor weight, int group_size, int columns=1) -> Tensor",
+    reference.rounding_variance,
+    _fake_rounding_variance,
+)
+
+pack = torch.ops.gact_dist.pack.default
+pack_out = torch.ops.gact_dist.pack_out.default
+unpack = torch.ops.gact_dist.unpack.default
+unpack_out = torch.ops.gact_dist.unpack_out.default
+pack_mask = torch.ops.gact_dist.pack_mask.default
+unpack_mask = torch.ops.gact_dist.unpack_mask.default
+rounding_variance = torch.ops.gact_dist.rounding_variance.default
+
+
+def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:
+    """The native library and an empty text, or None and the reason why there is none."""
+    if wanted == "reference":
+        return None, "GACT_DIST_ISA=reference asks for it"
+    paths = sorted(Path(PACKAGE_ROOT).glob("_native*.so"))
+    if not paths:
+        return None, "the native library was not built; install a C++17 compiler and run pip install again"
+    try:
+        torch.ops.load_library(str(paths[0]))
+        return ctypes.CDLL(str(paths[0])), ""
+    except OSError as error:
+        return None, f"the native library does not load ({error}); run pip install again with this torch version"
+
+
+def isa() -> str:
+    """The implementation that serves CPU tensors: "reference", "scalar", "avx2" or "avx512"."""
+    return "reference" if _native is None else ISAS[_native.gact_dist_isa()]
+
+
+def available_isas() -> tuple[str, ...]:
+    """The native implementations that this build and this processor can run, for tests and measurements."""
+    if _native is None:
+        return ()
+    before = _native.gact_dist_isa()
+    names = tuple(name for number, name in enumerate(ISAS) if _native.gact_dist_set_isa(number) == 0)
+    _native.gact_dist_set_isa(before)
+    return names
+
+
+def set_isa(name: str) -> None:
+    """Choose the native implementation by name, for tests and measurements; the results are the same bits.
+
+    Raises ValueError when the name is unknown or this machine cannot run it.
+    """
+    if name not in ISAS:
+        raise ValueError(f"the implementation {name!r} is unknown, expected one of {ISAS}")
+    if _native is None:
+        raise ValueError(f"cannot choose {name!r}: {native_error}")
+    if _native.gact_dist_set_isa(ISAS.index(name)) != 0:
+        raise ValueError(f"this processor or this build cannot run {name!r}; it runs {isa()!r}")
+
+
+_wanted_isa = os.environ.get("GACT_DIST_ISA")
+_native, native_error = _load_native(_wanted_isa)
+if _native is not None and _wanted_isa is not None:
+    set_isa(_wanted_isa)

@@ -1,0 +1,351 @@
+"""Tensors to packed buffers and back: any strided tensor in, a private tensor with the same strides out.
+
+Nothing here waits for a device or touches the global random state; the random bits of stochastic rounding come from
+Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from . import mixed_widths, ops
+from .format import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
+from .layout import Fill, Layout, flatten, layout_of, restore
+from .mixed_widths import UnitWidths
+
+DEFAULT_GROUP_SIZE = 128
+
+_COMPLEX_PARTS = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
+
+class Scheme(Enum):
+    """How the payload of a Packed holds its elements."""
+
+    EXACT = auto()  # the elements themselves
+    QUANTISED = auto()  # groups of 1..8-bit codes
+    MASK = auto()  # one bit each: zero or not
+    BINARY = auto()  # one bit each: zero or `constant`
+    NARROW = auto()  # integers in a smaller integer type
+    MIXED = auto()  # as QUANTISED, samples or groups at widths of their own: see mixed_widths.py
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A stored tensor. It owns its buffers and keeps nothing else alive.
+
+    Attributes:
+        payload: uint8 buffer, or for EXACT the elements in memory order.
+        scheme: how ``payload`` is to be read.
+        bits: bits for each element, None when exact and for MIXED.
+        dtype, shape, strides: of the tensor that was packed.
+        layout: how its elements lay in memory.
+        group_size: elements that share a scale and an offset (QUANTISED, MIXED).
+        columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED, MIXED).
+        seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
+        counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
+        one_width_bytes: what it would take at the one width that allows the same error, 0 where that is not known.
+        constant: 0-d tensor, the value other than zero (BINARY).
+        conjugate: the tensor was a lazily conjugated complex one.
+    """
+
+    payload: Tensor
+    scheme: Scheme
+    bits: int | None
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    layout: Layout
+    group_size: int = DEFAULT_GROUP_SIZE
+    columns: int = 1
+    seed: int = 0
+    counts: tuple[int, ...] = ()
+    one_width_bytes: int = 0
+    constant: Tensor | None = None
+    conjugate: bool = False
+
+    @property
+    def average_bits(self) -> float:
+        """Payload bits for an element."""
+        if self.counts:
+            return sum(width * count for width, count in enumerate(self.counts)) / sum(self.counts)
+        return 8.0 * self.dtype.itemsize if self.bits is None else float(self.bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers that this object owns."""
+        return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
+
+    def nbytes_at(self, bits: int, group_size: int | None = None) -> int:
+        """Bytes that the tensor would take at one width, 1 to 8 bits; it must be QUANTISED or MIXED."""
+        values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
+        size, columns = group_size or self.group_size, self.columns
+        if self.scheme is Scheme.MIXED:
+            columns = self.layout.columns(size, self.dtype.is_complex)
+        return sections(values, bits, size, columns).total_bytes
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph; TypeError unless it has strided memory of its own."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"got a tensor of layout {tensor.layout}, expected a strided one; pack its values and indices")
+    if tensor.is_quantized:
+        raise TypeError(f"got a quantised tensor of {tensor.dtype}; it is small already, keep it as it is")
+    if tensor.device.type == "meta":
+        raise TypeError("got a meta tensor, which has no data to pack; use a FakeTensorMode to trace shapes")
+    tensor = tensor.detach()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def metadata_bits(group_size: int) -> float:
+    """Bits of scale and offset for an element, where groups are full."""
+    return 8.0 * sections(group_size, 1, group_size).total_bytes / group_size - 1.0
+
+
+def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
+    """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
+
+    A group is ``group_size`` elements of one column where ``columns_of`` finds columns, otherwise in a row of memory.
+    An element of a finite group decodes to at most one step of its group away: (max - min) / (2^bits - 1), rounded up
+    to 7 significant bits. Groups with infinities keep them exactly and give up two codes; groups with NaN decode to
+    NaN. float64 and complex128 go through float32: values beyond 3.4e38 become infinite and 2^-24 relative precision
+    is lost on top.
+
+    Args:
+        tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
+        bits: 1 to 8, or None for an exact private copy of any dtype; or widths for the equal parts of the tensor's
+            memory, which is then stored in parts (exactly if its elements share memory between gaps).
+        seed: 64-bit integer that selects the random bits.
+        group_size: 64, 128, 256 or 512.
+
+    Raises:
+        ValueError: bits, seed or group_size out of range.
+        TypeError: a dtype or layout that cannot be packed; the message says what to do.
+    """
+    _check_numbers(None if isinstance(bits, UnitWidths) else bits, seed, group_size)
+    data = _plain(tensor)
+    layout = layout_of(data)
+    if data.dtype == torch.bool and bits == 1:
+        return pack_mask(tensor)
+    if bits is None or layout.fill is Fill.TANGLED:
+        if bits is not None:
+            _real_dtype(data.dtype)
+        return _pack_exact(data, layout)
+    part = _real_dtype(data.dtype)
+    conjugate = data.is_conj()
+    physical = data.conj() if conjugate else data
+    flat = flatten(physical, layout)
+    values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    columns = layout.columns(group_size, data.dtype.is_complex)
+    about = data.dtype, data.shape, data.stride(), layout, group_size
+    if isinstance(bits, UnitWidths):
+        columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
+        payload = mixed_widths.pack(values.to(part), bits, group_size, seed, columns)
+        return Packed(payload, Scheme.MIXED, None, *about, columns, seed, bits.counts, conjugate=conjugate)
+    payload = ops.pack(values.to(part), bits, group_size, seed, columns)
+    return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
+
+
+def columns_of(tensor: Tensor, group_size: int) -> int:
+    """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order."""
+    return layout_of(tensor).columns(group_size, tensor.dtype.is_complex)
+
+
+def _check_numbers(bits: int | None, seed: int, group_size: int) -> None:
+    if bits is not None and (not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS):
+        raise ValueError(f"bits is {bits!r}, expected an integer {MIN_BITS} to {MAX_BITS}, or None for an exact copy")
+    if group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size is {group_size!r}, expected one of {GROUP_SIZES}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}, expected a signed 64-bit integer; take it modulo 2**63")
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The float type in which a tensor of ``dtype`` is quantised; TypeError if it cannot be."""
+    part = _COMPLEX_PARTS.get(dtype, dtype)
+    if part == torch.float64:
+        return torch.float32
+    if part not in PACK_DTYPES:
+        raise TypeError(
+            f"cannot quantise {dtype}, expected float32, float16, bfloat16, float64 or complex; "
+            "use bits=None for an exact copy, or pack_mask for a tensor of zeros and ones"
+        )
+    return part
+
+
+def borrow(tensor: Tensor) -> Packed:
+    """An exact Packed whose payload is the tensor's own memory unless that has gaps, for who copies it elsewhere."""
+    data = _plain(tensor)
+    return _pack_exact(data, layout_of(data), private=False)
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of the payload that borrow() makes of a strided tensor."""
+    return layout_of(tensor).stored_numel * tensor.element_size()
+
+
+def without_payload(packed: Packed) -> Packed:
+    """All but the payload, which is kept elsewhere."""
+    return replace(packed, payload=packed.payload.new_empty(0))
+
+
+def with_payload(packed: Packed, payload: Tensor) -> Packed:
+    """The inverse of without_payload."""
+    return replace(packed, payload=payload)
+
+
+def _pack_exact(data: Tensor, layout: Layout, private: bool = True) -> Packed:
+    conjugate = data.is_conj()
+    physical = data.conj() if conjugate else data
+    flat = flatten(physical, layout)
+    payload = flat.clone() if private and layout.fill is not Fill.SCATTERED else flat
+    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, conjugate=conjugate)
+
+
+def pack_mask(tensor: Tensor) -> Packed:
+    """Store which elements are not zero, one bit each; they come back as 1 (True) in the same dtype.
+
+    Exact for bool, and for a tensor that holds only zeros and ones.
+
+    Raises:
+        TypeError: the dtype is not bool, uint8 or a float type.
+    """
+    data = _plain(tensor)
+    if data.dtype not in MASK_DTYPES:
+        raise TypeError(f"a mask cannot have dtype {data.dtype}, expected one of {MASK_DTYPES}; use .to(torch.bool)")
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED:
+        return _pack_exact(data, layout)
+    return Packed(ops.pack_mask(flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
+
+
+def pack_binary(tensor: Tensor) -> Packed:
+    """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
+
+    That the values are so is the caller's promise; checking it would wait for the device. -0.0 comes back as 0.0.
+
+    Raises:
+        TypeError: the dtype is not float32, float16, bfloat16 or float64.
+    """
+    data = _plain(tensor)
+    if not data.is_floating_point() or data.dtype not in MASK_DTYPES:
+        raise TypeError(f"got {data.dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
+        return _pack_exact(data, layout)
+    flat = flatten(data, layout)
+    high = flat.amax()
+    constant = torch.where(high != 0, high, flat.amin())
+    return Packed(
+        ops.pack_mask(flat), Scheme.BINARY, 1, data.dtype, data.shape, data.stride(), layout, constant=constant
+    )
+
+
+_NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
+
+
+def pack_narrow(tensor: Tensor) -> Packed | None:
+    """Store integers exactly in the smallest type that holds them (the indices of max pooling, of a gather).
+
+    None where that saves nothing, and on an accelerator, where finding their range would wait for the device.
+    """
+    data = _plain(tensor)
+    layout = layout_of(data)
+    if data.device.type != "cpu" or data.numel() == 0 or layout.fill is Fill.TANGLED:
+        return None
+    flat = flatten(data, layout)
+    low, high = (int(bound) for bound in flat.aminmax())
+    for narrow, least, most in _NARROW_TYPES:
+        if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
+            bits = 8 * narrow.itemsize
+            return Packed(flat.to(narrow), Scheme.NARROW, bits, data.dtype, data.shape, data.stride(), layout)
+    return None
+
+
+def in_parts(tensor: Tensor) -> bool:
+    """Whether ``pack`` takes widths for parts of the memory of a strided tensor."""
+    return tensor.numel() > 0 and layout_of(tensor).fill is not Fill.TANGLED
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
+    data = _plain(tensor).resolve_conj()
+    flat = flatten(data, layout_of(data))
+    values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return values.to(_real_dtype(data.dtype))
+
+
+def exact(tensor: Tensor) -> Tensor | Packed:
+    """An alias of the tensor, or a copy where an alias of a small view would keep a much larger storage alive."""
+    view_bytes = tensor.numel() * tensor.element_size()
+    if tensor.grad_fn is not None and 2 * view_bytes < tensor.untyped_storage().nbytes():
+        return pack(tensor, bits=None)
+    return tensor.detach()
+
+
+def unpack(packed: Packed) -> Tensor:
+    """A private tensor with the dtype, shape and strides of the one that was packed."""
+    out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
+    return out.conj() if packed.conjugate else out
+
+
+def _decode(packed: Packed) -> Tensor:
+    """The stored elements in memory order, in a new tensor."""
+    if packed.scheme is Scheme.EXACT:
+        return packed.payload.clone()
+    if packed.scheme is Scheme.NARROW:
+        return packed.payload.to(packed.dtype)
+    if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
+        return _dequantise(packed, packed.layout.stored_numel)
+    flat = ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
+    return flat if packed.constant is None else flat.mul_(packed.constant)
+
+
+def _dequantise(packed: Packed, numel: int) -> Tensor:
+    part = _COMPLEX_PARTS.get(packed.dtype, packed.dtype)
+    values = numel * 2 if packed.dtype.is_complex else numel
+    stored = _real_dtype(packed.dtype)
+    form = packed.group_size, values, stored, packed.seed, packed.columns
+    if packed.scheme is Scheme.MIXED:
+        flat = mixed_widths.unpack(packed.payload, packed.counts, *form)
+    else:
+        flat = ops.unpack(packed.payload, packed.bits, *form)
+    flat = flat.to(part)
+    return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat
+
+
+# -- a Packed as two plain tensors, for graphs that hold nothing else ---------------------------------------------
+
+
+def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
+    """(buffer, header) that from_tensors() reads: uint8 [bytes] on the device, int64 [4] on the CPU.
+
+    Raises ValueError for BINARY, MIXED and conjugated tensors, which hold more than that.
+    """
+    if packed.constant is not None or packed.conjugate or packed.counts:
+        raise ValueError(f"got {packed.scheme} (conjugate: {packed.conjugate}), expected one buffer and its format")
+    buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
+    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
+    return buffer.view(-1).view(torch.uint8), header
+
+
+def from_tensors(
+    buffer: Tensor, header: Tensor, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+) -> Tensor:
+    """What unpack() gives for the Packed that to_tensors() made these two of; dtype, shape and strides are its own."""
+    number, bits, group_size, seed = header.tolist()
+    scheme = Scheme(number)
+    if scheme is Scheme.EXACT:
+        buffer = buffer.view(dtype)
+    elif scheme is Scheme.NARROW:
+        buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
+    layout = layout_of(torch.empty_strided(shape, strides, device="meta"))
+    columns = layout.columns(group_size, dtype.is_complex)
+    return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, columns, seed))

@@ -1,0 +1,343 @@
+"""Every operator of gact_dist in plain PyTorch, on any device: the definition of the stored bytes.
+
+The native kernels in csrc/ must give the same bytes and the same decoded bits as this file. All arithmetic is IEEE
+float32 without contraction, written one operation at a time. docs/codec.md describes the format in words.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .format import (
+    MAX_BITS,
+    MIN_BITS,
+    Sections,
+    check_buffer,
+    check_columns,
+    check_flat,
+    check_format,
+    check_mask_dtype,
+    check_out,
+    check_weight,
+    sections,
+)
+from .grid import dither_allowed, grid_of, offset_value
+from .philox import random16
+
+# Elements handled at once: about 40 bytes of temporaries each, so under 64 MiB.
+_CHUNK_ELEMENTS = 1 << 20
+# Of stored scales, as int16: the sign, and a NaN with it.
+_SPECIAL_FLAG = -0x8000
+_DEAD_SCALE = -0x0040
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What pack knows of each group before it rounds: values [G, group_size] and parameters [G, 1]."""
+
+    values: Tensor  # inputs in float32, with the smallest where the input is not finite or beyond the end
+    infinite: Tensor  # -1, 0 or +1 in int8 for -inf, finite, +inf
+    special: Tensor  # bool [G, 1]: a NaN, an infinity or a range that overflows
+    dead: Tensor  # bool [G, 1]: decodes to NaN
+    levels: Tensor  # steps between the finite codes
+    scale: Tensor
+    offset: Tensor  # at most the smallest value
+    stored_offset: Tensor  # int16 [G, 1]: see floor_offset
+    may_dither: Tensor  # bool [G, 1]: see dither_allowed
+    valid: Tensor  # bool [G, group_size]: not beyond the end
+
+
+def to_groups(flat: Tensor, group_size: int, columns: int, fill: float) -> Tensor:
+    """[G, group_size] of elements in memory order; what is missing in the last groups is ``fill``.
+
+    Group ``block * columns + column`` has that column of ``group_size`` rows of ``columns`` elements; with one column
+    it has ``group_size`` elements in a row.
+    """
+    missing = -flat.numel() % (group_size * columns)
+    padded = torch.cat([flat, flat.new_full((missing,), fill)])
+    return padded.view(-1, group_size, columns).transpose(1, 2).reshape(-1, group_size)
+
+
+def from_groups(grouped: Tensor, columns: int) -> Tensor:
+    """The inverse of ``to_groups``: flat, with what was missing at the end."""
+    return grouped.view(-1, columns, grouped.shape[1]).transpose(1, 2).reshape(-1)
+
+
+def describe_groups(x: Tensor, bits: int, group_size: int, columns: int) -> Groups:
+    """Range, level count, scale and offset of each group of the flat tensor ``x``."""
+    padded = to_groups(x.float(), group_size, columns, torch.nan)
+    valid = to_groups(torch.ones_like(x, dtype=torch.bool), group_size, columns, False)
+
+    finite = torch.isfinite(padded)
+    minus, plus = padded == -torch.inf, padded == torch.inf
+    has_minus, has_plus = minus.any(1, True), plus.any(1, True)
+    has_nan = (padded.isnan() & valid).any(1, True)
+    low = padded.where(finite, torch.inf).amin(1, True)
+    high = padded.where(finite, -torch.inf).amax(1, True)
+    empty = ~finite.any(1, True)
+    low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
+    spread = high - low
+
+    infinite = has_minus | has_plus
+    dead = has_nan | ~torch.isfinite(spread)
+    if bits == 1:
+        dead = dead | (infinite & ((spread != 0) | (has_minus & has_plus)))
+    top = 2**bits - 1
+    levels = torch.full_like(spread, top).where(~infinite, max(top - 2, 0))
+    scale, stored, offset, levels = grid_of(low, high, levels, x.dtype)
+    allowed = dither_allowed(low, high, scale, offset, levels, torch.finfo(x.dtype).max)
+    return Groups(
+        values=torch.where(finite, padded, low),
+        infinite=plus.to(torch.int8) - minus.to(torch.int8),
+        special=infinite | dead,
+        dead=dead,
+        levels=levels,
+        scale=scale,
+        offset=offset,
+        stored_offset=stored,
+        may_dither=~(infinite | dead) & allowed,
+        valid=valid,
+    )
+
+
+def scaled_values(groups: Groups) -> Tensor:
+    """(value - offset) / scale in units of 2^-16, rounded to even and clamped: int32 [G, group_size]."""
+    inverse = torch.where(groups.scale > 0, torch.full_like(groups.scale, 65536.0) / groups.scale, 0.0)
+    steps = torch.round((groups.values - groups.offset) * inverse).clamp(min=0.0)
+    return torch.minimum(steps, groups.levels * 65536.0).nan_to_num(0.0).to(torch.int32)
+
+
+def dithered(groups: Groups, scaled: Tensor) -> Tensor:
+    """bool [G, 1]: groups whose noise is subtracted again when they are decoded.
+
+    Plain stochastic rounding has a variance of f (1 - f) steps^2 at a fraction f, subtractive dither of 1/12 whatever
+    the fraction (Schuchman 1964). The mean of |f - 1/2| says which is better: 1/4 where fractions are spread evenly,
+    1/2 where they are zero, and 3/8 where as many are the one as the other and both ways have the same variance.
+    """
+    edges = (((scaled >> 8) & 0xFF) - 128).abs().where(groups.valid, 0)
+    return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))
+
+
+def pack_groups(
+    x: Tensor, bits: int, group_size: int, seed: int, first_element: int, columns: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack whole groups, the elements of a tensor from number ``first_element`` on.
+
+    Returns:
+        planes uint8 [S, bits, group_size / 8] for S sets of ``group_size`` elements in memory order, scale int16 [G] (a
+        bfloat16 and its flags), offset int16 [G].
+    """
+    groups = describe_groups(x, bits, group_size, columns)
+    noise = to_groups(random16(first_element, x.numel(), seed, x.device), group_size, columns, 0)
+    scaled = scaled_values(groups)
+    codes = (scaled + noise) >> 16
+    # The two highest codes of a group with infinities mean -inf and +inf; with one bit, code 1 is the only one left.
+    plus_code = 2**bits - 1
+    minus_code = max(plus_code - 1, 1)
+    codes = codes.masked_fill(groups.infinite > 0, plus_code).masked_fill(groups.infinite < 0, minus_code)
+    codes = codes.masked_fill(groups.dead | ~groups.valid, 0)
+    plane_sets = (x.numel() + group_size - 1) // group_size
+    flat = from_groups(codes, columns)[: plane_sets * group_size]
+
+    scale = (groups.scale.view(torch.int32) >> 16).to(torch.int16)
+    scale = scale.where(~groups.special, scale | _SPECIAL_FLAG)
+    lowest = dithered(groups, scaled)
+    if bits == 1:
+        lowest = lowest | (groups.infinite > 0).any(1, True)
+    scale = scale.where(~lowest, scale | 1).masked_fill(groups.dead, _DEAD_SCALE)
+    planes = _planes_of(flat.view(plane_sets, group_size), bits)
+    return planes, scale.view(-1), groups.stored_offset.masked_fill(groups.dead, 0).view(-1)
+
+
+def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    # torch's vectorised casts give NaNs of various bits; the format has one for each dtype.
+    return values.to(dtype).masked_fill(values.isnan(), torch.nan)
+
+
+def _planes_of(codes: Tensor, bits: int) -> Tensor:
+    return torch.stack([_bytes_of((codes >> plane) & 1) for plane in range(bits)], dim=1)
+
+
+def _bytes_of(ones: Tensor) -> Tensor:
+    """0/1 int32 [G, n] to little-endian bytes uint8 [G, n / 8]."""
+    weights = 1 << torch.arange(8, device=ones.device, dtype=torch.int32)  # made there: a copy would wait
+    return (ones.view(ones.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8)
+
+
+def _bits_of_bytes(packed: Tensor) -> Tensor:
+    """uint8 [G, n] to 0/1 int32 [G, n * 8]."""
+    shifts = torch.arange(8, device=packed.device, dtype=torch.int32)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 1).view(packed.shape[0], -1)
+
+
+def _chunks(numel: int, group_size: int, columns: int) -> list[tuple[slice, slice]]:
+    """Elements that are handled at once, whole groups; and their groups, which have the numbers of their plane sets."""
+    block = group_size * columns
+    step = max(_CHUNK_ELEMENTS // block, 1) * block
+    starts = range(0, numel, step)
+    return [(slice(i, i + step), slice(i // group_size, (i + step) // group_size)) for i in starts]
+
+
+def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
+    """Quantise a flat tensor (float32, float16 or bfloat16, [N]) with stochastic rounding into one uint8 buffer.
+
+    Groups are ``group_size`` elements in a row, or with ``columns`` > 1 of one column of ``group_size`` rows of so many
+    elements. See docs/codec.md for the format. Raises ValueError or TypeError for a format that does not exist.
+    """
+    check_format(bits, group_size, x.dtype)
+    check_columns(x.numel(), columns)
+    buffer = x.new_empty(sections(x.numel(), bits, group_size, columns).total_bytes, dtype=torch.uint8)
+    pack_out(x, bits, group_size, seed, buffer, columns)
+    return buffer
+
+
+def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
+    """``pack`` into ``out``, a flat uint8 tensor of ``sections(...).total_bytes`` elements, aligned to 4 bytes."""
+    check_format(bits, group_size, x.dtype)
+    check_flat(x, "x")
+    check_columns(x.numel(), columns)
+    where = sections(x.numel(), bits, group_size, columns)
+    check_buffer(out, where.total_bytes)
+    planes, scale, offset = _split(out, where, bits, group_size)
+    for elements, groups in _chunks(x.numel(), group_size, columns):
+        parts = pack_groups(x[elements], bits, group_size, seed, elements.start, columns)
+        planes[groups], scale[groups], offset[groups] = parts
+
+
+def _split(buffer: Tensor, where: Sections, bits: int, group_size: int) -> tuple[Tensor, ...]:
+    planes = buffer[: where.scale_start_bytes].view(where.plane_sets, bits, group_size // 8)
+    scale = buffer[where.scale_start_bytes : where.offset_start_bytes].view(torch.int16)
+    offset = buffer[where.offset_start_bytes :].view(torch.int16)
+    return planes, scale, offset
+
+
+def unpack(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
+) -> Tensor:
+    """Decode what ``pack`` made with this seed: flat tensor [numel] of ``dtype``."""
+    out = torch.empty(numel, dtype=dtype, device=buffer.device)
+    unpack_out(buffer, bits, group_size, numel, dtype, seed, out, columns)
+    return out
+
+
+def unpack_out(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int = 1,
+) -> None:
+    """Decode what ``pack`` made into ``out``, a contiguous tensor [numel] of ``dtype``."""
+    check_format(bits, group_size, dtype)
+    check_columns(numel, columns)
+    where = sections(numel, bits, group_size, columns)
+    check_buffer(buffer, where.total_bytes)
+    check_out(out, numel, dtype)
+    planes, scale, offset = _split(buffer, where, bits, group_size)
+    for elements, groups in _chunks(numel, group_size, columns):
+        parts = (planes[groups], scale[groups], offset[groups])
+        piece = out[elements]
+        piece.copy_(unpack_groups(*parts, bits, seed, elements.start, dtype, columns)[: piece.numel()])
+
+
+def unpack_groups(
+    planes: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    bits: int,
+    seed: int,
+    first_element: int,
+    dtype: torch.dtype,
+    columns: int = 1,
+) -> Tensor:
+    """Inverse of ``pack_groups``: flat values of ``dtype``, of whole groups."""
+    group_size = 8 * planes.shape[2]
+    codes = _bits_of_bytes(planes[:, 0])
+    for plane in range(1, bits):
+        codes = codes | (_bits_of_bytes(planes[:, plane]) << plane)
+    codes = to_groups(codes.view(-1), group_size, columns, 0)
+    stored = scale.unsqueeze(1)
+    special, lowest = stored < 0, (stored & 1) != 0
+    step = (stored & 0x7FFE).view(torch.bfloat16).float()
+    low = offset_value(offset.unsqueeze(1), step, dtype)
+    # code * step is exact in float32: 8 bits times 7 bits.
+    values = low + codes.to(torch.float32) * step
+    top = 2**bits - 1
+    if bits == 1:
+        infinity = torch.where(lowest, torch.inf, -torch.inf)
+        values = torch.where(special & (codes == 1), infinity, values)
+    else:
+        values = torch.where(special & (codes == top - 1), -torch.inf, values)
+        values = torch.where(special & (codes == top), torch.inf, values)
+    # Dithered: code + 1/2 - noise steps, counted in units of 2^-16 from half a step below the offset.
+    noise = to_groups(random16(first_element, codes.numel(), seed, codes.device), group_size, columns, 0)
+    unit = step * 2.0**-16
+    base = low - unit * 32767.5
+    units = ((codes << 16) + 65535 - noise).to(torch.float32)
+    values = torch.where(lowest & ~special, base + units * unit, values)
+    return _round_to(from_groups(values, columns), dtype)
+
+
+def pack_mask(x: Tensor) -> Tensor:
+    """One bit for each element of a flat tensor, set where it is not zero: uint8 [ceil(N / 8)], little endian."""
+    check_mask_dtype(x.dtype)
+    check_flat(x, "x")
+    packed = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    for start in range(0, x.numel(), _CHUNK_ELEMENTS):
+        piece = x[start : start + _CHUNK_ELEMENTS]
+        ones = torch.zeros((piece.numel() + 7) // 8 * 8, dtype=torch.int32, device=x.device)
+        ones[: piece.numel()] = piece != 0
+        packed[start // 8 : start // 8 + ones.numel() // 8] = _bytes_of(ones.view(1, -1))[0]
+    return packed
+
+
+def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Decode what ``pack_mask`` made: 0 or 1 in ``dtype``, flat [numel]."""
+    check_mask_dtype(dtype)
+    check_buffer(buffer, (numel + 7) // 8)
+    out = torch.empty(numel, dtype=dtype, device=buffer.device)
+    for start in range(0, numel, _CHUNK_ELEMENTS):
+        piece = out[start : start + _CHUNK_ELEMENTS]
+        packed = buffer[start // 8 : (start + piece.numel() + 7) // 8]
+        piece.copy_(_bits_of_bytes(packed.view(1, -1))[0, : piece.numel()])
+    return out
+
+
+def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
+    """Weighted variance that rounding adds at 1..8 bits: float64 [8].
+
+    Entry b - 1 is sum_i weight_i * scale(b)^2 * f_i * (1 - f_i) with f_i the fraction that ``pack`` would round at b
+    bits, or with 1/12 in place of f_i * (1 - f_i) in the groups that it would dither. Groups with NaN, infinities or
+    an overflowing range count as +inf where a weight is not zero.
+
+    Args:
+        x: flat tensor [N], float32, float16 or bfloat16.
+        weight: float32 [N].
+        group_size, columns: as in ``pack``.
+    """
+    check_format(MIN_BITS, group_size, x.dtype)
+    check_flat(x, "x")
+    check_weight(weight, x)
+    check_columns(x.numel(), columns)
+    totals = torch.zeros(MAX_BITS, dtype=torch.float64, device=x.device)
+    for elements, _ in _chunks(x.numel(), group_size, columns):
+        totals += _variance_of_groups(x[elements], weight[elements], group_size, columns)
+    return totals
+
+
+def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int, columns: int) -> Tensor:
+    totals = []
+    weights = to_groups(weight, group_size, columns, 0.0)
+    for bits in range(MIN_BITS, MAX_BITS + 1):
+        groups = describe_groups(x, bits, group_size, columns)
+        scaled = scaled_values(groups)
+        fraction = (scaled & 0xFFFF).double() / 65536
+        variance = torch.where(dithered(groups, scaled), 1 / 12, fraction * (1 - fraction))
+        per_group = (weights * variance).sum(1, True) * groups.scale.double() ** 2
+        worst = torch.where((weights != 0).any(1, True), torch.inf, 0.0).double()
+        totals.append(torch.where(groups.special, worst, per_group).sum())
+    return torch.stack(totals)

@@ -1,0 +1,222 @@
+"""Gradient checkpointing as saved-tensor hooks see it.
+
+[Note: nesting] Around a checkpoint the hooks see the block's positional tensor inputs, which is what should be
+compressed. Inside, the innermost hooks win: checkpoint's own (non-reentrant) would be shadowed by ours, everything
+would be stored and nothing recomputed; in reentrant mode the forward saves nothing and the recomputation, which is
+freed at once, would be packed for nothing. So hooks that are opened inside a checkpointed function are refused, and
+nothing is packed while a backward runs.
+
+[Note: measuring checkpoints] A double backward recomputes several times and through torch.autograd.grad. While
+sensitivity is measured, reentrant checkpoints therefore run as non-reentrant ones, a selective checkpoint may hand out
+what it cached more than once, and what is recomputed uses the same stand-ins as the forward.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.autograd.function as autograd_function
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .._paths import PACKAGE_ROOT
+
+_FILES = (torch_checkpoint.__file__, "deepspeed/runtime/activation_checkpointing/checkpointing.py")
+_PACKAGES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE_ROOT)
+_SAVERS = {
+    torch_checkpoint.__file__,
+    autograd_function.__file__,
+    os.path.join(PACKAGE_ROOT, "deepspeed.py"),
+}
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def inside_checkpoint() -> bool:
+    """Whether the function of a non-reentrant checkpoint is running: its hooks are the innermost then."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and getattr(top[0], "__module__", "") == torch_checkpoint.__name__
+
+
+def refuse_inside_checkpoint() -> None:
+    """Raise RuntimeError where hooks opened now would defeat a checkpoint. See [Note: nesting]."""
+    inside = inside_checkpoint()
+    if inside or in_backward():
+        where = (
+            "inside a checkpointed function" if inside else "while a backward pass recomputes a checkpointed function"
+        )
+        raise RuntimeError(
+            f"gact_dist's hooks were opened {where}: everything in it would be stored and nothing recomputed. Open the "
+            "step around the checkpoint instead: with gact.step(...): loss = model(batch), with checkpoint(...) inside "
+            "the model; the inputs of each checkpointed block are then compressed"
+        )
+
+
+def saving_checkpoint(frame: FrameType) -> FrameType | None:
+    """The call of checkpoint() whose block's input is being saved; None where something else saves.
+
+    frame: of the caller of a pack hook.
+    """
+    caller: FrameType | None = frame
+    if frame.f_code.co_filename not in _SAVERS:
+        return None
+    while caller is not None:
+        if _is_checkpoint_call(caller):
+            return caller
+        path = caller.f_code.co_filename
+        if not path.startswith(_PACKAGES) and not path.endswith(_FILES):
+            return None
+        caller = caller.f_back
+    return None
+
+
+def running_checkpoints() -> list[int]:
+    """The id of the frame of every checkpoint() call that is running, innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_checkpoint_call(frame):
+            found.append(id(frame))
+        frame = frame.f_back
+    return found
+
+
+def checkpoint_call(frame: FrameType) -> FrameType | None:
+    """The call of checkpoint() that a frame belongs to."""
+    caller: FrameType | None = frame
+    while caller is not None and not _is_checkpoint_call(caller):
+        caller = caller.f_back
+    return caller
+
+
+def _is_checkpoint_call(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
+
+
+def recomputing() -> bool:
+    """Whether a checkpoint is fetching what it recomputes a block from."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_FILES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _WatchedPolicy:
+    """The policy function of a selective checkpoint, which says what it keeps."""
+
+    def __init__(self, policy: Callable[..., Any], note: Callable[[Tensor, str], None]) -> None:
+        self._policy, self._note = policy, note
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        decision = self._policy(context, operator, *args, **kwargs)
+        if decision is True or decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            tree_map_only(Tensor, lambda tensor: self._note(tensor, str(operator)), context.op_output)
+        return decision
+
+
+def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> None:
+    """Have note(tensor, operator) called for all that the checkpoint whose input is being saved keeps by its policy.
+
+    That bypasses every hook: it stays exact, in a cache of the checkpoint. frame: of the caller of a pack hook.
+    """
+    caller: FrameType | None = frame
+    while caller is not None and not _is_checkpoint_call(caller):
+        mode = caller.f_locals.get("forward_context") if caller.f_code.co_filename == _FILES[0] else None
+        if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
+            if not isinstance(mode.policy_fn, _WatchedPolicy):
+                mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
+            return
+        caller = caller.f_back
+
+
+@contextmanager
+def measurable(mode: Any) -> Iterator[None]:
+    """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_as_non_reentrant)))
+        loaded = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+        if loaded is not None:
+            stack.enter_context(
+                _replaced(loaded.CheckpointFunction, "apply", staticmethod(_deepspeed_as_non_reentrant))
+            )
+        original_init = torch_checkpoint._CheckpointFrame.__init__
+
+        def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
+            def recompute(*args: Any) -> None:
+                with mode:
+                    recompute_fn(*args)
+
+            original_init(self, recompute, *rest)
+
+        stack.enter_context(_replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
+        stack.enter_context(_replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replacement: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+class CheckpointFunction(Function):
+    """Identity under the name that a reentrant checkpoint gives its outputs, so that saved tensors keep their names."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _as_non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    outputs = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return tree_map_only(Tensor, CheckpointFunction.apply, outputs)
+
+
+def _deepspeed_as_non_reentrant(function: Callable[..., Any], all_outputs: list, *args: Any) -> Any:
+    outputs = _as_non_reentrant(function, True, *args)
+    all_outputs += [outputs] if isinstance(outputs, Tensor) else outputs
+    return outputs
+
+
+_dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
+# an older torch keys its storage by the operator alone
+_storage_key: Callable[[Any, tuple], Any] = getattr(torch_checkpoint, "_sac_storage_key", lambda func, _: func)
+
+
+@torch._disable_dynamo
+def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """As selective checkpoint does it, but what was cached stays in the cache."""
+    if func in torch_checkpoint.SAC_IGNORED_OPS:
+        return func(*args, **(kwargs or {}))
+    key = _storage_key(func, args)
+    number = self.func_counter[key]
+    cached = self.storage.get(key, {}).get(number)
+    result = _dispatch_once(self, func, types, args, kwargs)
+    if self.storage[key][number] is not cached:
+        self.storage[key][number] = cached
+        result = tree_map_only(Tensor, Tensor.clone, result)  # an operation in place must not reach the cache
+    return result

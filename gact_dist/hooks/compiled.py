@@ -1,0 +1,120 @@
+"""Regions that torch.compile has compiled, as saved-tensor hooks see them.
+
+[Note: compiled regions] Hooks around a compiled region run on what its forward saves: all at once, and most of it
+without a graph that would say what produced it. Which of these are statistics of an operator (an attention's logsumexp,
+a mean) is told from their size: in every operator that saves both, statistics have one number where activations have a
+row of them. A region's tensors are kept exactly in the first step that meets them, and classified after it.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.autograd.function as autograd_function
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from ..distributed import own_part
+from .roles import Role
+
+_RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
+_INLINED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inlined.py")
+_MODULE = nn.modules.module.__file__
+# Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
+_SHORTEST_ROW = 8
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether the model or one of its modules was given to torch.compile, or its compile() was called."""
+    return any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules())
+
+
+def behind_compiler(frame: FrameType) -> FrameType:
+    """The frame that called a hook, behind those by which the compiler keeps off it."""
+    while frame.f_code.co_filename.startswith((_DYNAMO, _INLINED)) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def compiled_region(frame: FrameType) -> nn.Module | None:
+    """The module whose compiled forward is saving a tensor; None where something else saves.
+
+    frame: of the caller of a pack hook.
+    """
+    caller = frame.f_back
+    if frame.f_code.co_filename != autograd_function.__file__ or caller is None:
+        return None
+    if not caller.f_code.co_filename.startswith(_RUNTIME):
+        return None
+    return running_region(caller)
+
+
+def running_region(frame: FrameType | None) -> nn.Module | None:
+    """The module whose compiled forward a frame belongs to."""
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE and frame.f_code.co_name == "_wrapped_call_impl":
+            module = frame.f_locals["self"]
+            if not isinstance(module, GraphModule):  # one that the compiler made
+                return module._modules.get("_orig_mod", module)
+        frame = frame.f_back
+    return None
+
+
+class RegionRoles:
+    """The roles of what regions save without a graph, by name."""
+
+    def __init__(self, roles: dict[str, Role]) -> None:
+        self._roles = roles
+        self._met: dict[nn.Module, list[tuple[str, int]]] = defaultdict(list)
+
+    def role(self, region: nn.Module, name: str, tensor: Tensor) -> Role:
+        """The role found after an earlier step; exact until then."""
+        known = self._roles.get(name)
+        if known is None and _is_cast_of_parameter(tensor, region):
+            known = self._roles[name] = Role.STATISTIC
+        if known is None:
+            self._met[region].append((name, tensor.numel()))
+        return known or Role.STATISTIC
+
+    def classify(self) -> None:
+        """At the end of a step: what is new in it. See [Note: compiled regions]."""
+        for met in self._met.values():
+            largest = max(numel for _, numel in met)
+            for name, numel in met:
+                self._roles[name] = Role.ACTIVATION if numel * _SHORTEST_ROW > largest else Role.STATISTIC
+        self._met.clear()
+
+
+class RegionParameters:
+    """Where the parameters of regions lie: looked up once for all that a region saves, one tensor after the other."""
+
+    def __init__(self) -> None:
+        self._region: nn.Module | None = None
+        self._storages: set[int] = set()
+
+    def share(self, tensor: Tensor, region: nn.Module) -> bool:
+        """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
+        if region is not self._region:
+            self._region = region
+            self._storages = {part.untyped_storage()._cdata for part in _parameter_parts(region)}
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def forget(self) -> None:
+        """At the end of a step: in the next one they may lie elsewhere."""
+        self._region = None
+
+
+def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:
+    """Whether it may be a parameter in the type of autocast: made inside the graph, such a copy tells nothing else."""
+    shape = sorted(tensor.shape)
+    return any(part.dtype != tensor.dtype and sorted(part.shape) == shape for part in _parameter_parts(region))
+
+
+def _parameter_parts(region: nn.Module) -> Iterator[Tensor]:
+    """What this rank holds of a region's parameters; for FSDP1 with use_orig_params their views that a forward uses."""
+    for module in region.modules():
+        found = (*module._parameters.values(), *vars(module).values())
+        yield from (own_part(tensor) for tensor in found if isinstance(tensor, Tensor))

@@ -1,0 +1,178 @@
+"""What the graph holds in place of a saved tensor: handles that give the tensor back.
+
+[Note: lifetime] The graph owns a handle, a handle owns its payload, and the tables of a step know handles only weakly.
+A graph that is dropped frees everything, with or without a backward; restore changes nothing, so retain_graph, a second
+backward and a nested grad work.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import codec
+from ..offload import Payload, Storage
+from .parameters import version_witness
+
+
+class Stored:
+    """One tensor kept for backward: a codec's payload, on the device or in host memory, or an alias of the tensor."""
+
+    __slots__ = ("__weakref__", "name", "offloaded", "payload", "version", "witness")
+
+    def __init__(
+        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, storage: Storage | None = None
+    ) -> None:
+        self.name = name
+        self.offloaded: Payload | None = None
+        self.payload = payload if storage is None else self._place(payload, storage)
+        self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
+        self.version = tensor._version
+
+    def _place(self, payload: Tensor | codec.Packed, storage: Storage) -> Tensor | codec.Packed:
+        """What to keep of a payload beside what the storage has of it."""
+        buffer = payload if isinstance(payload, Tensor) else payload.payload
+        nbytes = codec.stored_bytes(buffer)
+        if not storage.takes(buffer.device, nbytes):
+            return payload
+        self.offloaded = storage.place(self.name, nbytes)
+        if not self.offloaded.leaves:
+            return payload
+        packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
+        self.offloaded.send(packed.payload)
+        return codec.without_payload(packed)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the payload in host memory."""
+        return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
+
+    def replace(self, tensor: Tensor) -> None:
+        """Keep another tensor in place of an alias."""
+        self.payload = self.witness = tensor
+        self.version = tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
+        if self.witness._version != self.version:
+            raise RuntimeError(
+                f"saved tensor {self.name!r} was modified by an inplace operation after forward saved it (it is at "
+                f"version {self.witness._version}, expected {self.version}); use the out-of-place form of that "
+                "operation, or clone the tensor before modifying it"
+            )
+        fetched = None if self.offloaded is None else self.offloaded.fetch()
+        if isinstance(self.payload, Tensor):
+            return self.payload.detach()
+        return codec.unpack(self.payload if fetched is None else codec.with_payload(self.payload, fetched))
+
+
+class Replaceable:
+    """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
+
+    __slots__ = ("__weakref__", "on_restore", "replacement", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.replacement: Tensor | None = None
+        self.on_restore: Callable[[], None] | None = None
+        """told of every use"""
+
+    def restore(self) -> Tensor:
+        if self.on_restore is not None:
+            self.on_restore()
+        return (self.tensor if self.replacement is None else self.replacement).detach()
+
+
+@dataclass(eq=False)
+class Recorded:
+    """A saved tensor seen while sensitivity is measured, with the graph edge that produced it.
+
+    The graph holds only the handle: an operator that saves its own result would otherwise own its own node, a cycle
+    that no collector sees, and with it the whole graph below.
+    """
+
+    name: str
+    handle: Replaceable
+    origin: Tensor
+    """the tensor whose storage it views; shape and strides of the edge's gradient"""
+    node: Any
+    """autograd node that produced origin, None without a graph"""
+    output_number: int
+    compressible: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """The saved tensor as it is, without a graph."""
+        return self.handle.tensor
+
+    @property
+    def replacement(self) -> Tensor | None:
+        """Handed out in the tensor's place while set."""
+        return self.handle.replacement
+
+    @replacement.setter
+    def replacement(self, tensor: Tensor | None) -> None:
+        self.handle.replacement = tensor
+
+
+class View:
+    """A saved tensor that lies inside the memory of one that is stored already."""
+
+    __slots__ = ("base", "offset", "size", "stride")
+
+    def __init__(self, base: Stored | Replaceable, tensor: Tensor, offset: int) -> None:
+        self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
+
+    def restore(self) -> Tensor:
+        return self.within(self.base.restore())
+
+    def within(self, base: Tensor) -> Tensor:
+        """The part of a restored base that it stands for."""
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+class Distributed:
+    """A saved tensor of which this rank holds a part (DTensor): a handle on it, and what makes it whole again."""
+
+    __slots__ = ("local", "make")
+
+    def __init__(self, local: Any, make: Callable[[Tensor], Tensor]) -> None:
+        self.local, self.make = local, make
+
+    def restore(self) -> Tensor:
+        return self.make(self.local.restore())
+
+
+class Kept:
+    """A parameter, what is made of parameters, or a kind of tensor that no codec knows."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
+        # saved output that is its own handle would be a reference cycle that the collector cannot see.
+        self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+
+    def restore(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensorRow:
+    """What a step kept of one saved tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: str
+    """quantised, mixed, mask, binary, narrow or exact"""
+    bits: float
+    """payload bits for an element"""
+    bytes: int
+    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
+    host_bytes: int = 0
+    """of these, in pinned host memory"""
+    one_width_bytes: int = 0
+    """what the tensor would take at one width with the same error, where it was stored within a bound; else 0"""

@@ -1,0 +1,206 @@
+"""Names of saved tensors: module path, operator and occurrence, the same in every step, on every rank, after a resume.
+
+[Note: names] A name is built from where a tensor is saved (the module whose forward is running and the line in it)
+and from what produced it (the autograd node, views passed over). Order of saving plays a part only among tensors that
+agree in all of these, so a branch that is taken in one step and not in the next shifts no other name. At top level
+(outside every module of the model) the line is left out: the job's loop and its loss function then give one name.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._paths import PACKAGE_ROOT
+from ..distributed import unwrap, user_path
+
+_TORCH = os.path.dirname(torch.__file__)
+_PLUMBING = (
+    *(f"{_TORCH}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
+    *(f"{_TORCH}/{part}" for part in ("utils/", "_jit_internal.py", "amp/", "_dynamo/", "_compile.py", "_functorch/")),
+    PACKAGE_ROOT,
+)
+
+_DEEPSPEED = f"{os.sep}deepspeed{os.sep}runtime{os.sep}"
+
+_ALIASES = {
+    "CudnnBatchNorm": "BatchNorm",
+    "MiopenBatchNorm": "BatchNorm",
+    "NativeBatchNorm": "BatchNorm",
+    "NativeLayerNorm": "LayerNorm",
+    "NativeGroupNorm": "GroupNorm",
+    "FusedRmsNorm": "RmsNorm",
+    "LinearFunctionForZeroStage3": "Addmm",
+}
+
+# Nodes by which wrappers learn of a backward: they hand their inputs on, and are there in some steps and modes only.
+_PASS_ON = frozenset({
+    "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward",
+    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward",
+})  # fmt: skip
+
+
+@cache
+def operator_name(node_name: str) -> str:
+    """The operator behind an autograd node's name: 'NativeLayerNormBackward0' -> 'LayerNorm'."""
+    operator = re.sub(r"Backward\d*$", "", node_name)
+    if operator.startswith("ScaledDotProduct"):
+        return "ScaledDotProductAttention"
+    return _ALIASES.get(operator, operator)
+
+
+class ModuleScope:
+    """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
+
+    In a compiled region the hooks are not there: nothing breaks its graph, and what it saves has the region's name.
+    compiled: the model has such regions. Hooks that run after an exception as well would then be guarded on, and every
+    module compiled anew; without them a name may be off in a step in which a module raised and its caller went on.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
+        self.compiled = compiled
+        self.stack: list[tuple[str, nn.Module]] = []
+        self.paths: dict[int, str] = {}
+        self._handles = []
+        for path, module in unwrap(model).named_modules():
+            entry = (user_path(path), module)
+            self.paths[id(module)] = entry[0]
+            self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
+            self._handles.append(module.register_forward_hook(self._leave(entry), always_call=not compiled))
+
+    def _enter(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            if not torch.compiler.is_dynamo_compiling():
+                self.stack.append(entry)
+
+        return enter
+
+    def _leave(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return
+            # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
+            while self.stack and self.stack.pop() is not entry:
+                continue
+
+        return leave
+
+    @property
+    def innermost(self) -> nn.Module | None:
+        """The module whose forward is running; None outside of the model."""
+        return self.stack[-1][1] if self.stack else None
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.stack.clear()
+
+
+class Namer:
+    """Gives each saved tensor of one step its name; reset() starts the next step."""
+
+    def __init__(self, scope: ModuleScope) -> None:
+        self.scope = scope
+        self._counts: dict[tuple, int] = {}
+        self._names: dict[tuple, str] = {}
+
+    def reset(self) -> None:
+        self._counts.clear()
+        self.scope.stack.clear()
+
+    def block_input(self) -> str:
+        """The name of a checkpointed block's input that is being saved right now: compiled or not, reentrant or not."""
+        path = self.scope.stack[-1][0] if self.scope.stack else None
+        return self._numbered(path, "BlockInput", call_site())
+
+    def bypassing(self, operator: str) -> str:
+        """The name of what a checkpoint keeps past all hooks, of a call or an operator that is running right now."""
+        return self._numbered(self.scope.stack[-1][0] if self.scope.stack else None, operator, call_site())
+
+    def name(self, tensor: Tensor, region: nn.Module | None = None) -> str:
+        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names].
+
+        region: the module whose compiled forward saves it, None outside of compiled regions.
+        """
+        if region is not None:
+            # In order of saving, which a compiled graph fixes, among those that look alike: what else it saves (views
+            # of parameters), and what produced its inputs, differs between wrappers.
+            last = tensor.shape[-1] if tensor.dim() else 1
+            path, operator, site = self.scope.paths.get(id(region)), f"Compiled{tensor.dim()}D{last}", None
+        else:
+            node = _producer(origin(tensor))
+            operator = operator_name(node.name()) if node is not None else "Input"
+            path = self.scope.stack[-1][0] if self.scope.stack else None
+            site = call_site() if path is not None else None
+        return self._numbered(path, operator, site)
+
+    def name_in_graph(self, region: nn.Module | None, label: str) -> str:
+        """The name of a tensor that the graph of a compiled region packs itself. label: its own within that graph."""
+        return self._numbered(self.scope.paths.get(id(region)), label, None)
+
+    def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
+        key = (path, operator, site)
+        occurrence = self._counts.get(key, 0)
+        self._counts[key] = occurrence + 1
+        name = self._names.get((key, occurrence))
+        if name is None:
+            name = self._names[key, occurrence] = _spell(path, operator, site, occurrence)
+        return name
+
+
+def _producer(tensor: Tensor) -> Any:
+    """The node that computed a tensor, behind those by which wrappers hand inputs and outputs on."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and node.name() in _PASS_ON:
+        below = node.next_functions
+        node, number = below[number] if number < len(below) else below[-1]
+    return node
+
+
+def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:
+    where = f"@{site}" if site else ""
+    return f"{path or ''}:{operator}{where}" + (f"#{occurrence}" if occurrence else "")
+
+
+def origin(tensor: Tensor) -> Tensor:
+    """The tensor that an operator computed and of which this one is a view; the tensor itself if it is no view."""
+    base = tensor._base if tensor._is_view() else None
+    return base if base is not None and base.grad_fn is not None else tensor
+
+
+# keyed by id, with the code object kept beside it: hashing a code object walks all of its constants every time
+_plumbing: dict[int, tuple[CodeType, bool]] = {}
+_sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
+
+
+def _is_plumbing(code: CodeType) -> bool:
+    known = _plumbing.get(id(code))
+    if known is None:
+        path = code.co_filename
+        known = _plumbing[id(code)] = (code, path.startswith(_PLUMBING) or _DEEPSPEED in path)
+    return known[1]
+
+
+def _site(code: CodeType, instruction: int) -> str:
+    known = _sites.get((id(code), instruction))
+    if known is None:
+        line = next((row for start, stop, row in code.co_lines() if start <= instruction < stop and row), None)
+        offset = (line or code.co_firstlineno) - code.co_firstlineno
+        text = str(offset) if code.co_name == "forward" else f"{code.co_name}+{offset}"
+        known = _sites[id(code), instruction] = (code, text)
+    return known[1]
+
+
+def call_site() -> str | None:
+    """The line, counted from the start of its function, that calls the operator: the first frame outside plumbing."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_plumbing(frame.f_code):
+        frame = frame.f_back
+    return _site(frame.f_code, frame.f_lasti) if frame is not None else None

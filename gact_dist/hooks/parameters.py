@@ -1,0 +1,106 @@
+"""What a tensor is: a parameter (or made from parameters only), a twin of one already stored, still unmodified."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..distributed import own_part, unwrap
+from .naming import operator_name
+
+_VIEWS_AND_CASTS = frozenset({
+    "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
+    "Slice", "Select", "Squeeze", "Unsqueeze", "Expand", "Alias", "AsStrided", "Unbind", "Clone", "Chunk", "Narrow",
+})  # fmt: skip
+_PARAMETER_ARITHMETIC = frozenset({
+    "Mul", "Div", "Add", "Sub", "Neg", "Exp", "Sqrt", "Rsqrt", "Pow", "Reciprocal", "Sigmoid", "Tanh", "Softplus",
+    "Sum", "Norm", "LinalgVectorNorm", "WeightNormInterface",
+})  # fmt: skip
+_DEPTH = 6
+
+
+def made_from_parameters(node: Any, depth: int = _DEPTH) -> bool:
+    """Whether everything below an autograd node is a view, a cast or arithmetic on parameters.
+
+    An input that needs no gradient appears in next_functions as None, so x * weight is not mistaken for a parameter.
+    """
+    if node is None or depth == 0:
+        return False
+    operator = operator_name(node.name())
+    if operator == "torch::autograd::AccumulateGrad":
+        return isinstance(node.variable, nn.Parameter)
+    if operator in _VIEWS_AND_CASTS:
+        return made_from_parameters(node.next_functions[0][0], depth)
+    if operator in _PARAMETER_ARITHMETIC:
+        return all(made_from_parameters(below, depth - 1) for below, _ in node.next_functions)
+    return False
+
+
+class ParameterIdentity:
+    """Recognises parameters and buffers, and what is made of them, among the tensors that autograd saves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned: set[int] = set()
+        self._weak: list[StorageWeakRef] = []
+        self.remember([*model.parameters(), *model.buffers()])
+
+    def remember(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
+        for tensor in tensors:
+            storage = own_part(tensor).untyped_storage()  # this is what a compiled region saves, without a graph
+            if storage.nbytes():
+                self._weak.append(StorageWeakRef(storage))
+                self._owned.add(storage._cdata)
+
+    @contextmanager
+    def with_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Count those that the model has now among them for a while: the clones that stand in for its buffers during a
+        measurement. See [Note: isolation] in isolation.py."""
+        owned, weak = set(self._owned), list(self._weak)
+        self.remember(unwrap(model).buffers())
+        try:
+            yield
+        finally:
+            self._owned, self._weak = owned, weak
+
+    def is_parameter(self, tensor: Tensor, module: nn.Module | None) -> bool:
+        """Whether a saved tensor is a parameter or buffer, a view of one, or computed from parameters only.
+
+        module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
+        recognised by shape and type against its own parameters.
+        """
+        if isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None:
+            return isinstance(tensor, nn.Parameter) or made_from_parameters(tensor.grad_fn)
+        if tensor.requires_grad or isinstance(tensor._base, nn.Parameter):
+            return True
+        if tensor.untyped_storage()._cdata in self._owned:
+            return True
+        return module is not None and _is_cast_of_frozen(tensor, module)
+
+
+def _is_cast_of_frozen(tensor: Tensor, module: nn.Module) -> bool:
+    for parameter in module._parameters.values():
+        if parameter is None or parameter.requires_grad or parameter.dtype == tensor.dtype:
+            continue
+        if sorted(own_part(parameter).shape) == sorted(tensor.shape):
+            return True
+    return False
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def version_witness(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares a tensor's version counter but not its memory.
+
+    It lets unpack see that the original was modified in place after all of the original's memory has been freed.
+    """
+    key = (tensor.dtype, tensor.device)
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness = tensor.detach()
+    witness.data = _EMPTY[key]
+    return witness

@@ -1,0 +1,229 @@
+"""What the payloads of one step went through, and what a planner learns from it.
+
+Bandwidth is that of the job's own copies, by events on their streams. The ranks of a host copy in the same phases of a
+step, so what each of them measures is its share, beside whatever else uses bus and memory; no collective is needed.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from ..config import Offload
+from .device import Event
+from .schedule import Limits, Passage, choose
+
+_PATIENCE_STEPS = 16  # between two plans for the same tensors
+_WORTH_A_PLAN = 0.02  # part of a step that stalls, or of its bytes that changed
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy: after `ready` nothing but the copies before it held it back; `end` is behind it."""
+
+    nbytes: int
+    ready: tuple[Event, ...]
+    end: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A payload as it was placed."""
+
+    name: str
+    nbytes: int
+    reached: Event
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """The payloads of one forward, from packing to the end of their graph."""
+
+    alive: dict[str, Any] = field(default_factory=dict)
+    """what storage.py holds of each payload that the graph has still"""
+    packed: list[Packed] = field(default_factory=list)
+    sent: list[Copy] = field(default_factory=list)
+    returned: list[Copy] = field(default_factory=list)
+    uses: list[tuple[str, Event]] = field(default_factory=list)
+    """(name, when the device came to it) of every unpacking"""
+    waits: list[tuple[Event, Event]] = field(default_factory=list)
+    """(when the device came to it, what it waited for)"""
+    sent_bytes: int = 0
+    peak_device_bytes: int = 0
+    away: list[str] = field(default_factory=list)
+    """names that were sent to the host, in the order of packing"""
+    resident: deque[str] = field(default_factory=deque)
+    """names that were asked for and not fetched yet"""
+    route: list[str] | None = None
+    """names of `away` in the order in which backward is expected to ask for them"""
+    position: int = 0
+    """in the route, behind what was fetched last"""
+    window: list[str] = field(default_factory=list)
+    """names of the route that come next, as many as are brought back ahead"""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its graph is gone and all its events have passed."""
+        if self.alive:
+            return False
+        events = [copies[-1].end for copies in (self.sent, self.returned) if copies]  # each list is one stream's
+        events += [reached for reached, _ in self.waits]
+        events += [reached for _, reached in self.uses]
+        events += [packed.reached for packed in self.packed]
+        return all(event.done() for event in events)
+
+    def start_backward(self, order: Sequence[str]) -> list[str]:
+        """Set and return the route: the order of an earlier step; a name that had no place there follows the one that
+        was packed after it, as in a backward that runs the forward in reverse."""
+        away = set(self.away)
+        places = [(float(place), name) for place, name in enumerate(order) if name in away]
+        first = dict(reversed([(name, place) for place, name in places]))
+        place = -1.0
+        for name in reversed(self.away):
+            if name in first:
+                place = first[name]
+            else:
+                places.append((place + 0.5, name))
+        self.route = [name for _, name in sorted(places, key=lambda entry: entry[0])]
+        return self.route
+
+    def advance(self, name: str) -> None:
+        """Note that a name of the route was asked for; a backward that starts over (retain_graph) goes back to it."""
+        route = self.route or []
+        if self.position < len(route) and route[self.position] == name:  # as expected, without a look at the rest
+            self.position += 1
+        elif name in route:
+            start = self.position if name in route[self.position :] else 0
+            self.position = route.index(name, start) + 1
+
+
+class _Clock:
+    """Times of a trace's events in seconds from its first; with the stalls, or as if there had been none."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._origin = trace.packed[0].reached
+        stalls = [(self.at(reached), self.at(awaited) - self.at(reached)) for reached, awaited in trace.waits]
+        stalls = sorted(stall for stall in stalls if stall[1] > 0)
+        self.stalls = len(stalls)
+        self._starts = [start for start, _ in stalls]
+        self._lost = [0.0, *accumulate(length for _, length in stalls)]
+
+    @property
+    def stall_s(self) -> float:
+        return self._lost[-1]
+
+    def at(self, event: Event) -> float:
+        return event.seconds_since(self._origin)
+
+    def without_stalls(self, event: Event) -> float:
+        moment = self.at(event)
+        return moment - self._lost[bisect_left(self._starts, moment)]
+
+    def bandwidth(self, copies: Sequence[Copy]) -> float | None:
+        """Bytes a second while copying; None without a copy."""
+        busy, free = 0.0, float("-inf")
+        for copy in copies:
+            end = self.at(copy.end)
+            busy += end - max(free, *(self.at(event) for event in copy.ready))
+            free = end
+        return sum(copy.nbytes for copy in copies) / busy if busy > 0 else None
+
+
+class Planner:
+    """Learns from the steps that are over what to send, and the order in which backward asks for it."""
+
+    def __init__(self, settings: Offload, max_host_bytes: int) -> None:
+        self.order: list[str] = []
+        self.last: Trace | None = None
+        """the last step that had a backward"""
+        self._settings = settings
+        self._max_host_bytes = max_host_bytes
+        self._pending: list[Trace] = []
+        self._sizes: dict[str, int] = {}
+        self._chosen: frozenset[str] = frozenset()
+        self._bandwidth: list[float | None] = [None, None]
+        self._age = 0
+
+    def leaves(self, name: str) -> bool:
+        """Whether a payload is to be sent to the host; one that no plan knows yet is."""
+        return name in self._chosen or name not in self._sizes
+
+    def add(self, trace: Trace) -> None:
+        """Take over the trace of a step whose forward is over."""
+        if trace.packed:
+            self._pending.append(trace)
+
+    def learn(self) -> None:
+        """Look at the traces that are over by now; one that had no backward teaches nothing."""
+        for trace in self._take_over():
+            if not trace.uses:
+                continue
+            complete = {name for name, _ in trace.uses} >= {packed.name for packed in trace.packed}
+            if complete or not self.order:
+                self.order = [name for name, _ in trace.uses]
+            self.last = trace
+            self._age += 1
+            self._plan(trace)
+
+    def _take_over(self) -> Iterator[Trace]:
+        for trace in list(self._pending):
+            if trace.is_over:
+                self._pending.remove(trace)
+                yield trace
+
+    def _plan(self, trace: Trace) -> None:
+        sizes = {packed.name: packed.nbytes for packed in trace.packed}
+        known = sizes.keys() <= self._sizes.keys()
+        if known and self._age < _PATIENCE_STEPS:
+            return
+        self._age = 0
+        clock = _Clock(trace)
+        self._measure(trace, clock)
+        passages = _passages(trace, clock)
+        if known and not self._is_due(sizes, clock.stall_s, clock.without_stalls(trace.uses[-1][1])):
+            return
+        out_rate, in_rate = self._bandwidth
+        if out_rate is None:
+            return  # nothing has left so far: there was no host memory
+        limits = Limits(
+            out_rate,
+            in_rate or out_rate,
+            self._settings.prefetch,
+            self._max_host_bytes,
+            self._settings.max_device_bytes,
+        )
+        self._chosen = (self._chosen - sizes.keys()) | choose(passages, limits)
+        self._sizes |= sizes
+
+    def _measure(self, trace: Trace, clock: _Clock) -> None:
+        found = clock.bandwidth(trace.sent), clock.bandwidth(trace.returned)
+        self._bandwidth = [new or old for new, old in zip(found, self._bandwidth, strict=True)]
+
+    def _is_due(self, sizes: dict[str, int], stall_s: float, step_s: float) -> bool:
+        """Whether a plan for tensors that all are known is out of date."""
+        changed = sum(abs(nbytes - self._sizes[name]) for name, nbytes in sizes.items())
+        stalled = self._settings.max_device_bytes == 0 and stall_s > _WORTH_A_PLAN * step_s
+        return stalled or changed > _WORTH_A_PLAN * sum(sizes.values())
+
+
+def stalls(trace: Trace) -> tuple[int, float]:
+    """How often, and for how many seconds, the device waited for a copy in a step that is over."""
+    clock = _Clock(trace)
+    return clock.stalls, clock.stall_s
+
+
+def _passages(trace: Trace, clock: _Clock) -> list[Passage]:
+    """The payloads of a step in the order of packing; what was never unpacked counts as unpacked last."""
+    first: dict[str, Event] = dict(reversed(trace.uses))
+    last = trace.uses[-1][1]
+    return [
+        Passage(
+            packed.name,
+            packed.nbytes,
+            clock.without_stalls(packed.reached),
+            clock.without_stalls(first.get(packed.name, last)),
+        )
+        for packed in trace.packed
+    ]

@@ -1,0 +1,121 @@
+"""One forward and backward of the job, remembered so that sensitivity can be measured without the job's loss function.
+
+[Note: observed loss] What a saved tensor inside the model does to the parameter gradient depends on the loss only
+through its gradient G at the model's outputs. So <G, outputs>, with G as the job's own backward had it and held
+constant, has the same sensitivities as the loss. It works for every loop: whoever computes the loss, wherever (the next
+stage of a pipeline), and under any loss scale, which multiplies all sensitivities alike and so changes no plan.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ..hooks import batch_size, first_samples, map_tensors, tensors_of
+
+
+class Observation:
+    """The inputs of one forward, sliced to their first samples, and the loss's gradient at its outputs."""
+
+    def __init__(self, inputs: tuple[tuple, dict], samples: int) -> None:
+        self._batch = batch_size(inputs)
+        self._samples = samples
+        inputs, self.fraction = first_samples(inputs, samples)
+        self._inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
+        self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
+        self._gradients: dict[int, Tensor] = {}
+
+    def first(self, samples: int) -> "Observation":
+        """The first samples of what was observed, which may be all of it."""
+        if samples >= self._samples:
+            return self
+        part = Observation(self._inputs, samples)
+        part._autocast = self._autocast
+        part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
+        part.fraction *= self.fraction
+        return part
+
+    def outputs(self, outputs: Any) -> bool:
+        """Watch the outputs of that forward until the job's backward reaches them; False without any: it raised."""
+        watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
+        for number, tensor in watched:
+            tensor.register_hook(self._keep(number))
+        return bool(watched)
+
+    def _keep(self, number: int) -> Any:
+        def hook(gradient: Tensor) -> None:
+            self._gradients[number] = self._slice(gradient).detach().clone()
+
+        return hook
+
+    def _slice(self, tensor: Tensor) -> Tensor:
+        """The rows that belong to the remembered samples; a flattened [batch * length, ...] has `length` for each."""
+        if self._batch is None or self.fraction == 1.0 or tensor.dim() == 0 or tensor.shape[0] % self._batch:
+            return tensor
+        return tensor[: tensor.shape[0] // self._batch * self._samples]
+
+    @property
+    def complete(self) -> bool:
+        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed."""
+        return bool(self._gradients) and all(bool(g.isfinite().all()) for g in self._gradients.values())
+
+    @property
+    def squared_gradient(self) -> float:
+        """Of the loss at the outputs, on the remembered samples."""
+        return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """A scalar with the sensitivities of the job's loss, on the remembered samples.
+
+        Raises RuntimeError when the job ran no backward through the outputs.
+        """
+        if not self.complete:
+            raise RuntimeError("no backward reached the outputs of the forward that was observed")
+        args, kwargs = self._inputs
+        with self._under_autocast():
+            outputs = tensors_of(model(*args, **kwargs))
+        terms = []
+        for number, gradient in self._gradients.items():
+            output = outputs[number]
+            # the gradient of a mean over the batch is 1/batch for each sample; that of a scalar output is not
+            scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
+            terms.append(_Product.apply(output, gradient.to(output.dtype) * scale))
+        return torch.stack(terms).sum()
+
+    @contextmanager
+    def _under_autocast(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device_type, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled))
+            yield
+
+
+class _Product(Function):
+    """<output, gradient> as float32, without saving a tensor: what is saved during a measurement must be the job's."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return (output.float() * gradient.float()).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # It carries a graph, as that of a loss would: from a constant a node can make a constant (ZeRO-3's linear the
+        # gradient of its bias), and is then taken for one whose backward autograd cannot see.
+        gradient = ctx.gradient.detach().requires_grad_(torch.is_grad_enabled())
+        return grads[0].to(gradient.dtype) * gradient, None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _device_types(inputs: Any) -> list[str]:
+    return sorted({tensor.device.type for tensor in tensors_of(inputs)})
+
+
+def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
+    return device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

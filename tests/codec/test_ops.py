@@ -1,0 +1,281 @@
+"""The operators: native kernels against the PyTorch reference, and the operators as torch sees them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from codec_tensors import random_tensor, raw, special_tensors
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gact_dist import codec
+from gact_dist.codec import format as payload_format
+from gact_dist.codec import ops, reference
+
+DTYPES = payload_format.PACK_DTYPES
+ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
+SIZES = (0, 1, 15, 16, 17, 63, 64, 255, 256, 257, 512, 513, 1024, 4099, 9000)
+SEED = -7_123_456_789_012_345_678
+
+
+@pytest.fixture(params=ops.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run a test once with each native implementation that this machine has."""
+    before = ops.isa()
+    ops.set_isa(request.param)
+    yield request.param
+    ops.set_isa(before)
+
+
+@cache
+def packed_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: int) -> Tensor:
+    return reference.pack(random_tensor(numel, dtype), bits, group_size, SEED)
+
+
+@cache
+def unpacked_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: int) -> Tensor:
+    return reference.unpack(packed_by_reference(dtype, bits, group_size, numel), bits, group_size, numel, dtype, SEED)
+
+
+# ---- native against reference
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: torch.dtype, bits: int) -> None:
+    for group_size in payload_format.GROUP_SIZES:
+        for numel in SIZES:
+            x = random_tensor(numel, dtype)
+            expected = packed_by_reference(dtype, bits, group_size, numel)
+            assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), (group_size, numel)
+            decoded = ops.unpack(expected, bits, group_size, numel, dtype, SEED)
+            assert torch.equal(raw(decoded), raw(unpacked_by_reference(dtype, bits, group_size, numel)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: int) -> None:
+    for name, x in special_tensors(dtype).items():
+        for bits in ALL_BITS:
+            expected = reference.pack(x, bits, group_size, SEED)
+            assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), (name, bits)
+            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
+            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
+            assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
+
+
+# Rows and columns: short last blocks, rows that begin within 64 elements, a single row, none.
+ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32))
+
+
+def column_tensors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    plain = random_tensor(rows * columns, dtype) * torch.logspace(-2, 2, columns).to(dtype).repeat(rows)
+    cases = {"plain": plain}
+    if rows > 64:
+        rare = plain.clone().view(rows, columns)
+        rare[:, 1], rare[40, 2], rare[:, 3] = 1.5, torch.nan, rare[:, 3].abs() + 1
+        rare[3::5, 4], rare[4::5, 4], rare[7::9, 5], rare[::2, 6] = torch.inf, -torch.inf, torch.inf, 0.0
+        rare[:, 7] = torch.where(rare[:, 7] > 0, 0.5, -torch.inf)
+        rare[:, 8], rare[:, 9] = torch.finfo(dtype).max, torch.finfo(dtype).min
+        rare[:, 10] = torch.where(rare[:, 10] > 0, torch.finfo(dtype).max, torch.finfo(dtype).min)
+        rare[-1, -1] = torch.inf
+        cases["rare values"] = rare.view(-1)
+    return cases
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+@pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
+def test_native_columns_are_those_of_the_reference(
+    isa: str, dtype: torch.dtype, group_size: int, rows: int, columns: int
+) -> None:
+    weight = torch.rand(rows * columns, generator=torch.Generator().manual_seed(2))
+    for name, x in column_tensors(rows, columns, dtype).items():
+        for bits in (1, 2, 3, 5, 8):
+            expected = reference.pack(x, bits, group_size, SEED, columns)
+            assert torch.equal(ops.pack(x, bits, group_size, SEED, columns), expected), (name, bits)
+            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
+            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
+            assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
+        variance = ops.rounding_variance(x, weight, group_size, columns)
+        torch.testing.assert_close(
+            variance, reference.rounding_variance(x, weight, group_size, columns), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_columns_read_and_write_unaligned_memory_and_stream_large_outputs(isa: str, dtype: torch.dtype) -> None:
+    rows = (20 << 20) // dtype.itemsize // 96
+    x = random_tensor(rows * 96 + 1, dtype)[1:]
+    packed = ops.pack(x.clone(), 3, 128, SEED, 96)
+    assert torch.equal(ops.pack(x, 3, 128, SEED, 96), packed)
+    wanted = ops.unpack(packed, 3, 128, x.numel(), dtype, SEED, 96)
+    for out in (torch.empty(x.numel() + 1, dtype=dtype)[1:], torch.empty(x.numel(), dtype=dtype)):
+        ops.unpack_out(packed, 3, 128, x.numel(), dtype, SEED, out, 96)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_reads_and_writes_unaligned_memory(isa: str, dtype: torch.dtype) -> None:
+    x = random_tensor(5001, dtype)[1:]
+    expected = reference.pack(x, 3, 128, SEED)
+    out = torch.empty(5001, dtype=dtype)[1:]
+    ops.unpack_out(ops.pack(x, 3, 128, SEED), 3, 128, 5000, dtype, SEED, out)
+    assert torch.equal(raw(out), raw(reference.unpack(expected, 3, 128, 5000, dtype, SEED)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [1, 4, 6, 8])
+def test_large_outputs_are_decoded_around_the_cache_to_the_same_bits(isa: str, dtype: torch.dtype, bits: int) -> None:
+    numel = (20 << 20) // dtype.itemsize + 77  # above the 16 MiB from which unpack_out streams
+    x = random_tensor(numel, dtype)
+    buffer = ops.pack(x, bits, 256, SEED)
+    out = torch.empty_like(x)
+    ops.unpack_out(buffer, bits, 256, numel, dtype, SEED, out)
+    assert torch.equal(out, ops.unpack(buffer, bits, 256, numel, dtype, SEED))
+
+
+def test_flushing_subnormals_does_not_change_the_stored_bytes(isa: str) -> None:
+    x = torch.arange(1, 1025, dtype=torch.int32).view(torch.float32)
+    expected = ops.pack(x, 4, 256, SEED)
+    torch.set_flush_denormal(True)
+    try:
+        assert torch.equal(ops.pack(x, 4, 256, SEED), expected)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_pack_does_not_depend_on_the_number_of_threads(isa: str) -> None:
+    x = random_tensor(300_001, torch.bfloat16)
+    weight = torch.rand(x.numel(), generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows = ops.pack(x[:299_904], 3, 64, SEED, 96)  # 3124 rows
+            variance = ops.rounding_variance(x[:299_904], weight[:299_904], 64, 96)
+            results.append((ops.pack(x, 3, 64, SEED), ops.rounding_variance(x, weight, 64), rows, variance))
+            results[-1] += (ops.unpack(rows, 3, 64, 299_904, x.dtype, SEED, 96), ops.pack_mask(x > 0))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", payload_format.MASK_DTYPES)
+def test_native_masks_are_the_bits_of_the_reference(isa: str, dtype: torch.dtype) -> None:
+    for numel in SIZES:
+        x = (random_tensor(numel, torch.float32) > 0).to(dtype)
+        if dtype != torch.bool:
+            x *= 3
+        if dtype.is_floating_point and numel > 20:
+            x[3], x[4], x[5] = -0.0, torch.nan, torch.finfo(dtype).smallest_normal
+        expected = reference.pack_mask(x)
+        assert torch.equal(ops.pack_mask(x), expected)
+        decoded = ops.unpack_mask(expected, numel, dtype)
+        assert decoded.dtype == dtype
+        assert torch.equal(decoded, (x != 0).to(dtype))
+        assert torch.equal(decoded, reference.unpack_mask(expected, numel, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
+def test_native_rounding_variance_is_that_of_the_reference(isa: str, dtype: torch.dtype, group_size: int) -> None:
+    for numel in (0, 1, 100, 4099):
+        x = random_tensor(numel, dtype)
+        weight = torch.rand(numel, generator=torch.Generator().manual_seed(2))
+        # float32 partial sums of at most 32 terms each: relative error below 32 * 2^-24 = 2e-6.
+        expected = reference.rounding_variance(x, weight, group_size)
+        torch.testing.assert_close(ops.rounding_variance(x, weight, group_size), expected, rtol=1e-5, atol=0)
+
+
+# ---- the operators as torch sees them
+
+
+def operator_calls() -> dict[str, tuple]:
+    x = random_tensor(700, torch.float32)
+    buffer = reference.pack(x, 3, 64, 1)
+    mask = reference.pack_mask(x)
+    return {
+        "pack": (x, 3, 64, 1),
+        "pack_out": (x, 3, 64, 1, torch.empty_like(buffer)),
+        "unpack": (buffer, 3, 64, 700, torch.float32, SEED),
+        "unpack_out": (buffer, 3, 64, 700, torch.float32, SEED, torch.empty(700)),
+        "pack_mask": (x,),
+        "unpack_mask": (mask, 700, torch.bool),
+        "rounding_variance": (x, torch.ones(700), 64),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(operator_calls()))
+def test_opcheck_accepts_the_operator(name: str) -> None:
+    torch.library.opcheck(getattr(ops, name), operator_calls()[name])
+
+
+def test_fake_tensors_have_the_size_of_huge_results() -> None:
+    numel = 2**33 + 5
+    with FakeTensorMode():
+        x = torch.empty(numel, dtype=torch.bfloat16)
+        buffer = ops.pack(x, 4, 256, 1)
+        assert buffer.numel() == payload_format.sections(numel, 4, 256).total_bytes
+        assert ops.unpack(buffer, 4, 256, numel, torch.bfloat16, SEED).shape == (numel,)
+        assert ops.pack_mask(x).numel() == (numel + 7) // 8
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_wrong_arguments_raise(native: bool) -> None:
+    module = ops if native else reference
+    x = torch.zeros(256)
+    buffer = reference.pack(x, 4, 256, 0)
+    wrong = [
+        lambda: module.pack(x, 0, 256, 0),
+        lambda: module.pack(x, 9, 256, 0),
+        lambda: module.pack(x, 4, 100, 0),
+        lambda: module.pack(x.int(), 4, 256, 0),
+        lambda: module.pack(x.view(16, 16), 4, 256, 0),
+        lambda: module.pack(x[::2], 4, 256, 0),
+        lambda: module.pack_out(x, 4, 256, 0, buffer[1:]),
+        lambda: module.pack(x, 4, 256, 0, 0),
+        lambda: module.pack(x, 4, 256, 0, 16),
+        lambda: module.pack(x, 4, 256, 0, 96),
+        lambda: module.unpack(buffer, 4, 256, 256, torch.float32, SEED, 64),
+        lambda: module.rounding_variance(x, x, 256, 48),
+        lambda: module.unpack(buffer, 3, 256, 256, torch.float32, SEED),
+        lambda: module.unpack(buffer, 4, 256, 256, torch.int32, SEED),
+        lambda: module.unpack_out(buffer, 4, 256, 256, torch.float32, SEED, torch.empty(255)),
+        lambda: module.unpack_mask(buffer, 7, torch.bool),
+        lambda: module.pack_mask(x.long()),
+        lambda: module.rounding_variance(x, torch.ones(255), 256),
+    ]
+    for call in wrong:
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            call()
+
+
+def test_without_the_native_library_the_reference_serves_with_one_warning() -> None:
+    script = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    from gact_dist import codec, ops
+    at_import = len(seen)
+    x = torch.arange(1000, dtype=torch.float32)
+    packed = codec.pack(x, 3, seed=9)
+    codec.unpack(packed), codec.pack(x, 3, seed=9)
+ours = [str(w.message) for w in seen if "slow PyTorch reference" in str(w.message)]
+print(ops.isa(), at_import, len(ours), packed.payload.numpy().tobytes().hex())
+"""
+    environment = os.environ | {"GACT_DIST_ISA": "reference"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    expected = ops.pack(torch.arange(1000, dtype=torch.float32), 3, codec.DEFAULT_GROUP_SIZE, 9)
+    assert result.stdout.split() == ["reference", "0", "1", expected.numpy().tobytes().hex()]
+
+
+def test_an_unknown_implementation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="avx1024"):
+        ops.set_isa("avx1024")

@@ -1,0 +1,40 @@
+"""Memory that is too little on one rank: all ranks take as many samples, and hold one plan."""
+
+from __future__ import annotations
+
+import small_models
+import torch
+import torch.distributed as dist
+from test_out_of_memory import Scarce
+from torch.nn.parallel import DistributedDataParallel
+
+import gact_dist
+
+
+def calibrated(batches: list[int], fitting: list[int]) -> tuple:
+    """Under DDP, with so many samples in the batch of a rank, of which so many fit."""
+    rank = dist.get_rank()
+    model, batch = small_models.gpt(batch=batches[rank])
+    ddp = DistributedDataParallel(model)
+    gact = gact_dist.attach(ddp, config=gact_dist.Config(policy="gact", min_numel=16))
+    scarce = Scarce(ddp, gact, fitting[rank])
+    loss_of = small_models.loss_of(ddp)
+    for _ in range(2):
+        gact.calibrate(loss_of, batch)
+    torch.distributed.barrier()
+    return gact.plan, gact.adaptation.predicted_variance, scarce.seen
+
+
+def test_one_rank_without_memory_makes_all_take_fewer_samples(ranks):
+    (plan, variance, seen), (other_plan, other_variance, other_seen) = ranks(calibrated, [16, 5], [16, 3])
+    assert seen == [8, 4, 2, 2]
+    assert other_seen == [5, 4, 2, 2]
+    assert plan == other_plan != {}
+    assert variance == other_variance
+
+
+def test_a_rank_whose_memory_is_never_enough_has_its_plan_from_the_other(ranks):
+    (plan, _, seen), (other_plan, _, other_seen) = ranks(calibrated, [16, 5], [16, 0])
+    assert seen == [8, 4, 2, 1, 1, 1, 1]
+    assert other_seen == [5, 4, 2, 1, 1, 1, 1]
+    assert plan == other_plan != {}

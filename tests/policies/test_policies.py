@@ -1,0 +1,133 @@
+"""When an adaptation changes nothing that matters, and what is kept of every adaptation."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import small_models
+import torch
+import torch.distributed as dist
+
+import gact_dist
+from gact_dist import Config
+from gact_dist.policies import base as policies
+from gact_dist.policies.base import Costs
+
+VARIANCE = (2.0 ** np.arange(1, 9) - 1) ** -2
+
+
+def costs_of(sensitivities, sizes, retained_bytes=None):
+    count = len(sizes)
+    curves = np.array(sensitivities, dtype=np.float64)[:, None] * VARIANCE
+    full = np.full(count, 32.0)
+    names = tuple("abcdefgh"[:count])
+    return Costs(names, curves, np.array(sizes, dtype=np.float64), full, np.zeros(count), retained_bytes)
+
+
+def test_a_plan_is_kept_that_fits_and_that_a_fresh_one_hardly_betters():
+    config = Config(bits=3, adapt_tolerance=0.2)
+    costs = costs_of([1.0, 1.3], [100, 100])
+    fresh = policies.allocate(config, costs)
+    assert fresh.bits.tolist() == [3, 3]
+    assert policies.settled(config, costs, {"a": 3, "b": 3}, fresh).bits.tolist() == [3, 3]
+    # 2 and 4 bits for 3 and 3: 1/9 + 1.3/225 over 2.3/49 is 2.5 times the variance
+    assert policies.settled(config, costs, {"a": 2, "b": 4}, fresh) is None
+    assert policies.settled(Config(bits=3, adapt_tolerance=2.0), costs, {"a": 2, "b": 4}, fresh) is not None
+    assert policies.settled(config, costs, {"a": 4, "b": 4}, fresh) is None  # over the budget
+    assert policies.settled(config, costs, {"a": 3}, fresh) is None  # a tensor is new
+    assert policies.settled(Config(bits=3, adapt_tolerance=0), costs, {"a": 3, "b": 3}, fresh) is None
+
+
+def test_a_plan_that_no_longer_fits_its_bytes_is_not_kept():
+    table = np.array([[13.0 * bits for bits in range(1, 9)] + [400.0]] * 2)
+    costs = costs_of([1.0, 1.0], [100, 100], table)
+    for budget, kept in ((78, True), (77, False)):
+        config = Config(retained_bytes=budget, adapt_tolerance=100.0)
+        fresh = policies.allocate(config, costs)
+        assert (policies.settled(config, costs, {"a": 3, "b": 3}, fresh) is not None) == kept
+
+
+def test_with_an_error_the_fewer_bits_count():
+    config = Config(policy="acgc", error=0.1, adapt_tolerance=0.2)
+    costs = costs_of([1.0, 1.0], [100, 100])
+    fresh = policies.allocate(config, costs, 2 / 49)
+    assert fresh.bits.tolist() == [3, 3]
+    assert policies.settled(config, costs, {"a": 4, "b": 3}, fresh) is not None  # 3.5 bits
+    assert policies.settled(config, costs, {"a": 4, "b": 4}, fresh) is None
+
+
+def adapted_at(kind, steps, change_at=None, **settings):
+    """(steps at which a model that stands still adapts, controller); its weights are drawn anew at change_at."""
+    model, batch = getattr(small_models, kind)()
+    loss_fn = small_models.loss_of(model)
+    gact = gact_dist.attach(model, config=Config(adapt_interval=2, min_numel=64, bits=3, **settings))
+    found = []
+    for step in range(1, steps + 1):
+        before = gact.adaptation
+        if step == change_at:
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.5)
+        with gact.step(loss_fn, batch):
+            loss_fn(batch)
+        if gact.adaptation is not before:
+            found.append(step)
+    return found, gact
+
+
+def test_the_interval_doubles_up_to_eight_times_while_nothing_moves():
+    found, gact = adapted_at("mlp", 50)
+    assert found == [1, 3, 7, 15, 31, 47]
+    assert [entry["kept"] for entry in gact.history] == [False, True, True, True, True, True]
+    assert adapted_at("mlp", 9, adapt_tolerance=0.0)[0] == [1, 3, 5, 7, 9]
+
+
+def test_a_change_that_matters_brings_a_new_plan_and_the_first_interval_back():
+    found, gact = adapted_at("mlp", 11, change_at=5)
+    assert found[:4] == [1, 3, 7, 9]
+    assert [entry["kept"] for entry in gact.history][:3] == [False, True, False]
+
+
+def test_the_interval_survives_a_resume():
+    found, gact = adapted_at("mlp", 7)
+    assert found == [1, 3, 7]
+    model, batch = small_models.mlp()
+    loss_fn = small_models.loss_of(model)
+    resumed = gact_dist.attach(model, config=gact.config)
+    resumed.load_state_dict(gact.state_dict())
+    for _ in range(8, 15):
+        with resumed.step(loss_fn, batch):
+            loss_fn(batch)
+    assert resumed.adaptation is None
+    with resumed.step(loss_fn, batch):
+        loss_fn(batch)
+    assert resumed.adaptation is not None
+
+
+def adapted_on_a_rank():
+    torch.manual_seed(dist.get_rank())
+    found, gact = adapted_at("gpt", 16, adapt_tolerance=0.5)
+    return found, gact.plan, gact.history
+
+
+def test_ranks_agree_on_when_to_adapt(ranks):
+    (found, plan, history), (other_found, other_plan, other_history) = ranks(adapted_on_a_rank)
+    assert found == other_found == [1, 3, 7, 15]
+    assert plan == other_plan
+    assert history == other_history
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "acgc", "error": 0.25}])
+def test_the_history_is_lines_of_json_with_bits_and_sensitivities(settings):
+    model, batch = small_models.mlp()
+    loss_fn = small_models.loss_of(model)
+    gact = gact_dist.attach(model, config=Config.from_dict({"min_numel": 64, "adapt_tolerance": 0.0, **settings}))
+    for _ in range(2):
+        gact.calibrate(loss_fn, batch)
+    first, second = (json.loads(json.dumps(entry)) for entry in gact.history)
+    assert first["step"] == second["step"] == 0
+    assert {name: entry["bits"] for name, entry in second["tensors"].items()} == gact.plan
+    assert all(entry["sensitivity"] >= 0 for entry in first["tensors"].values())
+    assert second["predicted_variance"] == gact.adaptation.predicted_variance
+    assert (first["gradient_error"] is None) == (not settings)

@@ -1,0 +1,133 @@
+"""An adaptation that runs out of memory takes fewer samples, then no second derivatives; the job goes on anyway."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from torch import nn
+
+import gact_dist
+from gact_dist import Config, adaptation
+from gact_dist.hooks.engine import Engine
+from gact_dist.sensitivity import one_pass as sensitivity
+
+BATCH = 16
+
+
+class Scarce:
+    """A model that has too little memory for more than some samples in a forward that is not the job's."""
+
+    def __init__(self, model: nn.Module, gact: gact_dist.Controller, most_samples: int) -> None:
+        self.gact, self.most_samples = gact, most_samples
+        self.seen: list[int] = []
+        model.register_forward_pre_hook(self._check)
+
+    def _check(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.gact._measuring:
+            self.seen.append(len(args[0]))
+            if len(args[0]) > self.most_samples:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def trained(most_samples: int, follow: bool, steps: int = 7) -> tuple[gact_dist.Controller, Scarce, list[float]]:
+    """A job that adapts every second step, on 8 samples if they fit."""
+    model, (tokens, targets) = small_models.gpt(batch=BATCH)
+    gact = gact_dist.attach(model, config=Config(policy="gact", adapt_interval=2, adapt_tolerance=0, min_numel=16))
+    scarce = Scarce(model, gact, most_samples)
+    loss_of = small_models.loss_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    if follow:
+        gact.follow()
+    for _ in range(steps):
+        if follow:
+            loss = loss_of((tokens, targets))
+        else:
+            with gact.step(loss_of, (tokens, targets)):
+                loss = loss_of((tokens, targets))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return gact, scarce, losses
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_adaptation_takes_as_many_samples_as_fit(follow, caplog):
+    with caplog.at_level(logging.WARNING, logger="gact_dist"):
+        gact, scarce, losses = trained(2, follow)
+    assert scarce.seen[:3] == [8, 4, 2]
+    assert len(scarce.seen) > 3
+    assert set(scarce.seen[3:]) == {2}  # what did not fit is not tried again
+    assert "from now on sensitivity is measured on 2 samples" in caplog.text
+    assert len(gact.history) == len(scarce.seen) - 2
+    assert len(set(gact.plan.values())) > 1
+    assert losses[-1] < losses[0]
+
+
+def test_the_plan_is_that_of_the_samples_that_fit():
+    plans = []
+    for most_samples, wanted in ((2, 8), (8, 2)):
+        model, batch = small_models.gpt(batch=BATCH)
+        gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
+        Scarce(model, gact, most_samples)
+        gact.calibrate(small_models.loss_of(model), batch, samples=wanted)
+        plans.append((gact.plan, gact.adaptation.predicted_variance))
+    assert plans[0] == plans[1]
+
+
+def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up(monkeypatch, caplog):
+    def products(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(sensitivity._Probe, "_products", products)
+    with caplog.at_level(logging.WARNING, logger="gact_dist"):
+        gact, scarce, _ = trained(BATCH, follow=False, steps=1)
+    assert scarce.seen == [8, 4, 2, 1, 1]
+    assert "sensitivity is measured by perturbation" in caplog.text
+    assert len(set(gact.plan.values())) > 1
+
+
+@pytest.mark.parametrize(("compiled", "estimators"), [(False, ["one-pass", "perturbation"]), (True, ["one-pass"])])
+def test_a_compiled_model_which_is_perturbed_anyway_is_not_tried_again(compiled, estimators, monkeypatch, caplog):
+    tried = []
+
+    def measure(*_: Any, estimator: str, **__: Any) -> Any:
+        tried.append(estimator)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(adaptation, "measure", measure)
+    model, batch = small_models.mlp()
+    if compiled:
+        model.compile(backend="eager")
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
+    with caplog.at_level(logging.WARNING, logger="gact_dist"):
+        gact.calibrate(small_models.loss_of(model), batch, samples=1)
+    assert tried == estimators
+    assert ("sensitivity is measured by perturbation" in caplog.text) is not compiled
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_where_nothing_fits_the_job_goes_on_with_its_uniform_bits(follow):
+    gact, scarce, losses = trained(0, follow, steps=4)
+    assert scarce.seen[:5] == [8, 4, 2, 1, 1]
+    assert gact.plan == {}
+    assert gact.report().ratio > 3
+    assert losses[-1] < losses[0]
+
+
+def test_too_little_memory_is_not_taken_for_a_missing_derivative(monkeypatch):
+    def products(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model, batch = small_models.mlp()
+    loss_of = small_models.loss_of(model)
+    engine = Engine(model, Config(min_numel=0), 0)
+    monkeypatch.setattr(sensitivity._Probe, "_products", products)
+    with pytest.raises(torch.OutOfMemoryError):
+        sensitivity.measure(engine, model, lambda: loss_of(batch), seed=1)
+    engine.close()
