@@ -18,7 +18,7 @@ from .attachment import check_inlined, data_parallel_groups, settings
 from .config import Config
 from .distributed import learning_shapes, tensor_parallel_groups, unwrap
 from .hooks import Engine, has_compiled_parts
-from .offload import open_storage
+from .offload import open_offload
 from .policies import Bits, plan_from, policy_of
 from .report import MemoryReport, build_report
 from .sensitivity import Observation, Sample, of_batch, of_observation
@@ -74,7 +74,7 @@ class Controller:
         self._engine = None
         if self.config.policy != "off":
             offload = self.config.offload
-            storage = open_storage(model, offload, distributed.world_size()) if offload.enabled else None
+            storage = open_offload(model, offload, distributed.world_size()) if offload.enabled else None
             self._engine = Engine(model, self.config, rank, storage)
         self._adapter: Adapter | None = None
         if self._engine is not None and policy_of(self.config).adapts:

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import codec
 from ..config import Config
 from ..distributed import distributed_again, local_part, unwrap
-from ..offload import OffloadStatistics, Storage
+from ..offload import HostOffload, OffloadStatistics
 from ..policies import Bits, policy_of
 from . import inlined
 from .accounting import Ledger
@@ -45,7 +45,7 @@ from .rounding_keys import RoundingKeys, refuse_inside_capture
 class Engine:
     """Packs and unpacks the saved tensors of one model, by the plan it is given."""
 
-    def __init__(self, model: nn.Module, config: Config, rank: int, storage: Storage | None = None) -> None:
+    def __init__(self, model: nn.Module, config: Config, rank: int, storage: HostOffload | None = None) -> None:
         self.config = config
         self._storage = storage
         self._offloaded: OffloadStatistics | None = None

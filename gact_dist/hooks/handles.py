@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from ..offload import Payload, Storage
+from ..offload import HostOffload, Payload
 from .parameters import version_witness
 
 
@@ -23,7 +23,7 @@ class Stored:
     __slots__ = ("__weakref__", "name", "offloaded", "payload", "version", "witness")
 
     def __init__(
-        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, storage: Storage | None = None
+        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, storage: HostOffload | None = None
     ) -> None:
         self.name = name
         self.offloaded: Payload | None = None
@@ -31,7 +31,7 @@ class Stored:
         self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
-    def _place(self, payload: Tensor | codec.Packed, storage: Storage) -> Tensor | codec.Packed:
+    def _place(self, payload: Tensor | codec.Packed, storage: HostOffload) -> Tensor | codec.Packed:
         """What to keep of a payload beside what the storage has of it."""
         buffer = payload if isinstance(payload, Tensor) else payload.payload
         nbytes = codec.stored_bytes(buffer)

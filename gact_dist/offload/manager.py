@@ -28,7 +28,7 @@ from ..config import Offload
 from .device import CudaDevice, Device, Event
 from .host_pool import HostBlock, HostPool, default_max_bytes
 from .schedule import in_flight_bound
-from .trace import Copy, Packed, Planner, Trace, stalls
+from .trace import Copy, Planner, Trace, stalls
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Held:
     stream: Any
     """the one whose memory the buffer is"""
     block: HostBlock | None
-    """in host memory; None if it stays on the device"""
+    """its host memory; None if it stays on the device"""
     place: Place = Place.DEVICE
     dtype: torch.dtype = torch.uint8
     buffer: Tensor | None = None
@@ -63,12 +63,12 @@ class Held:
 
 
 class Payload:
-    """What a saved tensor owns of a Storage. Dropping it frees what it holds."""
+    """What a saved tensor owns of a HostOffload. Dropping it frees what it holds."""
 
-    __slots__ = ("_storage", "held")
+    __slots__ = ("_offload", "held")
 
-    def __init__(self, held: Held, storage: "Storage") -> None:
-        self.held, self._storage = held, storage
+    def __init__(self, held: Held, offload: "HostOffload") -> None:
+        self.held, self._offload = held, offload
 
     @property
     def leaves(self) -> bool:
@@ -78,16 +78,16 @@ class Payload:
     def send(self, buffer: Tensor) -> None:
         """Send the payload to its block: [nbytes / itemsize], contiguous, not to be written to from now on.
 
-        Raises ValueError for a payload that does not leave, or a buffer that is not as promised.
+        Raises ValueError for a payload that does not leave, or a buffer that is not as described.
         """
-        self._storage.send(self.held, buffer)
+        self._offload.send(self.held, buffer)
 
     def fetch(self) -> Tensor | None:
         """What was sent, ready on the current stream and not to be written to; None if nothing was."""
-        return self._storage.fetch(self.held)
+        return self._offload.fetch(self.held)
 
     def __del__(self) -> None:
-        self._storage.dropped.append(self.held)
+        self._offload.dropped.append(self.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class OffloadStatistics:
     """seconds that it waited"""
 
 
-class Storage:
-    """Places the payloads of one rank and keeps its copies: streams, host memory, order of return."""
+class HostOffload:
+    """Decides where the payloads of one rank live, and queues their copies to the host and back."""
 
     def __init__(self, settings: Offload, device: Device, max_host_bytes: int) -> None:
         self.pool = HostPool(device, max_host_bytes)
@@ -148,7 +148,7 @@ class Storage:
             return OffloadStatistics(allocated, last.sent_bytes, last.peak_device_bytes, *stalls(last))
 
     def takes(self, device: torch.device, nbytes: int) -> bool:
-        """Whether a payload on that device lies on this storage's, and is worth a copy; one elsewhere is warned of."""
+        """Whether a payload is on this offload's device and large enough; one on another device is warned of, once."""
         if nbytes < self._settings.min_bytes:
             return False
         elsewhere = device != self._device.device
@@ -172,8 +172,8 @@ class Storage:
             stream = self._device.current_stream()
             reached = self._device.record(stream)
             block = self.pool.take(nbytes) if self._planner.leaves(name) else None
-            held = self.trace.alive[name] = Held(name, nbytes, self.trace, stream, block)
-            self.trace.packed.append(Packed(name, nbytes, reached))
+            held = Held(name, nbytes, self.trace, stream, block)
+            self.trace.note_packed(name, nbytes, held, reached)
             self._hold(held)
             return Payload(held, self)
 
@@ -194,15 +194,13 @@ class Storage:
             device.copy(_view(block, held), buffer, device.out_stream)
             left = block.written = device.record(device.out_stream)
             held.place, held.buffer = Place.LEAVING, buffer
-            trace.sent.append(Copy(held.nbytes, (reached,), left))
-            trace.away.append(held.name)
-            trace.sent_bytes += held.nbytes
+            trace.note_sent(held.name, Copy(held.nbytes, (reached,), left))
             self._departures.append((held, left))
             self._in_flight_bytes += held.nbytes
             self._bound_departures(trace, held.nbytes)
 
     def _bound_departures(self, trace: Trace, nbytes: int) -> None:
-        """Let the computing stream wait where more has left than is on the host; only then it may have the memory."""
+        """Let the computing stream wait where more has left than is on the host; only then may it have the memory."""
         while self._departures and self._in_flight_bytes > in_flight_bound(trace.sent_bytes, nbytes):
             held, left = self._departures.popleft()
             self._wait_for(left, held.stream, trace)
@@ -212,7 +210,7 @@ class Storage:
         """Drop the device memory of a payload that has left, unless backward is about to ask for it."""
         if held.place is Place.LEAVING and held.name in held.trace.window:
             held.place, held.back = Place.RETURNING, left
-            held.trace.resident.append(held.name)
+            held.trace.note_kept(held.name)
             return
         self._release(held)
 
@@ -224,11 +222,10 @@ class Storage:
             self._collect()
             stream, trace = self._device.current_stream(), held.trace
             reached = self._device.record(stream)
-            trace.uses.append((held.name, reached))
-            route = trace.start_backward(self._planner.order) if trace.route is None else trace.route
+            trace.note_used(held.name, reached, self._planner.order)
             if held.block is not None:
                 trace.advance(held.name)
-            window = trace.window = route[trace.position : trace.position + self._settings.prefetch]
+            window = trace.look_ahead(self._settings.prefetch)
             found = self._on_device(held, stream, reached)
             if held.place is Place.RETURNING and held.name not in window:
                 self._let_go(held)
@@ -245,7 +242,7 @@ class Storage:
         return held.buffer
 
     def _ask_for(self, held: Held, stream: Any, reached: Event) -> None:
-        """Queue the copy back, to memory of a stream that has come to `reached`. Raises torch.OutOfMemoryError."""
+        """Queue the copy back, to memory of a stream that has reached `reached`. Raises torch.OutOfMemoryError."""
         device, block, trace = self._device, held.block, held.trace
         if block is None or block.written is None:
             raise RuntimeError(f"payload {held.name!r} was never sent to the host and cannot be asked for")
@@ -256,14 +253,13 @@ class Storage:
         device.copy(buffer, _view(block, held), device.in_stream)
         held.back = block.read = device.record(device.in_stream)
         held.place, held.buffer, held.stream = Place.RETURNING, buffer, stream
-        trace.returned.append(Copy(held.nbytes, (reached, block.written), block.read))
-        trace.resident.append(held.name)
+        trace.note_returned(held.name, Copy(held.nbytes, (reached, block.written), block.read))
         self._in_flight_bytes += held.nbytes
         self._hold(held)
 
     def _let_go(self, held: Held) -> None:
         """Drop the device memory of a payload that is back, or that its stream has been told to wait for."""
-        held.trace.resident.remove(held.name)
+        held.trace.note_released(held.name)
         self._release(held)
 
     def _look_ahead(self, trace: Trace, stream: Any, reached: Event) -> None:
@@ -297,7 +293,7 @@ class Storage:
         """Let a stream, not the host, wait for a copy."""
         if copied.done():
             return
-        trace.waits.append((self._device.record(stream), copied))
+        trace.note_wait(self._device.record(stream), copied)
         self._device.wait(stream, copied)
 
     def _collect(self) -> None:
@@ -309,8 +305,7 @@ class Storage:
 
     def _clean_up(self, held: Held) -> None:
         """Release what a dropped payload held."""
-        if held.trace.alive.get(held.name) is held:
-            del held.trace.alive[held.name]
+        held.trace.note_dropped(held.name, held)
         if held.block is not None:
             self.pool.put_back(held.block)
         if held.place is Place.LEAVING:
@@ -329,7 +324,7 @@ class Storage:
 
     def _hold(self, held: Held) -> None:
         self.device_bytes += held.nbytes
-        held.trace.peak_device_bytes = max(held.trace.peak_device_bytes, self.device_bytes)
+        held.trace.note_device_bytes(self.device_bytes)
 
     def _release(self, held: Held) -> None:
         """Drop the device memory of a payload that a copy has taken part in."""
@@ -343,7 +338,7 @@ def _end(device: Device, pool: HostPool, departures: deque[tuple[Held, Event]], 
     device.synchronize()
     for held in (*dropped, *(held for held, _ in departures)):
         held.buffer = None
-        held.trace.alive.clear()  # a cycle, which would keep memory until the garbage collector comes by
+        held.trace.alive.clear()  # a cycle, which would keep the memory until the next garbage collection
     pool.close()
 
 
@@ -352,11 +347,11 @@ def _view(block: HostBlock, held: Held) -> Tensor:
     return block.memory[: held.nbytes].view(held.dtype)
 
 
-def open_storage(model: nn.Module, settings: Offload, world_size: int) -> Storage:
-    """The storage of this rank on the model's CUDA device, else the current one. Raises ValueError if there is none."""
+def open_offload(model: nn.Module, settings: Offload, world_size: int) -> HostOffload:
+    """Offload of this rank from the model's CUDA device, else the current one. Raises ValueError if there is none."""
     require_cuda()
     device = CudaDevice(device_of(model) or torch.device("cuda", torch.cuda.current_device()))
-    return Storage(settings, device, settings.max_host_bytes or default_max_bytes(world_size))
+    return HostOffload(settings, device, settings.max_host_bytes or default_max_bytes(world_size))
 
 
 def device_of(model: nn.Module) -> torch.device | None:

@@ -29,7 +29,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackEvent:
     """A payload as it was placed."""
 
     name: str
@@ -42,26 +42,26 @@ class Trace:
     """The payloads of one forward, from packing to the end of their graph."""
 
     alive: dict[str, Any] = field(default_factory=dict)
-    """what storage.py holds of each payload that the graph has still"""
-    packed: list[Packed] = field(default_factory=list)
+    """name -> what the manager holds of each payload that the graph still owns"""
+    packed: list[PackEvent] = field(default_factory=list)
     sent: list[Copy] = field(default_factory=list)
     returned: list[Copy] = field(default_factory=list)
     uses: list[tuple[str, Event]] = field(default_factory=list)
-    """(name, when the device came to it) of every unpacking"""
+    """(name, when the device reached it) of every unpacking"""
     waits: list[tuple[Event, Event]] = field(default_factory=list)
-    """(when the device came to it, what it waited for)"""
+    """(when the device reached it, what it waited for)"""
     sent_bytes: int = 0
     peak_device_bytes: int = 0
     away: list[str] = field(default_factory=list)
     """names that were sent to the host, in the order of packing"""
     resident: deque[str] = field(default_factory=deque)
-    """names that were asked for and not fetched yet"""
+    """names that are back on the device, or on their way, and not fetched yet"""
     route: list[str] | None = None
     """names of `away` in the order in which backward is expected to ask for them"""
     position: int = 0
-    """in the route, behind what was fetched last"""
+    """in the route, right after what was fetched last"""
     window: list[str] = field(default_factory=list)
-    """names of the route that come next, as many as are brought back ahead"""
+    """the next names of the route, as many as are brought back ahead"""
 
     @property
     def is_over(self) -> bool:
@@ -74,9 +74,52 @@ class Trace:
         events += [packed.reached for packed in self.packed]
         return all(event.done() for event in events)
 
+    def note_packed(self, name: str, nbytes: int, held: Any, reached: Event) -> None:
+        """A payload was placed. held: what the manager has of it."""
+        self.alive[name] = held
+        self.packed.append(PackEvent(name, nbytes, reached))
+
+    def note_sent(self, name: str, copy: Copy) -> None:
+        """A payload's copy to the host was queued."""
+        self.sent.append(copy)
+        self.away.append(name)
+        self.sent_bytes += copy.nbytes
+
+    def note_returned(self, name: str, copy: Copy) -> None:
+        """A payload's copy back to the device was queued."""
+        self.returned.append(copy)
+        self.resident.append(name)
+
+    def note_kept(self, name: str) -> None:
+        """A payload reached the host, and its device memory stays because backward is about to ask for it."""
+        self.resident.append(name)
+
+    def note_released(self, name: str) -> None:
+        """The device memory of a payload that was resident is dropped."""
+        self.resident.remove(name)
+
+    def note_wait(self, reached: Event, awaited: Event) -> None:
+        """A stream was told to wait for a copy."""
+        self.waits.append((reached, awaited))
+
+    def note_device_bytes(self, device_bytes: int) -> None:
+        """Payloads hold so many bytes on the device now."""
+        self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)
+
+    def note_used(self, name: str, reached: Event, order: Sequence[str]) -> None:
+        """A payload is being unpacked; the first one starts the backward. order: see start_backward."""
+        self.uses.append((name, reached))
+        if self.route is None:
+            self.start_backward(order)
+
+    def note_dropped(self, name: str, held: Any) -> None:
+        """The graph no longer owns a payload."""
+        if self.alive.get(name) is held:
+            del self.alive[name]
+
     def start_backward(self, order: Sequence[str]) -> list[str]:
-        """Set and return the route: the order of an earlier step; a name that had no place there follows the one that
-        was packed after it, as in a backward that runs the forward in reverse."""
+        """Set and return the route: the order of an earlier step. A name that is not in it follows the one that was
+        packed after it, as in a backward that runs the forward in reverse."""
         away = set(self.away)
         places = [(float(place), name) for place, name in enumerate(order) if name in away]
         first = dict(reversed([(name, place) for place, name in places]))
@@ -90,13 +133,18 @@ class Trace:
         return self.route
 
     def advance(self, name: str) -> None:
-        """Note that a name of the route was asked for; a backward that starts over (retain_graph) goes back to it."""
+        """Move behind a name of the route; a backward that starts over (retain_graph) goes back to it."""
         route = self.route or []
-        if self.position < len(route) and route[self.position] == name:  # as expected, without a look at the rest
+        if self.position < len(route) and route[self.position] == name:  # as expected: no need to search the rest
             self.position += 1
         elif name in route:
             start = self.position if name in route[self.position :] else 0
             self.position = route.index(name, start) + 1
+
+    def look_ahead(self, count: int) -> list[str]:
+        """Set and return the window: the next `count` names of the route."""
+        self.window = (self.route or [])[self.position : self.position + count]
+        return self.window
 
 
 class _Clock:

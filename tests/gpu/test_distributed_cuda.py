@@ -20,7 +20,7 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.distributed import collectives as sync
 
-DEVICE = "cuda"  # on "cpu" the device of open_storage has to be a simulated one
+DEVICE = "cuda"  # on "cpu" the device of open_offload has to be a simulated one
 
 if DEVICE == "cuda" and not torch.cuda.is_available():
     pytest.skip("NCCL needs a CUDA device, and torch finds none", allow_module_level=True)

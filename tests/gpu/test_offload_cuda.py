@@ -19,15 +19,15 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.config import Offload
 from gact_dist.offload.device import CudaDevice
-from gact_dist.offload.manager import Place, Storage
+from gact_dist.offload.manager import HostOffload, Place
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20
 PAIRS = [("L3", "L2"), ("L4bit-swap", "L1"), ("swap", "exact")]
 
 
-def storage(**settings) -> Storage:
-    return Storage(Offload(enabled=True, **{"min_bytes": 1, **settings}), CudaDevice(DEVICE), 2**30)
+def storage(**settings) -> HostOffload:
+    return HostOffload(Offload(enabled=True, **{"min_bytes": 1, **settings}), CudaDevice(DEVICE), 2**30)
 
 
 def gpt(dropout: float = 0.1) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
@@ -120,7 +120,7 @@ def test_a_failed_registration_is_a_memory_error_and_no_later_launch_is_blamed(m
 
 def test_a_copy_is_over_while_the_computation_behind_it_still_runs():
     device = CudaDevice(DEVICE)
-    place = Storage(Offload(enabled=True), device, 2**30)
+    place = HostOffload(Offload(enabled=True), device, 2**30)
     weight = torch.randn(8192, 8192, device="cuda")
     buffer = torch.empty(MIB, dtype=torch.uint8, device="cuda")
     payload = place.place("t", MIB)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gact_dist.offload.device import Device
-from gact_dist.offload.manager import Payload, Place, Storage, device_of
+from gact_dist.offload.manager import HostOffload, Payload, Place, device_of
 from gact_dist.offload.trace import Trace
 
 SIZE = 100_000
@@ -30,7 +30,7 @@ DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.bool, torch.complex6
 class Job:
     """A forward that packs `count` payloads, one every `every_s`, and a backward in reverse order."""
 
-    storage: Storage
+    storage: HostOffload
     device: Simulated
     every_s: float = 2 * COPY_S
     count: int = 20

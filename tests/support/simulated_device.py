@@ -1,4 +1,4 @@
-"""A device with a deterministic clock behind gact_dist.devices.Device: copies take bytes / bandwidth on their stream.
+"""A device with a deterministic clock behind gact_dist.offload's Device: copies take bytes / bandwidth on their stream.
 
 CPU tensors stand for device memory. Computing happens at once, at the moment that the computing stream has reached;
 run() moves that moment on. The bytes of a copy move when simulated time passes its end, and until then its target holds
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import gact_dist.controller
 from gact_dist.config import Offload
 from gact_dist.offload.device import Device
-from gact_dist.offload.manager import Storage
+from gact_dist.offload.manager import HostOffload
 
 RUBBISH = 0xA5
 
@@ -186,15 +186,15 @@ class Simulated(Device):
             self._pending.remove(copy)
 
 
-def storage_on(device: Simulated, max_host_bytes: int = 2**40, **settings: int) -> Storage:
+def storage_on(device: Simulated, max_host_bytes: int = 2**40, **settings: int) -> HostOffload:
     """A storage on a simulated device."""
-    return Storage(Offload(enabled=True, **{"min_bytes": 1, **settings}), device, max_host_bytes)
+    return HostOffload(Offload(enabled=True, **{"min_bytes": 1, **settings}), device, max_host_bytes)
 
 
 def simulate(monkeypatch, device: Simulated) -> None:
     """Let controllers that are made from now on offload to the host of a simulated device."""
-    monkeypatch.setattr(gact_dist.controller, "open_storage", partial(_open_storage, device))
+    monkeypatch.setattr(gact_dist.controller, "open_offload", partial(_open_offload, device))
 
 
-def _open_storage(device: Simulated, model: nn.Module, settings: Offload, world_size: int) -> Storage:
-    return Storage(settings, device, settings.max_host_bytes or 2**40)
+def _open_offload(device: Simulated, model: nn.Module, settings: Offload, world_size: int) -> HostOffload:
+    return HostOffload(settings, device, settings.max_host_bytes or 2**40)
