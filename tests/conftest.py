@@ -1,4 +1,4 @@
-"""What all tests share: the ranks fixture, the folder of its module, and the bound on skipped tests."""
+"""What all tests share: the ranks fixture, the folder of its module, --all, and the bound on skipped tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.envir
 
 # More skips than this fail a run in CI: a check that silently stops running is worse than a red one.
 MAXIMUM_SKIPPED_IN_CI = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run the tests marked large")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: too long for every run; selected with --all only")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    large = [item for item in items if item.get_closest_marker("large")]
+    if large:
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if not item.get_closest_marker("large")]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
