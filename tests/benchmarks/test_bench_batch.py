@@ -11,13 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_batch
-from batch_search import RESOLUTION, Probe, largest, next_batch
-from bench_batch import PROBED, Results, Row, main, rows_of, run_probe
-from shapes import SMALL_SHAPES
-from strategies import STRATEGIES
+from benchmarks.step import bench_batch
+from benchmarks.step.batch_search import RESOLUTION, Probe, largest, next_batch
+from benchmarks.step.bench_batch import PROBED, Results, Row, main, rows_of, run_probe
+from benchmarks.step.shapes import SMALL_SHAPES
+from benchmarks.step.strategies import STRATEGIES
 
 GIB = 2**30
 
@@ -144,8 +142,9 @@ def test_a_limit_on_a_gpu_is_a_fraction_of_its_memory(monkeypatch):
 
 
 def test_a_real_probe_dies_by_its_limit():
-    command = [sys.executable, bench_batch.__file__, "--device", "cpu", "--small", "--gib", "0.02", "--probe", "256"]
-    probe = run_probe([*command, "--part", "gpt-1024", "--strategies", "L1", "--attention", "sdpa"], 256, 120)
+    command = [sys.executable, "-m", bench_batch.MODULE, "--device", "cpu", "--small", "--part", "gpt-1024"]
+    command += ["--gib", "0.02", "--strategies", "L1", "--attention", "sdpa"]
+    probe = run_probe([*command, "--probe", "256"], 256, 120)
     assert not probe.fits
     assert probe.reason
 

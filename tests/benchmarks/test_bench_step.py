@@ -1,9 +1,8 @@
-"""benchmarks/bench_step.py as far as a CPU shows it: strategies train the same job, its figures are what it says."""
+"""bench_step.py as far as a CPU shows it: strategies train the same job, its figures are what it says."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +11,12 @@ import torch
 from simulated_device import Simulated, simulate
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import bench_step
-import strategies
-from async_offload import AsyncOffload
-from bench_step import Floor, Training, main, reported, row_of
-from shapes import SMALL_SHAPES, loss_of
-from strategies import STRATEGIES, Run, Strategy, replica, without_level, without_offload
-
 import gact_dist
+from benchmarks.step import bench_step, strategies
+from benchmarks.step.async_offload import AsyncOffload
+from benchmarks.step.bench_step import Floor, Training, main, reported, row_of
+from benchmarks.step.shapes import SMALL_SHAPES, loss_of
+from benchmarks.step.strategies import STRATEGIES, Run, Strategy, replica, without_level, without_offload
 from gact_dist import Config
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The comparison of estimators with direct measurement (benchmarks/bench_estimators.py), at a size for CI."""
+"""The comparison of estimators with direct measurement (bench_estimators.py), at a size for CI."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks import bench_estimators
-from benchmarks.white_box import LayerBounds
+from benchmarks.adaptation import bench_estimators
+from benchmarks.adaptation.acgc_bounds import LayerBounds
 from gact_dist import Config
 from gact_dist.hooks.engine import Engine
 from gact_dist.sensitivity.standins import StandInMode

@@ -1,20 +1,15 @@
-"""benchmarks/fidelity.py: one cell of each kind on a small language model, and what its tables say of known numbers."""
+"""benchmarks/fidelity: one cell of each kind on a small language model, and what its tables say of known numbers."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import fidelity, fidelity_report  # noqa: E402
-from benchmarks.fidelity_claims import claims  # noqa: E402
-from launch import data  # noqa: E402
-from launch.config import UsageError  # noqa: E402
+from benchmarks.fidelity import report, run
+from benchmarks.fidelity.claims import claims
+from launch import data
+from launch.config import UsageError
 
 SMALL = ("steps=3", "train_examples=64", "batch_size=8", "test_examples=32", "layers=1", "adapt_interval=2")
 
@@ -26,21 +21,21 @@ def small(monkeypatch):
         data.require("language")
     except UsageError as error:
         pytest.skip(str(error))
-    chosen = (fidelity.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.25")
-    monkeypatch.setattr(fidelity, "MODELS", {"language": SMALL})
-    monkeypatch.setattr(fidelity, "SETTINGS", {name: fidelity.SETTINGS[name] for name in chosen})
-    monkeypatch.setattr(fidelity, "UNIFORM", (2, 4))
-    monkeypatch.setattr(fidelity, "SAME_BYTES", (4,))
-    monkeypatch.setattr(fidelity, "BATCHES", 1)
-    monkeypatch.setattr(fidelity, "MORE_DRAWS", 2)
+    chosen = (run.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.25")
+    monkeypatch.setattr(run, "MODELS", {"language": SMALL})
+    monkeypatch.setattr(run, "SETTINGS", {name: run.SETTINGS[name] for name in chosen})
+    monkeypatch.setattr(run, "UNIFORM", (2, 4))
+    monkeypatch.setattr(run, "SAME_BYTES", (4,))
+    monkeypatch.setattr(run, "BATCHES", 1)
+    monkeypatch.setattr(run, "MORE_DRAWS", 2)
 
 
 def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp_path, capsys):
     path = tmp_path / "found.json"
-    fidelity.main(["--json", str(path), "--seeds", "1"])
+    run.main(["--json", str(path), "--seeds", "1"])
     held = json.loads(path.read_text())
     runs = {row["setting"]: row for row in held["runs"]}
-    assert list(runs) == list(fidelity.SETTINGS)
+    assert list(runs) == list(run.SETTINGS)
     for setting in ("uniform 4", "gact 2", "actnn 2", "acgc 0.25"):
         assert [moment["step"] for moment in runs[setting]["moments"]] == [1, 3]
         # three draws of a squared norm over hundreds of dimensions and a prediction from one probe, both within 0.2
@@ -58,9 +53,9 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     def no_more(*_):
         raise AssertionError("a cell that is in the file ran again")
 
-    monkeypatch.setattr(fidelity, "trained", no_more)
-    fidelity.main(["--json", str(path), "--seeds", "1", "--plot"])
-    fidelity.main(["--json", str(path), "--seeds", "1"])
+    monkeypatch.setattr(run, "trained", no_more)
+    run.main(["--json", str(path), "--seeds", "1", "--plot"])
+    run.main(["--json", str(path), "--seeds", "1"])
     assert json.loads(path.read_text()) == held
     assert {picture.name for picture in tmp_path.glob("*.png")} == {
         "found_accuracy.png", "found_variance.png", "found_promise.png"
@@ -79,11 +74,11 @@ def _run(setting, seed, accuracy, measured=0.1):
 
 
 def test_differences_are_of_one_seed_and_marked_beyond_the_untouched_jobs_own():
-    untouched = [_run(fidelity_report.UNTOUCHED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.84))]
+    untouched = [_run(report.UNTOUCHED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.84))]
     close = [_run("uniform 8", seed, accuracy) for seed, accuracy in enumerate((0.79, 0.81, 0.83))]
     worse = [_run("uniform 2", seed, accuracy) for seed, accuracy in enumerate((0.76, 0.82, 0.76))]
     alone = [_run("uniform 4", 5, 0.99)]  # no untouched run of this seed to compare with
-    table = fidelity_report.model_table("m", untouched + close + worse + alone)
+    table = report.model_table("m", untouched + close + worse + alone)
     assert "82 (deviation 2) % accuracy" in table
     assert "| uniform 8 | -1.00 | +0.0100 | 2.00 | 0.0001 | 8.0 | 0.1 | 0.1 |" in table
     assert "| uniform 2 | -4.00 * | +0.0400 * |" in table
@@ -103,9 +98,9 @@ def test_acgc_is_held_to_its_error_and_to_the_narrowest_uniform_width_that_keeps
         compared("acgc 0.25", 0.24, 80),
     ]
     runs = [_run("acgc 0.25", 0, 0.8, measured=0.2), _run("acgc 0.25", 1, 0.8, measured=0.4)]
-    table = fidelity_report.promise_table({"runs": runs, "comparisons": comparisons})
+    table = report.promise_table({"runs": runs, "comparisons": comparisons})
     assert "| m | 0.25 | 0.3 (0.4) | 1 of 2 | 2.00 | 1 of 1 | 0.80 (0.80 to 0.80) | 2 |" in table
-    assert fidelity_report.gains_in_same_bytes(comparisons, 2) == [("m", pytest.approx(4.0))]
+    assert report.gains_in_same_bytes(comparisons, 2) == [("m", pytest.approx(4.0))]
 
 
 def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
@@ -114,7 +109,7 @@ def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
         return {"setting": setting, "measured": measured, "retained_bytes": retained_bytes} | where
 
     runs = [
-        *(_run(fidelity_report.UNTOUCHED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.84))),
+        *(_run(report.UNTOUCHED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.84))),
         *(_run("gact 4", seed, accuracy) for seed, accuracy in enumerate((0.79, 0.80, 0.82))),
         *(_run("actnn 2", seed, accuracy) for seed, accuracy in enumerate((0.79, 0.81, 0.83))),
         *(_run("acgc 0.25", seed, 0.8, measured) for seed, measured in enumerate((0.1, 0.2, 0.4))),

@@ -1,16 +1,12 @@
-"""benchmarks/formats.py: formats beside the codec keep rule 2, and their variances are those of real rounding."""
-
-import sys
-from pathlib import Path
+"""benchmarks/codec/formats.py: formats beside the codec keep rule 2, and their variances are those of real rounding."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import formats
-from benchmarks.formats import Offset, Saved, Scale
+from benchmarks.codec import formats
+from benchmarks.codec.formats import Offset, Saved, Scale
 
 SCALES = [
     formats.SCALE_IN_USE, formats.SCALE_FLOAT16, formats.SCALE_FLOAT32,

@@ -1,17 +1,13 @@
-"""benchmarks/kernel_registers.py: what it reads in ptxas' log, and that its tables have every kernel."""
+"""benchmarks/codec/kernel_registers.py: what it reads in ptxas' log, and that its tables have every kernel."""
 
 from __future__ import annotations
 
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import kernel_registers
-from kernel_registers import MASKS, TABLES, Usage, compiled, main, parse, registers, spills
+from benchmarks.codec import kernel_registers
+from benchmarks.codec.kernel_registers import MASKS, TABLES, Usage, compiled, main, parse, registers, spills
 
 LOG = """
 ptxas info    : 0 bytes gmem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("these parts of the benchmarks are for a CUDA device, and torch finds none", allow_module_level=True)
 pytest.importorskip("transformers", reason="the benchmarks' models are those of transformers")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import bench_batch
-import bench_step
-from bench_step import Machine, Training
-from shapes import SMALL_SHAPES
-from strategies import STRATEGIES, Run
+from benchmarks.step import bench_batch, bench_step
+from benchmarks.step.bench_step import Machine, Training
+from benchmarks.step.shapes import SMALL_SHAPES
+from benchmarks.step.strategies import STRATEGIES, Run
 
 CUDA = torch.device("cuda", 0)
 MIB = 2**20
@@ -72,7 +69,7 @@ def test_what_the_allocator_counts_is_what_was_kept():
 
 @pytest.mark.parametrize(("gib", "batch", "fits"), [(8, 2, True), (0.25, 4096, False)])
 def test_a_probe_fits_or_runs_out_of_its_share(gib, batch, fits):
-    command = [sys.executable, bench_batch.__file__, "--small", "--part", "gpt-2048", "--strategies", "L1"]
+    command = [sys.executable, "-m", bench_batch.MODULE, "--small", "--part", "gpt-2048", "--strategies", "L1"]
     probe = bench_batch.run_probe([*command, "--gib", str(gib), "--probe", str(batch)], batch, 120)
     assert probe.fits is fits
     assert fits or "out of memory" in probe.reason

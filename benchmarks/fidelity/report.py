@@ -1,4 +1,4 @@
-"""Tables and pictures of what benchmarks/fidelity.py measured."""
+"""Tables and pictures of what benchmarks/fidelity/run.py measured."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from async_offload import AsyncOffload
-from shapes import loss_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gact_dist
+from benchmarks.step.async_offload import AsyncOffload
+from benchmarks.step.shapes import loss_of
 from gact_dist import LEVELS, Config
 from gact_dist.config import Offload
 

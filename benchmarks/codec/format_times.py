@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import formats
+from benchmarks.codec import formats
 from gact_dist.codec import mixed_widths, ops
 from gact_dist.codec import reference as ops_reference
 from gact_dist.codec.reference import from_groups, to_groups

@@ -1,11 +1,11 @@
 """Every estimator of sensitivity against rounding each tensor alone, on a small model of each kind.
 
-    .venv/bin/python benchmarks/bench_estimators.py --json benchmarks/results/estimators.json
+    python -m benchmarks.adaptation.bench_estimators --json benchmarks/results/estimators.json
 
 For each saved tensor the truth is the mean squared distance between the gradient with that tensor alone rounded to
 `--bits` bits and the exact one, over `--draws` draws. Next to it: one pass (`--probes` random directions, taken at 8
 bits), perturbation (the mean of `--repeats`, each the change between two roundings to 4 bits, carried to the width by
-the rounding), and the layer-wise bounds of AC-GC where they exist (white_box.py). Of each the ratio to the truth:
+the rounding), and the layer-wise bounds of AC-GC where they exist (acgc_bounds.py). Of each the ratio to the truth:
 median over tensors, and the tensor that is worst. Takes about a minute.
 """
 
@@ -17,7 +17,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.white_box import LayerBounds
+from benchmarks.adaptation.acgc_bounds import LayerBounds
 from gact_dist import Config, codec
 from gact_dist.hooks.engine import Engine
 from gact_dist.hooks.handles import Recorded

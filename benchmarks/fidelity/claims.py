@@ -1,4 +1,4 @@
-"""What is claimed of the policies, and whether benchmarks/fidelity.py has found it so, model by model."""
+"""What is claimed of the policies, and whether benchmarks/fidelity/run.py has found it so, model by model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.fidelity_report import (
+from benchmarks.fidelity.report import (
     Rows,
     beside_uniform,
     bytes_over_uniform,

@@ -1,6 +1,6 @@
 """What does one adaptation cost, in multiples of one plain training step, and does it grow with the number of tensors?
 
-    python benchmarks/bench_adaptation.py [--json FILE] [--rounds 9]
+    python -m benchmarks.adaptation.bench_adaptation [--json FILE] [--rounds 9]
 
 Language models of 3, 6 and 26 blocks, which keep about 50, 100 and 400 tensors for backward. Beside the adaptation
 stands GACT's own procedure, written here from the paper (Liu et al., ICML 2022, section 4): for each tensor three
@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,8 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
 from gact_dist import codec

@@ -1,7 +1,7 @@
 """What does a training step cost with gact_dist, beside the untouched job and what else saves activation memory?
 
-    python benchmarks/bench_step.py --json benchmarks/results/step.json --part gpt-2048
-    python benchmarks/bench_step.py --device cpu --small --part gpt-2048 --strategies untouched L1
+    python -m benchmarks.step.bench_step --json benchmarks/results/step.json --part gpt-2048
+    python -m benchmarks.step.bench_step --device cpu --small --part gpt-2048 --strategies untouched L1
 
 A step is forward, backward and fused AdamW. All strategies (strategies.py) of a part, one model of shapes.py, live in
 one process on the same weights. They take turns of a few steps, and every round starts with another one, so that a
@@ -38,11 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from shapes import SHAPES, SMALL_SHAPES, Shape
-from strategies import STRATEGIES, Run, without_level, without_offload
-
+from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
+from benchmarks.step.strategies import STRATEGIES, Run, without_level, without_offload
 from gact_dist.report import MemoryReport
 
 WARM_UP_STEPS = 4  # one to learn roles, one to plan offload, one by that plan, one to spare

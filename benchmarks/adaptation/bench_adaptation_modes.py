@@ -1,6 +1,6 @@
 """What does an adaptation cost in each mode, in multiples of a plain step of the same job?
 
-    python benchmarks/bench_adaptation_modes.py [--json FILE] [--rows DDP FSDP2 ...]
+    python -m benchmarks.adaptation.bench_adaptation_modes [--json FILE] [--rows DDP FSDP2 ...]
 
 The jobs are those of the table of modes (tests/support/modes.py): two blocks of a small GPT on real ranks (gloo,
 CPU, one thread a rank), fp32, without checkpoints. A step of two adapts, so that a change of the machine's speed meets
@@ -24,8 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from modes import ROWS, Cell, adamw, batch_of
 from ranks import close_pools, run_ranks
@@ -87,7 +86,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     # the jobs travel to the ranks by name, which must be this module's under the name that it has there
-    import bench_adaptation_modes
+    from benchmarks.adaptation import bench_adaptation_modes
 
     bench_adaptation_modes.main()
     close_pools()

@@ -1,6 +1,6 @@
 """Gradient variance and memory with one width a tensor and with one a sample (policy actnn), at equal average bits.
 
-    .venv/bin/python benchmarks/bench_per_sample.py --json benchmarks/results/per_sample.json
+    python -m benchmarks.gradient.bench_per_sample --json benchmarks/results/per_sample.json
 
 The image model after an untouched training, one batch; the mean squared distance between the compressed and the exact
 gradient relative to its square, over `--draws` draws of the rounding. Three kinds of actnn: without the samples'
@@ -11,17 +11,14 @@ import argparse
 import datetime
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import gact_dist
-from benchmarks.bench_variance import trained
-from benchmarks.gradients import gradient
+from benchmarks.gradient.bench_variance import trained
+from benchmarks.gradient.gradients import gradient
 
 SETTINGS: list[tuple[str, str | None]] = [
     ("uniform", None),

@@ -1,6 +1,6 @@
 """Gradient variance on the real models: predicted and measured, uniform and adaptive widths, at equal average bits.
 
-    .venv/bin/python benchmarks/bench_variance.py --json benchmarks/results/variance.json
+    python -m benchmarks.gradient.bench_variance --json benchmarks/results/variance.json
 
 For each configuration of configs/: the model after a short untouched training, one batch; for each policy and width the
 mean squared distance between the compressed and the exact gradient, over `--draws` draws of the rounding, next to what
@@ -11,17 +11,14 @@ import argparse
 import datetime
 import json
 import platform
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import gact_dist
-from benchmarks.gradients import Point
+from benchmarks.gradient.gradients import Point
 from gact_dist.hooks.engine import Engine
 from gact_dist.policies.allocation import minimum_variance
 from gact_dist.sensitivity.one_pass import measure

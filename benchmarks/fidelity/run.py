@@ -1,8 +1,8 @@
 """Do the policies keep their promises? Six models, every policy and width, against the untouched job, seed by seed.
 
-    .venv/bin/python benchmarks/fidelity.py                    # everything that the file does not hold yet; hours
-    .venv/bin/python benchmarks/fidelity.py --models gat --settings "gact 2" "acgc 0.25" --seeds 1
-    .venv/bin/python benchmarks/fidelity.py --plot             # tables and pictures of what the file holds
+    python -m benchmarks.fidelity.run            # everything that the file does not hold yet; hours
+    python -m benchmarks.fidelity.run --models gat --settings "gact 2" "acgc 0.25" --seeds 1
+    python -m benchmarks.fidelity.run --plot     # tables and pictures of what the file holds
 
 One process and one thread for each. A run trains a model with one setting, from the same initialisation and on the same
 batches as the untouched run of its seed; a third into it and at its end, the variance that its plan adds to the
@@ -18,7 +18,6 @@ import datetime
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,12 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import gact_dist
-from benchmarks.fidelity_claims import claims_table
-from benchmarks.fidelity_report import UNTOUCHED, plot, tables
-from benchmarks.gradients import Noise, Point, average_bits
+from benchmarks.fidelity.claims import claims_table
+from benchmarks.fidelity.report import UNTOUCHED, plot, tables
+from benchmarks.gradient.gradients import Noise, Point, average_bits
 from launch.config import ROOT, RunConfig, load_config
 from launch.ranks import Ranks
 from launch.tasks import Batch, Task, batch_rows, select
@@ -229,7 +226,8 @@ def report(held: dict[str, Any]) -> str:
     """Markdown: when and with what it was measured, the claims, and all tables."""
     head = (
         f"Measured until {held['date']}, torch {held['torch']}, {held['machine']}, one thread; made by "
-        "`benchmarks/fidelity.py --plot`.\nA star: worse by more than the untouched job's deviation over its seeds."
+        "`python -m benchmarks.fidelity.run --plot`.\n"
+        "A star: worse by more than the untouched job's deviation over its seeds."
     )
     parts = ("# Fidelity", head, "## Claims", claims_table(held, SAME_BYTES), "## Tables", tables(held))
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,6 @@
 """Which stored format adds the least variance to the gradient at equal bytes? Formats tried for the codec.
 
-    .venv/bin/python benchmarks/bench_formats.py --json benchmarks/results/formats.json
+    python -m benchmarks.codec.bench_formats --json benchmarks/results/formats.json
 
 For each configuration of configs/, after a short untouched training: every saved tensor with its elements'
 sensitivities (two probes of the one-pass estimator). For each format the expected variance at 1 to 8 bits of payload,
@@ -19,7 +19,6 @@ import argparse
 import datetime
 import json
 import platform
-import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -28,12 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import gact_dist
-from benchmarks import format_times, formats
-from benchmarks.bench_variance import trained
-from benchmarks.formats import Options, Saved, allocated
+from benchmarks.codec import format_times, formats
+from benchmarks.codec.formats import Options, Saved, allocated
+from benchmarks.gradient.bench_variance import trained
 from gact_dist.hooks.encoder import Packer
 from gact_dist.hooks.engine import Engine
 from gact_dist.sensitivity import one_pass as sensitivity

@@ -1,6 +1,6 @@
 """How long an allocation takes and how far it is from its Lagrangian bound, by number of tensors.
 
-    python benchmarks/bench_allocation.py [--json FILE] [--repeats 20]
+    python -m benchmarks.adaptation.bench_allocation [--json FILE] [--repeats 20]
 
 Times are medians over the repeats, worst over the averages 1.5 to 6 bits. The excess over the bound is the worst
 too; with few tensors it includes what no allocation can reach.

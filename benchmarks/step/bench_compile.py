@@ -1,6 +1,6 @@
 """Memory under torch.compile: hooks around compiled regions against hooks inlined into their graphs.
 
-    .venv/bin/python benchmarks/bench_compile.py --json benchmarks/results/compile.json
+    python -m benchmarks.step.bench_compile --json benchmarks/results/compile.json
 
 A GPT whose blocks are compiled one by one, or which is compiled whole; each way in a process of its own. Retained bytes
 are the report's; the peak is the resident set's high-water mark in a step, above what the process held before it
@@ -21,8 +21,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gact_dist
 from launch.memory import PeakMemory
@@ -97,7 +95,7 @@ def main() -> None:
         return
     results = []
     for backend, what, form in ways:
-        command = [sys.executable, __file__, "--here", "--steps", str(options.steps)]
+        command = [sys.executable, "-m", "benchmarks.step.bench_compile", "--here", "--steps", str(options.steps)]
         command += ["--backend", backend, "--what", what, "--form", form]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **_ALLOCATOR})
         results.append(json.loads(done.stdout))

@@ -1,7 +1,7 @@
 """How many registers do the CUDA kernels take, and what do they spill? nvcc and ptxas say so without a GPU.
 
-    python benchmarks/kernel_registers.py
-    python benchmarks/kernel_registers.py --architectures 90
+    python -m benchmarks.codec.kernel_registers
+    python -m benchmarks.codec.kernel_registers --architectures 90
 
 Prints the tables of docs/gpu.md: groups of 256 in memory order, masks, groups of 128 by column; lowest and highest over
 the kernels of a row, which for pack and unpack are those of 1 to 8 bits. It takes about 100 seconds of one core.
@@ -17,9 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gact_dist.codec.cuda import ELEMENTS, OPTIONS, source_folder
 

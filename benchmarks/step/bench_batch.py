@@ -1,7 +1,7 @@
 """What is the largest batch that fits into a given memory, and how fast are steps of it?
 
-    python benchmarks/bench_batch.py --json benchmarks/results/batch.json --part bert-large --gib 16
-    python benchmarks/bench_batch.py --device cpu --small --part gpt-2048 --gib 0.25 --strategies untouched L1
+    python -m benchmarks.step.bench_batch --json benchmarks/results/batch.json --part bert-large --gib 16
+    python -m benchmarks.step.bench_batch --device cpu --small --part gpt-2048 --gib 0.25 --strategies untouched L1
 
 Every probe is a process of its own: a model of shapes.py, a strategy of strategies.py, an adaptation where the level
 has one, and training steps with fused AdamW, at one batch size. torch may use --gib of the device (a fraction of it by
@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.step.batch_search import Probe, largest, next_batch
+from benchmarks.step.bench_step import Machine, Training, environment, optimizer_of
+from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
+from benchmarks.step.strategies import STRATEGIES
 
-from batch_search import Probe, largest, next_batch
-from bench_step import Machine, Training, environment, optimizer_of
-from shapes import SHAPES, SMALL_SHAPES, Shape
-from strategies import STRATEGIES
-
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "benchmarks.step.bench_batch"
 PROBED = (
     "untouched", "L1", "L2", "L2.2", "L3", "L3, all leave",
     "checkpoint", "checkpoint + L2", "checkpoint + L3", "checkpoint + L3, all leave",
@@ -121,7 +121,7 @@ def run_probe(command: Sequence[str], batch: int, timeout_s: float) -> Probe:
     Raises RuntimeError with the end of its output where it failed otherwise.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
     except subprocess.TimeoutExpired:
         return Probe(batch=batch, fits=False, reason=f"not over after {timeout_s:g} s")
     if done.returncode == 0:
@@ -167,7 +167,7 @@ def search(row: Row, first: int, options: argparse.Namespace, results: Results, 
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return False
-        command = [sys.executable, __file__, "--probe", str(batch), "--part", row.part, "--gib", str(row.gib)]
+        command = [sys.executable, "-m", MODULE, "--probe", str(batch), "--part", row.part, "--gib", str(row.gib)]
         command += ["--device", options.device, "--strategies", row.strategy, "--attention", row.attention]
         probes.append(run_probe(command + ["--small"] * options.small, batch, options.timeout))
         results.note(row, probes, finished=False)

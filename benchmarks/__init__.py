@@ -1,0 +1,1 @@
+"""Benchmarks, one folder a question; docs and results/README.md say which command answers what."""

@@ -1,0 +1,1 @@
+"""What does rounding add to a model's gradient, predicted and measured?"""
