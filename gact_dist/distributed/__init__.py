@@ -12,19 +12,22 @@ from .collectives import (
     world_size,
 )
 from .pipeline import learning_shapes
+from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
 from .wrappers import (
     bypassed,
-    distributed_again,
-    local_part,
-    own_part,
+    checkpoint_files,
+    checkpoints_as,
+    forwarding_nodes,
+    operator_aliases,
+    plumbing,
     sharding,
-    tensor_parallel_groups,
     unwrap,
     user_path,
 )
 
 __all__ = [
-    "PlanMismatchError", "bypassed", "check_agreement", "data_parallel_group", "distributed_again", "everywhere",
-    "learning_shapes", "local_part", "maximum_over", "mean_of_positive", "own_part", "rank", "reduce_over", "sharding",
+    "PlanMismatchError", "bypassed", "check_agreement", "checkpoint_files", "checkpoints_as", "data_parallel_group",
+    "distributed_again", "everywhere", "forwarding_nodes", "learning_shapes", "local_part", "maximum_over",
+    "mean_of_positive", "operator_aliases", "own_part", "plumbing", "rank", "reduce_over", "sharding",
     "tensor_parallel_groups", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

@@ -8,127 +8,81 @@ excepted; and both come back afterwards. The wrapper never sees that a forward r
 gather, and for the time of the measurement the whole parameters on every rank.
 """
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-# attributes under which a wrapper holds the module it wraps; a path through them names the same module without them
-_INNER = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-_SHARDING_HOOKS = ("torch.distributed.fsdp", "torch.distributed._composable", "deepspeed")
-
-
-@dataclass(frozen=True)
-class _Optional:
-    """A class of a module that is slow to import or not installed: what is not imported cannot wrap anything."""
-
-    module: str
-    name: str
-
-    def loaded(self) -> bool:
-        return hasattr(sys.modules.get(self.module), self.name)
-
-    def get(self) -> Any:
-        return getattr(sys.modules[self.module], self.name)
-
-    def made(self, candidate: object) -> bool:
-        """Whether a module is an instance."""
-        return self.loaded() and isinstance(candidate, self.get())
+from .ddp import Ddp
+from .framework import Framework, cast_floating
+from .fsdp1 import Fsdp1
+from .fsdp2 import Fsdp2
+from .tensor_parallel import TensorParallel
+from .zero import Zero
 
 
-_FSDP1 = _Optional("torch.distributed.fsdp", "FullyShardedDataParallel")
-_FSDP2 = _Optional("torch.distributed.fsdp", "FSDPModule")
-_ENGINE = _Optional("deepspeed", "DeepSpeedEngine")
-_DTENSOR = _Optional("torch.distributed.tensor", "DTensor")
-_PENDING = _Optional("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+class _TorchWrappers(Framework):
+    """Wrappers of torch that have nothing to do with ranks: checkpoint_wrapper and torch.compile."""
+
+    name = "torch"
+    path_parts = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+_FRAMEWORKS: tuple[Framework, ...] = (Ddp(), Fsdp1(), Fsdp2(), Zero(), TensorParallel(), _TorchWrappers())
+_PATH_PARTS = frozenset(part for framework in _FRAMEWORKS for part in framework.path_parts)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside wrappers, so that names do not depend on wrapping."""
-    inner: Any = model
-    while True:
-        if isinstance(inner, (DistributedDataParallel, DataParallel)) or _ENGINE.made(inner):
-            inner = inner.module
-            continue
-        below = next((inner._modules[name] for name in _INNER if name in inner._modules), None)
-        if below is None:
-            return inner
-        inner = below
+    inner = _inner(model)
+    while inner is not None:
+        model, inner = inner, _inner(inner)
+    return model
+
+
+def _inner(module: nn.Module) -> nn.Module | None:
+    found = (framework.inner(module) for framework in _FRAMEWORKS)
+    return next((inner for inner in found if inner is not None), None)
 
 
 def user_path(path: str) -> str:
     """A module's dotted path without the wrappers on the way to it."""
-    return ".".join(part for part in path.split(".") if part not in _INNER)
-
-
-def local_part(tensor: Tensor) -> Tensor | None:
-    """This rank's own memory of a distributed tensor, or of one whose collective is under way; None of a plain one."""
-    if _PENDING.made(tensor):
-        return cast(Any, tensor).wait()
-    if _DTENSOR.made(tensor):
-        local = cast(Any, tensor)._local_tensor
-        return local.wait() if _PENDING.made(local) else local
-    return None
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: its local part, or itself where it is a plain one."""
-    local = local_part(tensor)
-    return tensor if local is None else local
-
-
-def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that makes the kind of tensor given here out of its local part."""
-    if not _DTENSOR.made(tensor):
-        return lambda local: local
-    like = cast(Any, tensor)
-    place = {"device_mesh": like.device_mesh, "placements": like.placements}
-    whole = {"shape": like.shape, "stride": like.stride()}
-    return lambda local: _DTENSOR.get().from_local(local, **place, **whole, run_check=False)
-
-
-def tensor_parallel_groups(model: nn.Module) -> list[Any]:
-    """The process groups over which parameters are split without being gathered for a forward (tensor parallelism).
-
-    Their ranks see the same samples, and hold the same replicated parameters: they must round alike.
-    """
-    if not _DTENSOR.loaded():
-        return []
-    gathered = {
-        name
-        for module in model.modules()
-        if _FSDP2.made(module)
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups
-        for name in _dimensions(group.mesh_info.mesh)
-    }
-    groups: dict[str, Any] = {}
-    for parameter in model.parameters():
-        if _DTENSOR.made(parameter):
-            mesh = cast(Any, parameter).device_mesh
-            for dimension, name in enumerate(_dimensions(mesh)):
-                if name not in gathered:
-                    group = mesh.get_group(dimension)
-                    groups[group.group_name] = group
-    return list(groups.values())
+    return ".".join(part for part in path.split(".") if part not in _PATH_PARTS)
 
 
 def sharding(model: nn.Module) -> str | None:
     """What splits the parameters of a model between ranks, None where every rank holds them whole."""
-    if any(_FSDP1.made(module) or _FSDP2.made(module) for module in model.modules()):
-        return "FSDP"
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return "ZeRO-3"
-    return "tensor parallelism" if any(_DTENSOR.made(parameter) for parameter in model.parameters()) else None
+    return next((framework.name for framework in _FRAMEWORKS if framework.shards(model)), None)
 
 
-def _dimensions(mesh: Any) -> tuple[str, ...]:
-    return mesh.mesh_dim_names or tuple(f"dimension {number}" for number in range(mesh.ndim))
+def forwarding_nodes() -> frozenset[str]:
+    """Names of the autograd nodes by which wrappers learn of a backward: they hand on what they are given."""
+    return frozenset(name for framework in _FRAMEWORKS for name in framework.forwarding_nodes)
+
+
+def operator_aliases() -> dict[str, str]:
+    """Autograd functions of wrappers, by name -> the operators that they stand in for."""
+    return dict(alias for framework in _FRAMEWORKS for alias in framework.operator_aliases)
+
+
+def plumbing() -> tuple[str, ...]:
+    """Parts of the names of files whose frames are a wrapper's and not the user's."""
+    return tuple(part for framework in _FRAMEWORKS for part in framework.plumbing)
+
+
+def checkpoint_files() -> tuple[str, ...]:
+    """Ends of the names of files in which a framework has a checkpoint() of its own."""
+    return tuple(file for framework in _FRAMEWORKS for file in framework.checkpoint_files)
+
+
+@contextmanager
+def checkpoints_as(checkpoint: Callable[..., Any]) -> Iterator[None]:
+    """The frameworks' own checkpoints call checkpoint(function, *args) instead."""
+    with ExitStack() as stack:
+        for framework in _FRAMEWORKS:
+            stack.enter_context(framework.checkpoints_as(checkpoint))
+        yield
 
 
 @contextmanager
@@ -138,153 +92,24 @@ def bypassed(model: nn.Module) -> Iterator[None]:
     A collective call where parameters are sharded: all ranks of the sharding group must enter it.
     """
     with ExitStack() as stack:
-        stack.enter_context(_forward_of(DistributedDataParallel, _data_parallel_forward))
-        if _FSDP1.loaded():
-            stack.enter_context(_forward_of(_FSDP1.get(), _fsdp1_forward))
-        if _ENGINE.loaded():
-            stack.enter_context(_forward_of(_ENGINE.get(), _deepspeed_forward))
-        stack.enter_context(_fsdp1_whole(model))
-        stack.enter_context(_fsdp2_whole(model))
-        stack.enter_context(_zero3_whole(model))
+        for framework in _FRAMEWORKS:
+            stack.enter_context(framework.plain_forward())
+        for framework in _FRAMEWORKS:
+            stack.enter_context(framework.whole(model))
         stack.enter_context(_hooks_aside(model))
         yield
 
 
 @contextmanager
-def _forward_of(wrapper: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """All modules of a wrapper class run `forward`; a class, because the model attached to may lie inside it."""
-    original = wrapper.forward
-    wrapper.forward = forward
-    try:
-        yield
-    finally:
-        wrapper.forward = original
-
-
-def _data_parallel_forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
-    if self.device_ids:
-        device = self.device_ids[0]
-        inputs, kwargs = tree_map_only(Tensor, lambda x: x.to(device), (inputs, kwargs))
-    return self.module(*inputs, **kwargs)
-
-
-# -- FSDP1 ------------------------------------------------------------------------------------------------------
-
-
-def _fsdp1_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    policy = self.mixed_precision
-    if policy.param_dtype is not None and (
-        policy.cast_forward_inputs or (self._is_root and policy.cast_root_forward_inputs)
-    ):
-        inputs, kwargs = _cast((inputs, kwargs), policy.param_dtype)
-    return self._fsdp_wrapped_module(*inputs, **kwargs)
-
-
-@contextmanager
-def _fsdp1_whole(model: nn.Module) -> Iterator[None]:
-    wrapped = [module for module in model.modules() if _FSDP1.made(module)]
-    if not wrapped:
-        yield
-        return
-    with _FSDP1.get().summon_full_params(model, writeback=False), _compute_types(wrapped):
-        yield
-
-
-@contextmanager
-def _compute_types(wrapped: list[Any]) -> Iterator[None]:
-    """Parameters in the type that mixed precision computes in: summon_full_params gives the stored one."""
-    changed: list[tuple[dict, str, nn.Parameter]] = []
-    cast: dict[int, nn.Parameter] = {}
-    inner = {id(module) for module in wrapped}
-    for wrapper in wrapped:
-        dtype = wrapper.mixed_precision.param_dtype
-        if dtype is None:
-            continue
-        for module in _own_modules(wrapper, inner):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                    low = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                    changed.append((module._parameters, name, parameter))
-                    module._parameters[name] = cast.setdefault(id(parameter), low)
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in changed:
-            parameters[name] = parameter
-
-
-def _own_modules(wrapper: nn.Module, others: set[int]) -> Iterator[nn.Module]:
-    """The modules below a wrapper that belong to it and not to another wrapper further down."""
-    for child in wrapper.children():
-        if id(child) not in others:
-            yield child
-            yield from _own_modules(child, others)
-
-
-# -- FSDP2 ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _fsdp2_whole(model: nn.Module) -> Iterator[None]:
-    sharding: list[Any] = [module for module in model.modules() if _FSDP2.made(module)]
-    roots = _outermost(model, sharding)
-    for module in roots:
-        module._get_fsdp_state()._lazy_init()  # before the first forward; afterwards it does nothing
-    sharded = [module for module in sharding if _is_sharded(module)]
-    for module in sharded:
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in sharded:
-            module.reshard()
-
-
-def _outermost(model: nn.Module, chosen: list[Any]) -> list[Any]:
-    below = {id(inner) for module in chosen for inner in module.modules() if inner is not module}
-    return [module for module in chosen if id(module) not in below]
-
-
-def _is_sharded(module: Any) -> bool:
-    return any(not group.is_unsharded for group in module._get_fsdp_state()._fsdp_param_groups)
-
-
-# -- DeepSpeed --------------------------------------------------------------------------------------------------
-
-
-def _deepspeed_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-    autocast: Any = nullcontext()
-    if self.torch_autocast_enabled():
-        autocast = torch.autocast(self.device.type, dtype=self.torch_autocast_dtype())
-    with autocast:
-        return self.module(*inputs, **kwargs)
-
-
-@contextmanager
-def _zero3_whole(model: nn.Module) -> Iterator[None]:
-    partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    if not partitioned:
-        yield
-        return
-    with sys.modules["deepspeed"].zero.GatheredParameters(partitioned):
-        yield
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
 def _hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Forward hooks that sharding put on modules are away, but for what they cast."""
+    """Forward hooks that frameworks put on modules are away, but for what they cast."""
     changed: list[tuple[dict, dict]] = []
     for module in model.modules():
-        for hooks, replace in ((module._forward_pre_hooks, _input_cast), (module._forward_hooks, _output_cast)):
-            if not any(_belongs_to_sharding(hook) for hook in hooks.values()):
-                continue
-            changed.append((hooks, dict(hooks)))
-            for key, hook in list(hooks.items()):
-                if _belongs_to_sharding(hook):
-                    hooks[key] = replace(module, hook)
+        for hooks, cast in ((module._forward_pre_hooks, _input_cast), (module._forward_hooks, _output_cast)):
+            theirs = {key: owner for key, hook in hooks.items() if (owner := _owner(hook)) is not None}
+            if theirs:
+                changed.append((hooks, dict(hooks)))
+                hooks.update({key: cast(module, owner) for key, owner in theirs.items()})
     try:
         yield
     finally:
@@ -293,36 +118,21 @@ def _hooks_aside(model: nn.Module) -> Iterator[None]:
             hooks.update(original)
 
 
-def _belongs_to_sharding(hook: Callable[..., Any]) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith(_SHARDING_HOOKS)
+def _owner(hook: Callable[..., Any]) -> Framework | None:
+    """The framework that registered a hook; None for the user's own."""
+    module = getattr(hook, "__module__", None) or ""
+    return next((framework for framework in _FRAMEWORKS if module.startswith(framework.hook_modules)), None)
 
 
-def _input_cast(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    policy = _policy(module)
-    if policy is None or policy.param_dtype is None or not policy.cast_forward_inputs:
-        return _nothing
-
-    def cast(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return _cast((args, kwargs), policy.param_dtype)
-
-    return cast
+def _input_cast(module: nn.Module, owner: Framework) -> Callable[..., Any]:
+    dtype, _ = owner.hook_casts(module)
+    return _nothing if dtype is None else lambda _module, args, kwargs: cast_floating((args, kwargs), dtype)
 
 
-def _output_cast(module: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    policy = _policy(module)
-    if policy is None or policy.output_dtype is None:
-        return _nothing
-    return lambda _module, _inputs, output: _cast(output, policy.output_dtype)
-
-
-def _policy(module: Any) -> Any:
-    """FSDP2's mixed precision of a module; None where it is not sharded."""
-    return module._get_fsdp_state()._mp_policy if _FSDP2.made(module) else None
+def _output_cast(module: nn.Module, owner: Framework) -> Callable[..., Any]:
+    _, dtype = owner.hook_casts(module)
+    return _nothing if dtype is None else lambda _module, _inputs, output: cast_floating(output, dtype)
 
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)

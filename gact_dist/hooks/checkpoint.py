@@ -26,9 +26,10 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .. import distributed
 from .._paths import PACKAGE_ROOT
 
-_FILES = (torch_checkpoint.__file__, "deepspeed/runtime/activation_checkpointing/checkpointing.py")
+_FILES = (torch_checkpoint.__file__, *distributed.checkpoint_files())
 _PACKAGES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE_ROOT)
 _SAVERS = {
     torch_checkpoint.__file__,
@@ -145,12 +146,8 @@ def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> No
 def measurable(mode: Any) -> Iterator[None]:
     """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
     with ExitStack() as stack:
-        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_as_non_reentrant)))
-        loaded = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
-        if loaded is not None:
-            stack.enter_context(
-                _replaced(loaded.CheckpointFunction, "apply", staticmethod(_deepspeed_as_non_reentrant))
-            )
+        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
+        stack.enter_context(distributed.checkpoints_as(_as_non_reentrant))
         original_init = torch_checkpoint._CheckpointFrame.__init__
 
         def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
@@ -191,15 +188,13 @@ class CheckpointFunction(Function):
         return grads[0]
 
 
-def _as_non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+def _reentrant_apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    return _as_non_reentrant(function, *args, preserve_rng_state=preserve_rng_state)
+
+
+def _as_non_reentrant(function: Callable[..., Any], *args: Any, preserve_rng_state: bool = True) -> Any:
     outputs = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     return tree_map_only(Tensor, CheckpointFunction.apply, outputs)
-
-
-def _deepspeed_as_non_reentrant(function: Callable[..., Any], all_outputs: list, *args: Any) -> Any:
-    outputs = _as_non_reentrant(function, True, *args)
-    all_outputs += [outputs] if isinstance(outputs, Tensor) else outputs
-    return outputs
 
 
 _dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__

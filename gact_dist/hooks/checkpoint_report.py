@@ -102,7 +102,7 @@ class Bypassing:
 def held_tensors(call: FrameType) -> Iterator[tuple[str, Tensor]]:
     """(what it was given as, tensor) of all that a checkpoint() call keeps past the hooks. See [Note: past the hooks].
 
-    call: its frame, of torch's checkpoint or of DeepSpeed's, which passes keywords on as positional arguments.
+    call: its frame. Only torch's checkpoint has keywords apart: a framework's own passes them on among `args`.
     """
     given = call.f_locals
     held = [(f"argument {i}", value) for i, value in enumerate(given["args"]) if not isinstance(value, Tensor)]

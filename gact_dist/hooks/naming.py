@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._paths import PACKAGE_ROOT
-from ..distributed import unwrap, user_path
+from ..distributed import forwarding_nodes, operator_aliases, plumbing, unwrap, user_path
 
 _TORCH = os.path.dirname(torch.__file__)
 _PLUMBING = (
@@ -27,7 +27,7 @@ _PLUMBING = (
     PACKAGE_ROOT,
 )
 
-_DEEPSPEED = f"{os.sep}deepspeed{os.sep}runtime{os.sep}"
+_WRAPPERS = plumbing()
 
 _ALIASES = {
     "CudnnBatchNorm": "BatchNorm",
@@ -36,14 +36,10 @@ _ALIASES = {
     "NativeLayerNorm": "LayerNorm",
     "NativeGroupNorm": "GroupNorm",
     "FusedRmsNorm": "RmsNorm",
-    "LinearFunctionForZeroStage3": "Addmm",
+    **operator_aliases(),
 }
 
-# Nodes by which wrappers learn of a backward: they hand their inputs on, and are there in some steps and modes only.
-_PASS_ON = frozenset({
-    "_DDPSinkBackward", "RegisterPostBackwardFunctionBackward",
-    "PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward",
-})  # fmt: skip
+_FORWARDING = forwarding_nodes()
 
 
 @cache
@@ -158,7 +154,7 @@ class Namer:
 def _producer(tensor: Tensor) -> Any:
     """The node that computed a tensor, behind those by which wrappers hand inputs and outputs on."""
     node, number = tensor.grad_fn, tensor.output_nr
-    while node is not None and node.name() in _PASS_ON:
+    while node is not None and node.name() in _FORWARDING:
         below = node.next_functions
         node, number = below[number] if number < len(below) else below[-1]
     return node
@@ -184,7 +180,7 @@ def _is_plumbing(code: CodeType) -> bool:
     known = _plumbing.get(id(code))
     if known is None:
         path = code.co_filename
-        known = _plumbing[id(code)] = (code, path.startswith(_PLUMBING) or _DEEPSPEED in path)
+        known = _plumbing[id(code)] = (code, path.startswith(_PLUMBING) or any(part in path for part in _WRAPPERS))
     return known[1]
 
 

@@ -1,0 +1,95 @@
+"""What the package needs to know of a framework that wraps a model: each one is described in a file of its own.
+
+A framework that is optional or slow to import is never imported for this: what is not loaded cannot wrap anything.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+class Framework:
+    """One framework. What a subclass leaves out, its framework does not do."""
+
+    name: str
+    """as error messages say it"""
+    path_parts: tuple[str, ...] = ()
+    """attributes that hold a wrapped module; the user's path of a module leaves them out"""
+    forwarding_nodes: tuple[str, ...] = ()
+    """autograd nodes by which it learns of a backward: they hand on what they are given, in some steps and modes"""
+    operator_aliases: tuple[tuple[str, str], ...] = ()
+    """(one of its own autograd functions, the operator that it stands in for)"""
+    plumbing: tuple[str, ...] = ()
+    """parts of file names: frames of such files are not the user's"""
+    hook_modules: tuple[str, ...] = ()
+    """modules whose functions it registers as forward hooks"""
+    checkpoint_files: tuple[str, ...] = ()
+    """ends of the names of files with a checkpoint() of its own"""
+
+    def inner(self, module: nn.Module) -> nn.Module | None:
+        """The module inside a wrapper of this framework; None for any other module."""
+        return next((module._modules[part] for part in self.path_parts if part in module._modules), None)
+
+    def shards(self, model: nn.Module) -> bool:
+        """Whether it splits parameters of the model between ranks."""
+        return False
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Parameters gathered, in the type that the job computes in. A collective call where it shards them."""
+        return nullcontext()
+
+    def plain_forward(self) -> AbstractContextManager[None]:
+        """Its wrappers run what they wrap, and do nothing else but move and cast inputs."""
+        return nullcontext()
+
+    def hook_casts(self, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """The types that its forward hooks cast a module's inputs and outputs to; None where they do not."""
+        return None, None
+
+    def checkpoints_as(self, checkpoint: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Checkpoints of its own call checkpoint(function, *args) instead."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class OptionalClass:
+    """A class of a module that is slow to import or not installed."""
+
+    module: str
+    name: str
+
+    def loaded(self) -> bool:
+        return hasattr(sys.modules.get(self.module), self.name)
+
+    def get(self) -> Any:
+        return getattr(sys.modules[self.module], self.name)
+
+    def made(self, candidate: object) -> bool:
+        """Whether an object is an instance."""
+        return self.loaded() and isinstance(candidate, self.get())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """An attribute of a class replaced; a class, because the model attached to may lie inside a wrapper."""
+    own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def cast_floating(values: Any, dtype: torch.dtype) -> Any:
+    """Nested values with their floating-point tensors in another type."""
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
