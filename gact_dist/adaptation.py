@@ -17,7 +17,7 @@ from . import codec, distributed, policies
 from .error_budget import ErrorBudget
 from .hooks import Engine, Footprint, has_compiled_parts
 from .policies import EXACT, WIDTHS, Bits, Budget, Costs, SampleCosts, StepBytes, policy_of
-from .sensitivity import GradientError, Sample, Sensitivity, measure, untouched
+from .sensitivity import GradientError, ProbeBatch, Sensitivity, measure, untouched
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
@@ -88,7 +88,7 @@ class Adapter:
         if self._policy.budget is Budget.GRADIENT_ERROR:
             self.error_budget = ErrorBudget(model, engine, groups, self._draws)
 
-    def adapt(self, sample: Sample, step: int) -> Adaptation:
+    def adapt(self, sample: ProbeBatch, step: int) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
 
         Raises ValueError when the loss is no scalar with a graph, and on every rank when the budget cannot be reached.
@@ -185,7 +185,7 @@ class Adapter:
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, sample: Sample, step: int) -> tuple[Costs, dict[str, int]]:
+    def _measured(self, sample: ProbeBatch, step: int) -> tuple[Costs, dict[str, int]]:
         """What all ranks measured, on fewer samples where the memory of one was too little, or without a second
         derivative; and how many ranks were left out of it, by name."""
         estimator = self._policy.estimator
@@ -202,7 +202,7 @@ class Adapter:
             else:
                 return costs, invalid
 
-    def _measure(self, sample: Sample, step: int, estimator: str) -> list[Sensitivity] | None:
+    def _measure(self, sample: ProbeBatch, step: int, estimator: str) -> list[Sensitivity] | None:
         """What this rank sees; None where memory is too little."""
         try:
             return measure(

@@ -21,7 +21,7 @@ from .hooks import Engine, has_compiled_parts
 from .offload import open_offload
 from .policies import Bits, plan_from, policy_of
 from .report import MemoryReport, build_report
-from .sensitivity import Observation, Sample, of_batch, of_observation
+from .sensitivity import Observation, ProbeBatch
 
 _log = logging.getLogger(__name__)
 _LONGEST_INTERVAL = 8  # in adapt_intervals
@@ -140,7 +140,7 @@ class Controller:
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
 
         Adaptations need no loss function: they use the loss's gradient at the model's outputs, as the job's backward
-        had it in the step before (see observation.py). For loops that belong to others: a trainer, an engine, a
+        had it in the step before (see sensitivity/probe.py). For loops that belong to others: a trainer, an engine, a
         pipeline schedule. Ends with detach(). Returns the controller itself.
         """
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
@@ -194,7 +194,8 @@ class Controller:
         if self._due():
             samples = self._probe_samples(self.config.calibration_samples)
             unit = None if self._promise is None else observation.squared_gradient
-            self._adapt(of_observation(observation, self._model, whole, samples, unit))
+            loss_of = partial(Observation.loss, model=self._model)
+            self._adapt(ProbeBatch(loss_of, observation, samples, forward=whole, unit=unit))
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
         """Measure sensitivity now, on the first `samples` samples of a batch, and set the plan. A collective call.
@@ -205,7 +206,7 @@ class Controller:
         self._expect_not_detached("calibrate()")
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
-        self._adapt(of_batch(loss_fn, batch, self._probe_samples(samples)))
+        self._adapt(ProbeBatch(loss_fn, batch, self._probe_samples(samples)))
 
     def _probe_samples(self, wanted: int) -> int:
         """Samples to measure on; all of the batch where another shape would compile the model's regions anew."""
@@ -242,11 +243,11 @@ class Controller:
         finally:
             self._measuring = False
 
-    def _adapt(self, sample: Sample) -> None:
+    def _adapt(self, probe: ProbeBatch) -> None:
         if self._adapter is None:
             return
         with self._measurement():
-            self.adaptation = self._adapter.adapt(sample, self._step)
+            self.adaptation = self._adapter.adapt(probe, self._step)
         # The plan in use until now is compared as well: a rank that went its own way since (another state loaded, say)
         # would otherwise be put right here without a word.
         in_use = {f"{name} (in use until now)": bits for name, bits in self._plan.items()}
@@ -287,7 +288,7 @@ class Controller:
         self._step += 1
         self._sample_gradient(fwdbwdprop)
         if self._due():
-            self._adapt(Sample(fwdbwdprop, 1.0, fwdbwdprop, fwdbwdprop))
+            self._adapt(ProbeBatch(lambda _: fwdbwdprop(), None))
         self._open_iteration()
         if closure_is_the_iteration:
             fwdbwdprop()

@@ -23,7 +23,7 @@ from torch import nn
 from . import distributed, policies
 from .hooks import Engine
 from .policies import SAMPLES, WIDTHS, Allocation, Bits, Costs, Found, GradientSamples, fewest_bits, one_width
-from .sensitivity import GradientError, Moments, Sample, rounded_moments
+from .sensitivity import GradientError, Moments, ProbeBatch, rounded_moments
 
 _log = logging.getLogger(__name__)
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
@@ -66,7 +66,7 @@ class ErrorBudget:
         broken = self._samples.increase > self._tolerated
         return self._promised and (broken or self._samples.standard_error <= _SURER * self._standard_error)
 
-    def allocate(self, costs: Costs, sample: Sample, step: int) -> Outcome | None:
+    def allocate(self, costs: Costs, sample: ProbeBatch, step: int) -> Outcome | None:
         """The fewest bits whose measured error is tolerated; None if nothing can be measured. A collective call."""
         self._sampled_at, self._promised = step, False
         samples = self._samples
@@ -118,7 +118,7 @@ class ErrorBudget:
         return step - self._sampled_at >= max(1, min(self._config.adapt_interval // SAMPLES, self._sampled_at))
 
     def sample(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
-        """Take a sample from the batch of a step. loss, unit: as loss_of_whole in Sample. A collective call."""
+        """Take a sample from the batch of a step. loss, unit: as loss_of_whole in ProbeBatch. A collective call."""
         self._sampled_at = step
         moments, _ = self._agreed(lambda: self._moments(loss, None, step, _SAMPLE_PASSES), unit)
         self._samples.add(moments.square, moments.noise, relative=unit is not None)
@@ -169,7 +169,7 @@ class ErrorBudget:
                 self._tolerated,
             )
 
-    def _measured(self, sample: Sample, plan: Mapping[str, int | None] | None, step: int) -> tuple[Moments, float]:
+    def _measured(self, sample: ProbeBatch, plan: Mapping[str, int | None] | None, step: int) -> tuple[Moments, float]:
         """(moments relative to the sample's unit, the unit) under a plan for the measured tensors, None: in force."""
         whole = None if plan is None else {**self._engine.plan, **plan}
         return self._agreed(lambda: self._moments(sample.loss_of_whole, whole, step, self._passes), sample.unit)

@@ -31,8 +31,8 @@ from gact_dist import Config, codec
 from gact_dist.hooks.engine import Engine
 from gact_dist.hooks.handles import Recorded
 from gact_dist.sensitivity.isolation import untouched
+from gact_dist.sensitivity.measuring_mode import MeasuringMode
 from gact_dist.sensitivity.one_pass import measure
-from gact_dist.sensitivity.standins import StandInMode
 from launch.models import GraphNetwork, LanguageModel, ResNet
 
 NODES, EDGES, WORDS, CLASSES = 400, 2000, 64, 7
@@ -131,7 +131,7 @@ def direct(job: Job, bits: int, draws: int) -> tuple[dict[str, float], dict[str,
     engine = Engine(job.model, Config(min_numel=0), 0)
     truth, bounds = {}, {}
     with untouched(job.model), LayerBounds(job.model) as layers:
-        with engine.recording(StandInMode()) as records:
+        with engine.recording(MeasuringMode()) as records:
             loss = job.loss()
         exact = gradient(job.model, loss)
         compressible = [record for record in records if record.compressible]

@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .batches import batch_size, first_samples, map_tensors, tensors_of
-from .checkpoint import measurable, recomputing
+from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Packer
 from .engine import Engine
@@ -20,7 +20,6 @@ __all__ = [
     "first_samples",
     "has_compiled_parts",
     "map_tensors",
-    "measurable",
     "recomputing",
     "tensors_of",
 ]

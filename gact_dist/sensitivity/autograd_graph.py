@@ -8,6 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 
+def scalar(loss: Any) -> Tensor:
+    """A loss as it is. Raises ValueError unless it is a scalar with a graph."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"the loss function gave {got}, expected a scalar loss that depends on the model's parameters; return the "
+            "loss from loss_fn(batch), or call backward() on it inside the closure"
+        )
+    return loss
+
+
 def nodes_below(roots: Iterable[Tensor]) -> list[Any]:
     """Every node of the graph of some tensors."""
     seen: dict[Any, None] = {}

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from ..hooks import Engine, has_compiled_parts, measurable
+from ..hooks import Engine, has_compiled_parts
 from ..policies import Bits
-from .autograd_graph import nodes_below, parameters_among
+from .autograd_graph import nodes_below, parameters_among, scalar
+from .checkpoint import measurable
 from .isolation import untouched
-from .one_pass import scalar
+from .measuring_mode import MeasuringMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +93,12 @@ def _rounded_gradient(
     engine: Engine, model: nn.Module, forward: Callable[[], Any], plan: Mapping[str, Bits] | None, draw: int
 ) -> list[Tensor]:
     # what is compiled is compiled anew under a mode, and has no closure that calls backward
-    root = None if has_compiled_parts(model) else _BackwardRoot()
-    mode: Any = root or nullcontext()
-    with untouched(model), measurable(mode):
-        with engine.rehearsal(plan, draw=draw), mode:
+    mode = None if has_compiled_parts(model) else MeasuringMode(differentiable=False)
+    context: Any = mode or nullcontext()
+    with untouched(model), measurable(context):
+        with engine.rehearsal(plan, draw=draw), context:
             result = forward()
-        return _gradient(result if root is None or root.tensor is None else root.tensor)
-
-
-class _BackwardRoot(TorchFunctionMode):
-    """Keeps what backward is called on instead of running it: a closure's .grad is not to be touched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensor: Tensor | None = None
-
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is Tensor.backward:
-            self.tensor = args[0]
-            return None
-        return function(*args, **(kwargs or {}))
+        return _gradient(result if mode is None else mode.root_of(result))
 
 
 def _gradient(loss: Any) -> list[Tensor]:

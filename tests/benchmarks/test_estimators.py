@@ -13,7 +13,7 @@ from benchmarks.adaptation import bench_estimators
 from benchmarks.adaptation.acgc_bounds import LayerBounds
 from gact_dist import Config
 from gact_dist.hooks.engine import Engine
-from gact_dist.sensitivity.standins import StandInMode
+from gact_dist.sensitivity.measuring_mode import MeasuringMode
 
 
 # 12 draws of a squared norm with some tens of effective dimensions leave 0.1 on a tensor, and the median over 12
@@ -36,7 +36,7 @@ def layer_bound(layer, x, error_of):
     first = nn.Linear(x.shape[1], x.shape[1]) if x.dim() == 2 else nn.Conv2d(x.shape[1], x.shape[1], 1)
     model = nn.Sequential(first, layer)
     engine = Engine(model, Config(min_numel=0), 0)
-    with LayerBounds(model) as layers, engine.recording(StandInMode()) as records:
+    with LayerBounds(model) as layers, engine.recording(MeasuringMode()) as records:
         y = model(x)
         loss = functional.softplus(y).square().mean()
     error = error_of(torch.autograd.grad(loss, y, retain_graph=True)[0])

@@ -34,7 +34,7 @@ def measured(monkeypatch, model, batch, loss_fn=None, apart=False):
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", counted)
         if apart:
-            patch.setattr("gact_dist.sensitivity.one_pass.disjoint", alone)
+            patch.setattr("gact_dist.sensitivity.perturbation.disjoint", alone)
         found = measure(engine, model, lambda: loss_fn(batch), seed=3, estimator="perturbation")
     engine.close()
     return {item.name: item.variance for item in found}, len(backwards)
@@ -71,7 +71,7 @@ def test_shared_backwards_are_fewer_and_give_the_same_numbers(monkeypatch, kind,
         groups.extend(influence.disjoint(found))
         return groups
 
-    monkeypatch.setattr("gact_dist.sensitivity.one_pass.disjoint", noted)
+    monkeypatch.setattr("gact_dist.sensitivity.perturbation.disjoint", noted)
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: ran.update([name]))
     shared, taken = measured(monkeypatch, model, batch)

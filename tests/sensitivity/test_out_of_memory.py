@@ -13,7 +13,7 @@ from torch import nn
 import gact_dist
 from gact_dist import Config, adaptation
 from gact_dist.hooks.engine import Engine
-from gact_dist.sensitivity import one_pass as sensitivity
+from gact_dist.sensitivity import one_pass
 
 BATCH = 16
 
@@ -84,7 +84,7 @@ def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up
     def products(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(sensitivity._Probe, "_products", products)
+    monkeypatch.setattr(one_pass._OnePass, "_products", products)
     with caplog.at_level(logging.WARNING, logger="gact_dist"):
         gact, scarce, _ = trained(BATCH, follow=False, steps=1)
     assert scarce.seen == [8, 4, 2, 1, 1]
@@ -127,7 +127,7 @@ def test_too_little_memory_is_not_taken_for_a_missing_derivative(monkeypatch):
     model, batch = small_models.mlp()
     loss_of = small_models.loss_of(model)
     engine = Engine(model, Config(min_numel=0), 0)
-    monkeypatch.setattr(sensitivity._Probe, "_products", products)
+    monkeypatch.setattr(one_pass._OnePass, "_products", products)
     with pytest.raises(torch.OutOfMemoryError):
-        sensitivity.measure(engine, model, lambda: loss_of(batch), seed=1)
+        one_pass.measure(engine, model, lambda: loss_of(batch), seed=1)
     engine.close()

@@ -16,11 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gact_dist
 from gact_dist import Config, codec
 from gact_dist.hooks.engine import Engine
-from gact_dist.sensitivity import one_pass as sensitivity
-from gact_dist.sensitivity import standins
+from gact_dist.sensitivity import differentiable_attention, one_pass
+from gact_dist.sensitivity.differentiable_attention import ScaledDotProductAttention
+from gact_dist.sensitivity.differentiable_norms import BatchNorm, GroupNorm, LayerNorm
 from gact_dist.sensitivity.isolation import untouched
+from gact_dist.sensitivity.measuring_mode import MeasuringMode
 from gact_dist.sensitivity.one_pass import measure
-from gact_dist.sensitivity.standins import BatchNorm, GroupNorm, LayerNorm, ScaledDotProductAttention, StandInMode
 
 KINDS = ["gpt", "cnn", "mlp"]
 
@@ -84,7 +85,7 @@ def variance_of_each(model, loss_fn, batch, bits, draws):
     engine = Engine(model, Config(min_numel=0), 0)
     found = {}
     with untouched(model):
-        with engine.recording(StandInMode()) as records:
+        with engine.recording(MeasuringMode()) as records:
             loss = loss_fn(batch)
         exact = flat_gradient(model, loss)
         for record in records:
@@ -272,7 +273,7 @@ def test_an_input_without_a_graph_is_measured():
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 16), (12, 16)])
-def test_layer_norm_stand_in_has_the_gradients_of_the_operator(shape):
+def test_differentiable_layer_norm_has_the_gradients_of_the_operator(shape):
     x, w, b = torch.randn(shape, dtype=torch.float64), torch.randn(16).double(), torch.randn(16).double()
     _same_gradients(
         lambda x, w, b: F.layer_norm(x, (16,), w, b, 1e-5),
@@ -284,7 +285,7 @@ def test_layer_norm_stand_in_has_the_gradients_of_the_operator(shape):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_batch_norm_stand_in_has_the_gradients_of_the_operator(training):
+def test_differentiable_batch_norm_has_the_gradients_of_the_operator(training):
     x, w, b = torch.randn(5, 8, 4, 3).double(), torch.randn(8).double(), torch.randn(8).double()
     mean, var = torch.randn(8).double(), torch.rand(8).double() + 0.5
     _same_gradients(
@@ -294,7 +295,7 @@ def test_batch_norm_stand_in_has_the_gradients_of_the_operator(training):
     )  # fmt: skip
 
 
-def test_group_norm_stand_in_has_the_gradients_of_the_operator():
+def test_differentiable_group_norm_has_the_gradients_of_the_operator():
     x, w, b = torch.randn(5, 8, 4, 3).double(), torch.randn(8).double(), torch.randn(8).double()
     _same_gradients(
         lambda x, w, b: F.group_norm(x, 4, w, b, 1e-5), lambda x, w, b: GroupNorm.apply(x, w, b, 4, 1e-5), x, w, b
@@ -345,7 +346,7 @@ def _attention_inputs(variant):
 
 
 @pytest.mark.parametrize("variant", ATTENTION)
-def test_attention_stand_in_has_the_gradients_of_the_operator(variant):
+def test_differentiable_attention_has_the_gradients_of_the_operator(variant):
     q, k, v, mask = _attention_inputs(variant)
     causal, gqa = variant == "causal", variant == "grouped queries"
     learned = (mask,) if variant in LEARNED else ()
@@ -380,10 +381,10 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
         return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv)), *dmask
 
     def in_blocks(*tensors):
-        return standins._AttentionGradient.apply(constant, causal, 8**-0.5, *tensors)
+        return differentiable_attention._AttentionGradient.apply(constant, causal, 8**-0.5, *tensors)
 
     found = []
-    monkeypatch.setattr(standins, "_BLOCK", scores)
+    monkeypatch.setattr(differentiable_attention, "_BLOCK", scores)
     for function in (plainly, in_blocks):
         inputs = [x.clone().requires_grad_() for x in (out, grad, q, k, v, *learned)]
         gradients = function(*inputs)
@@ -404,7 +405,7 @@ def test_measuring_attention_holds_the_probabilities_of_one_block(monkeypatch):
         held.add(found)
         return found
 
-    monkeypatch.setattr(standins, "_BLOCK", 2**10)
+    monkeypatch.setattr(differentiable_attention, "_BLOCK", 2**10)
     monkeypatch.setattr(torch, "softmax", watched)
     model = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
 
@@ -418,9 +419,9 @@ def test_measuring_attention_holds_the_probabilities_of_one_block(monkeypatch):
     assert sizes == {2**10}
 
 
-def _same_gradients(operator, stand_in, *inputs):
+def _same_gradients(operator, replacement, *inputs):
     inputs = [x.clone().requires_grad_() for x in inputs]
-    expected, got = operator(*inputs), stand_in(*inputs)
+    expected, got = operator(*inputs), replacement(*inputs)
     direction = torch.randn_like(expected)
     assert torch.allclose(got, expected, atol=1e-5)
     for a, b in zip(
@@ -458,13 +459,13 @@ def test_adaptive_four_bits_have_less_variance_than_uniform_four_bits():
 @pytest.mark.parametrize("settings", [{"policy": "gact"}, {"policy": "actnn"}, {"policy": "acgc", "error": 0.25}])
 def test_the_estimator_that_was_chosen_is_the_one_that_measures(settings, estimator, monkeypatch):
     perturbed = []
-    from_change = sensitivity.from_change
+    perturb = one_pass.perturb
 
-    def watched(record, *rest):
-        perturbed.append(record.name)
-        return from_change(record, *rest)
+    def watched(graph, wanted, *rest):
+        perturbed.extend(record.name for record in wanted)
+        return perturb(graph, wanted, *rest)
 
-    monkeypatch.setattr(sensitivity, "from_change", watched)
+    monkeypatch.setattr(one_pass, "perturb", watched)
     model, batch = small_models.gpt()
     gact = gact_dist.attach(model, config=Config.from_dict({**settings, "estimator": estimator, "min_numel": 64}))
     gact.calibrate(small_models.loss_of(model), batch)
@@ -473,18 +474,17 @@ def test_the_estimator_that_was_chosen_is_the_one_that_measures(settings, estima
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_the_gradient_is_differentiated_at_what_the_plan_in_force_rounds_to(bits, monkeypatch):
+def test_the_gradient_is_differentiated_at_what_the_current_plan_rounds_to(bits, monkeypatch):
     ratios = []
-    differentiate = sensitivity._Probe._differentiable_gradients
+    differentiate = one_pass._OnePass._differentiable_gradients
 
-    def watched(probe):
-        for record in probe.records:
-            if record.compressible:
-                expected = sensitivity.rounding_of(record.tensor, None, probe.packer)[bits - 1]
-                ratios.append(float((record.replacement - record.tensor).square().sum() / expected))
-        return differentiate(probe)
+    def watched(products):
+        for record in products.graph.compressible:
+            expected = one_pass.rounding_of(record.tensor, None, products.graph.packer)[bits - 1]
+            ratios.append(float((record.replacement - record.tensor).square().sum() / expected))
+        return differentiate(products)
 
-    monkeypatch.setattr(sensitivity._Probe, "_differentiable_gradients", watched)
+    monkeypatch.setattr(one_pass._OnePass, "_differentiable_gradients", watched)
     model, batch = small_models.gpt()
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=bits, min_numel=64))
     gact.calibrate(small_models.loss_of(model), batch)

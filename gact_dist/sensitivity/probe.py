@@ -1,4 +1,4 @@
-"""One forward and backward of the job, remembered so that sensitivity can be measured without the job's loss function.
+"""The probe batch: the examples of a batch that sensitivity is measured on, and the loss to measure with.
 
 [Note: observed loss] What a saved tensor inside the model does to the parameter gradient depends on the loss only
 through its gradient G at the model's outputs. So <G, outputs>, with G as the job's own backward had it and held
@@ -6,7 +6,8 @@ constant, has the same sensitivities as the loss. It works for every loop: whoev
 stage of a pipeline), and under any loss scale, which multiplies all sensitivities alike and so changes no plan.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,22 +18,76 @@ from torch.autograd import Function
 from ..hooks import batch_size, first_samples, map_tensors, tensors_of
 
 
-class Observation:
-    """The inputs of one forward, sliced to their first samples, and the loss's gradient at its outputs."""
+class ProbeBatch:
+    """The first examples of a batch, to measure on; and the whole batch, for what is measured on all of it."""
 
-    def __init__(self, inputs: tuple[tuple, dict], samples: int) -> None:
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        batch: Any,
+        examples: int = sys.maxsize,
+        *,
+        forward: Callable[[], Any] | None = None,
+        unit: float | None = None,
+    ) -> None:
+        """loss_fn(batch): runs the model and returns the scalar loss, or calls backward on it.
+
+        batch: what loss_fn takes, in whole; an Observation is sliced by itself. examples: how many to measure on, the
+        same on all ranks; a batch may have fewer. forward: runs the model as the step to come will, where that is not
+        what loss_fn does. unit: see the attribute.
+        """
+        self._loss_fn, self._batch, self._forward = loss_fn, batch, forward
+        self.count = examples
+        """examples that were asked for"""
+        self.unit = unit
+        """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
+        if isinstance(batch, Observation):
+            self._part: Any = batch.first(examples)
+            self.fraction = self._part.fraction
+            """of the batch's examples that are measured on"""
+        else:
+            self._part, self.fraction = first_samples(batch, examples)
+
+    def loss(self) -> Any:
+        """Run the model on the examples; the scalar loss, or None if the loss function called backward on it."""
+        return self._loss_fn(self._part)
+
+    def loss_of_whole(self) -> Any:
+        """The same of the whole batch."""
+        return self._loss_fn(self._batch)
+
+    def whole(self) -> Any:
+        """Run the model on the whole batch, as the step to come will."""
+        return self.loss_of_whole() if self._forward is None else self._forward()
+
+    def first(self, examples: int) -> "ProbeBatch":
+        """The same of another number of examples."""
+        return ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
+
+    def half(self) -> "ProbeBatch | None":
+        """Half as many examples, for where memory is too little; None where all of the batch is needed, or one is left.
+
+        So all ranks halve theirs at the same time, whatever the sizes of their batches.
+        """
+        return None if self.count in (1, sys.maxsize) else self.first(self.count // 2)
+
+
+class Observation:
+    """The inputs of one forward, sliced to their first examples, and the loss's gradient at its outputs."""
+
+    def __init__(self, inputs: tuple[tuple, dict], examples: int) -> None:
         self._batch = batch_size(inputs)
-        self._samples = samples
-        inputs, self.fraction = first_samples(inputs, samples)
+        self._examples = examples
+        inputs, self.fraction = first_samples(inputs, examples)
         self._inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
 
-    def first(self, samples: int) -> "Observation":
-        """The first samples of what was observed, which may be all of it."""
-        if samples >= self._samples:
+    def first(self, examples: int) -> "Observation":
+        """The first examples of what was observed, which may be all of it."""
+        if examples >= self._examples:
             return self
-        part = Observation(self._inputs, samples)
+        part = Observation(self._inputs, examples)
         part._autocast = self._autocast
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
         part.fraction *= self.fraction
@@ -52,23 +107,23 @@ class Observation:
         return hook
 
     def _slice(self, tensor: Tensor) -> Tensor:
-        """The rows that belong to the remembered samples; a flattened [batch * length, ...] has `length` for each."""
+        """The rows that belong to the remembered examples; a flattened [batch * length, ...] has `length` for each."""
         if self._batch is None or self.fraction == 1.0 or tensor.dim() == 0 or tensor.shape[0] % self._batch:
             return tensor
-        return tensor[: tensor.shape[0] // self._batch * self._samples]
+        return tensor[: tensor.shape[0] // self._batch * self._examples]
 
     @property
     def complete(self) -> bool:
-        """Whether backward has come by with a finite gradient: not so where a loss scale overflowed."""
+        """Whether backward has reached the outputs with a finite gradient: not so where a loss scale overflowed."""
         return bool(self._gradients) and all(bool(g.isfinite().all()) for g in self._gradients.values())
 
     @property
     def squared_gradient(self) -> float:
-        """Of the loss at the outputs, on the remembered samples."""
+        """Of the loss at the outputs, on the remembered examples."""
         return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:
-        """A scalar with the sensitivities of the job's loss, on the remembered samples.
+        """A scalar with the sensitivities of the job's loss, on the remembered examples.
 
         Raises RuntimeError when the job ran no backward through the outputs.
         """
@@ -80,7 +135,7 @@ class Observation:
         terms = []
         for number, gradient in self._gradients.items():
             output = outputs[number]
-            # the gradient of a mean over the batch is 1/batch for each sample; that of a scalar output is not
+            # the gradient of a mean over the batch is 1/batch for each example; that of a scalar output is not
             scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
             terms.append(_Product.apply(output, gradient.to(output.dtype) * scale))
         return torch.stack(terms).sum()

@@ -1,0 +1,93 @@
+"""Gradient checkpointing while sensitivity is measured.
+
+[Note: measuring checkpoints] A double backward recomputes several times and through torch.autograd.grad. While
+sensitivity is measured, reentrant checkpoints therefore run as non-reentrant ones, a selective checkpoint may hand out
+what it cached more than once, and what is recomputed uses the same replacements of operators as the forward.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_map_only
+
+from .. import distributed
+
+
+@contextmanager
+def measurable(mode: Any) -> Iterator[None]:
+    """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
+        stack.enter_context(distributed.checkpoints_as(_as_non_reentrant))
+        original_init = torch_checkpoint._CheckpointFrame.__init__
+
+        def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
+            def recompute(*args: Any) -> None:
+                with mode:
+                    recompute_fn(*args)
+
+            original_init(self, recompute, *rest)
+
+        stack.enter_context(_replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
+        stack.enter_context(_replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replacement: Any) -> Iterator[None]:
+    own = name in vars(owner)
+    original = vars(owner).get(name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+class CheckpointFunction(Function):
+    """Identity under the name that a reentrant checkpoint gives its outputs, so that saved tensors keep their names."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _reentrant_apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    return _as_non_reentrant(function, *args, preserve_rng_state=preserve_rng_state)
+
+
+def _as_non_reentrant(function: Callable[..., Any], *args: Any, preserve_rng_state: bool = True) -> Any:
+    outputs = torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return tree_map_only(Tensor, CheckpointFunction.apply, outputs)
+
+
+_dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
+# an older torch keys its storage by the operator alone
+_storage_key: Callable[[Any, tuple], Any] = getattr(torch_checkpoint, "_sac_storage_key", lambda func, _: func)
+
+
+@torch._disable_dynamo
+def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    """As selective checkpoint does it, but what was cached stays in the cache."""
+    if func in torch_checkpoint.SAC_IGNORED_OPS:
+        return func(*args, **(kwargs or {}))
+    key = _storage_key(func, args)
+    number = self.func_counter[key]
+    cached = self.storage.get(key, {}).get(number)
+    result = _dispatch_once(self, func, types, args, kwargs)
+    if self.storage[key][number] is not cached:
+        self.storage[key][number] = cached
+        result = tree_map_only(Tensor, Tensor.clone, result)  # an operation in place must not reach the cache
+    return result
