@@ -1,6 +1,6 @@
 """Builds the native CPU library. Metadata is in pyproject.toml.
 
-The GPU kernels are compiled at run time, so their source is packed. The library uses torch's stable ABI only, so
+The GPU kernels are compiled at run time, so the package holds their source. The library uses torch's stable ABI only:
 one build serves torch 2.11 and newer. A machine without a C++ compiler still installs: the PyTorch reference then does
 the work, and says so at run time.
 """
@@ -24,7 +24,6 @@ COMMON_FLAGS = [
     "-fno-trapping-math",
     "-fvisibility=hidden",
 ]
-CUDA_HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h", "plain.h", "column_tile.h")
 ISA_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
     "kernels_avx512.cpp": [
@@ -58,7 +57,7 @@ class BuildNative(build_ext):
                 [source],
                 output_dir=self.build_temp,
                 macros=[("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}")],
-                include_dirs=cpp_extension.include_paths(),
+                include_dirs=["csrc", *cpp_extension.include_paths()],
                 extra_postargs=COMMON_FLAGS + isa_flags,
                 depends=extension.depends,
             )
@@ -72,24 +71,25 @@ class BuildNative(build_ext):
 
 
 class BuildPython(build_py):
-    """build_py that puts the source of the GPU kernels into the package; an editable install reads it in csrc/."""
+    """build_py that copies the source of the GPU kernels into the package; an editable install reads it from csrc/."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        target = Path(self.build_lib) / "gact_dist" / "csrc"
-        self.mkpath(str(target))
-        for source in [*Path("csrc").glob("*.cu"), *(Path("csrc") / name for name in CUDA_HEADERS)]:
-            self.copy_file(str(source), str(target / source.name))
+        for folder in ("common", "cuda"):
+            target = Path(self.build_lib) / "gact_dist" / "csrc" / folder
+            self.mkpath(str(target))
+            for source in sorted(Path("csrc", folder).iterdir()):
+                self.copy_file(str(source), str(target / source.name))
 
 
 setup(
     ext_modules=[
         Extension(
             "gact_dist._native",
-            sources=sorted(str(path) for path in Path("csrc").glob("*.cpp")),
-            depends=sorted(str(path) for path in Path("csrc").glob("*.h")),
+            sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
+            depends=sorted(str(path) for path in [*Path("csrc/common").glob("*.h"), *Path("csrc/cpu").glob("*.h")]),
             optional=True,
         )
     ],

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --test
 bin=.venv/bin
-sources=(csrc/*.cpp csrc/*.cu csrc/*.h tests/support/*.h)
+sources=(csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/support/*.h)
 python=(--quiet --exclude '*.md' .) # examples in documents keep their aligned comments
 
 if [[ "${1:-}" == --fix ]]; then

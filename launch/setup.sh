@@ -15,7 +15,7 @@ fi
 
 # The path is part of the hash: an environment knows where it lies, and a moved one must be installed again.
 fingerprint() {
-    { pwd; echo "${requirements[@]}"; cat launch/requirements*.txt setup.py pyproject.toml csrc/*; } | sha256sum
+    { pwd; echo "${requirements[@]}"; cat launch/requirements*.txt setup.py pyproject.toml csrc/*/*; } | sha256sum
 }
 
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]]; then

@@ -15,8 +15,7 @@ from torch import Tensor
 from gact_dist import codec
 from gact_dist.codec import ops
 from gact_dist.codec.format import sections
-from gact_dist.codec.grid import dither_allowed, floor_offset
-from gact_dist.codec.reference import to_groups
+from gact_dist.codec.reference import dither_allowed, floor_offset, to_groups
 from gact_dist.policies.knapsack import ROUNDING, Problem, minimise
 
 WIDTHS = range(1, 9)

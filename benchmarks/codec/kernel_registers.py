@@ -18,7 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gact_dist.codec.cuda import ELEMENTS, OPTIONS, source_folder
+from gact_dist.codec.cuda import ELEMENTS
+from gact_dist.codec.nvrtc import OPTIONS, source_folder
 
 _DTYPES = {element: str(dtype).removeprefix("torch.") for dtype, element in ELEMENTS.items()}
 _KERNEL = re.compile(
@@ -61,7 +62,7 @@ class Row:
 
 def rows_of(group_size: int, by_column: bool) -> list[Row]:
     """All kernels with groups of one layout, by action and element type."""
-    suffix, codec = ("_columns", "codec_columns.cu") if by_column else ("", "codec.cu")
+    suffix, codec = ("_columns", "columns.cu") if by_column else ("", "memory_order.cu")
     actions = [(f"pack{suffix}_[1-8]", codec), (f"unpack{suffix}_[1-8]", codec), (f"variance{suffix}", "variance.cu")]
     return [
         Row(
@@ -100,10 +101,11 @@ def parse(log: str) -> list[Usage]:
 
 
 def compiled(file: str, definitions: Iterable[str], architecture: int) -> list[Usage]:
-    """All kernels of a file in csrc/, compiled by nvcc with the options that NVRTC has."""
+    """All kernels of a file in csrc/cuda/, compiled by nvcc with the options that NVRTC has."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", *OPTIONS, "-cubin", "-Xptxas", "-v", f"-arch=sm_{architecture}", "-o", f"{folder}/out.cubin"]
-        command += [*(f"-D{definition}" for definition in definitions), str(source_folder() / file)]
+        command += [*(f"-D{definition}" for definition in definitions), "-I", str(source_folder())]
+        command.append(str(source_folder() / "cuda" / file))
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"nvcc ended with status {done.returncode} at {file} for sm_{architecture}: {done.stderr}")

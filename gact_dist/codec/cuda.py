@@ -1,41 +1,25 @@
-"""The operators on NVIDIA GPUs: the kernels of csrc/*.cu, compiled by NVRTC at first use and launched through CuPy.
+"""The operators on NVIDIA GPUs: launches of the kernels of csrc/cuda/, which nvrtc.py compiles at first use.
 
-The results are the bits of ops_reference.py. Kernels run on torch's current stream of the tensor's device, results come
-from torch's allocator, and nothing waits for the device. What was compiled is kept in ``~/.cache/gact_dist``.
-
-Not CuPy's RawModule: it adds -ftz=true to all options, and then subnormal numbers would be stored as zeros. ROCm is not
-served: the kernels hold PTX instructions and take a warp to have 32 lanes.
+The results are the bits of reference.py. Kernels run on torch's current stream of the tensor's device, results come
+from torch's allocator, and nothing waits for the device.
 """
 
-import functools
-import hashlib
-import importlib
-import logging
-import os
-import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._paths import PACKAGE_ROOT
 from . import format as payload_format
+from .nvrtc import function_of
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
-# IEEE arithmetic, one rounding an operation: the bits of the CPU.
-OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-HEADERS = ("numbers.h", "codec.h", "warp.h", "tile.h", "group.h", "plain.h", "column_tile.h")
-LEAST_CAPABILITY = (8, 0)
 
-# As in csrc/tile.h.
+# As in csrc/cuda/tile.h.
 BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
 _TILE_BYTES = 4096
 _VECTOR_BYTES = 16
-# As in csrc/column_tile.h.
+# As in csrc/cuda/column_tile.h.
 _SLICE_ROWS = 64
 # Blocks of the variance kernel: enough to fill any GPU, few enough that their sums are quickly added.
 _VARIANCE_BLOCKS = 1024
@@ -50,8 +34,6 @@ _MASK_PATTERNS = {
     torch.float64: (0x7FFFFFFFFFFFFFFF, 0x3FF0000000000000),
 }
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class _Stream:
@@ -60,155 +42,17 @@ class _Stream:
     ptr: int
 
 
-class KernelsUnavailableError(RuntimeError):
-    """The kernels cannot be used on this machine; the text says why and what to do."""
-
-
-# ---- from source to function
-
-
-def source_folder() -> Path:
-    """Where the .cu files lie: beside this file when installed, in the checkout otherwise."""
-    installed = Path(PACKAGE_ROOT, "csrc")
-    return installed if installed.is_dir() else Path(PACKAGE_ROOT).parent / "csrc"
-
-
-@functools.cache
-def _cupy() -> Any:
-    """The module cupy, which is imported at the first tensor on a GPU only."""
-    if torch.version.hip is not None:
-        raise KernelsUnavailableError("its kernels are for NVIDIA GPUs, this torch is built for ROCm")
-    try:
-        return importlib.import_module("cupy")
-    except ImportError as error:
-        wheel = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x"
-        raise KernelsUnavailableError(f"CuPy is needed for its kernels ({error}); pip install {wheel}") from error
-
-
-def target_of(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """The NVRTC architecture for a device: its own, or PTX of the newest that NVRTC knows for a device that is newer.
-
-    Raises KernelsUnavailableError for a device that is too old.
-    """
-    if capability < LEAST_CAPABILITY:
-        raise KernelsUnavailableError(
-            f"its kernels need compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or higher, this GPU has "
-            f"{capability[0]}.{capability[1]}"
-        )
-    number = 10 * capability[0] + capability[1]
-    return f"sm_{number}" if number in supported else f"compute_{max(n for n in supported if n <= number)}"
-
-
-def compile_kernels(nvrtc: Any, file: str, definitions: tuple[str, ...], target: str) -> bytes:
-    """Machine code (target "sm_90") or PTX ("compute_90") of one file in csrc/.
-
-    Args:
-        nvrtc: the module cupy.cuda.nvrtc.
-        file: name of a .cu file.
-        definitions: macros as "NAME=value".
-        target: as from target_of.
-
-    Raises:
-        KernelsUnavailableError: with NVRTC's log, when it refuses the source.
-    """
-    folder = source_folder()
-    try:
-        source = (folder / file).read_text()
-        headers = tuple((folder / name).read_bytes() for name in HEADERS)
-    except OSError as error:
-        raise KernelsUnavailableError(f"the source of its kernels is missing ({error}); install it again") from error
-    options = (*OPTIONS, f"-arch={target}", *(f"-D{definition}" for definition in definitions))
-    key = hashlib.sha256(repr((nvrtc.getVersion(), options, source, headers)).encode()).hexdigest()
-    cached = _read_cache(key)
-    if cached is not None:
-        return cached
-    program = nvrtc.createProgram(source, file, headers, tuple(name.encode() for name in HEADERS))
-    try:
-        nvrtc.compileProgram(program, options)
-        binary = nvrtc.getCUBIN(program) if target.startswith("sm_") else nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise KernelsUnavailableError(f"NVRTC does not compile {file} for {target} ({error}): {log}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-    _write_cache(key, binary)
-    return binary
-
-
-def _cache_file(key: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "gact_dist" / f"{key}.bin"
-
-
-def _read_cache(key: str) -> bytes | None:
-    try:
-        stored = _cache_file(key).read_bytes()
-    except OSError:
-        return None
-    digest, binary = stored[:32], stored[32:]
-    return binary if hashlib.sha256(binary).digest() == digest else None
-
-
-def _write_cache(key: str, binary: bytes) -> None:
-    """Keep ``binary``; several ranks may do so at once. A folder that cannot be written costs time only."""
-    path = _cache_file(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(binary).digest() + binary)
-        os.replace(file.name, path)
-    except OSError as error:
-        _logger.info("compiled kernels cannot be kept (%s); every process compiles them again", error)
-
-
-def _load(device_index: int, file: str, definitions: tuple[str, ...]) -> Any:
-    """The module of one device, which has to be the current one."""
-    cupy = _cupy()
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernels of {file} {definitions} are not loaded yet and cannot be while a CUDA graph is captured; run "
-            "one step with the same dtypes before the capture"
-        )
-    nvrtc = cupy.cuda.nvrtc
-    capability = torch.cuda.get_device_capability(device_index)
-    try:
-        module = cupy.cuda.Module()
-        module.load(compile_kernels(nvrtc, file, definitions, target_of(capability, nvrtc.getSupportedArchs())))
-    except KernelsUnavailableError:
-        raise
-    except RuntimeError as error:  # no NVRTC library, or a driver that does not take what it made
-        raise KernelsUnavailableError(f"CuPy cannot load its kernels: {error}") from error
-    return module
-
-
-@functools.cache
-def _loaded(device_index: int, file: str, definitions: tuple[str, ...]) -> Any:
-    """The module, or the error for good: a second try would cost seconds and fail again."""
-    try:
-        return _load(device_index, file, definitions)
-    except KernelsUnavailableError as error:
-        return error
-
-
-@functools.cache
-def _function(device_index: int, file: str, definitions: tuple[str, ...], name: str) -> Callable[..., None]:
-    module = _loaded(device_index, file, definitions)
-    if isinstance(module, KernelsUnavailableError):
-        raise module
-    return module.get_function(name)
-
-
 def _launch(
     device: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, threads: int, *arguments: int
 ) -> None:
-    """Start a kernel (file, definitions, name) on torch's current stream of ``device``; it does not wait for it.
+    """Start a kernel (file, definitions, name) on torch's current stream of ``device``, without waiting for it.
 
-    threads: of a block.
+    threads: in a block.
 
-    The driver's refusal of a launch is raised as cupy's CUDADriverError.
+    A launch that the driver refuses raises cupy's CUDADriverError.
     """
     with torch.cuda.device(device):
-        function = _function(device.index, *kernel)
+        function = function_of(device.index, *kernel)
         stream = _Stream(torch.cuda.current_stream().cuda_stream)
         function((blocks,), (threads,), arguments, stream=stream)
 
@@ -258,18 +102,18 @@ def _launch_codec(
     where = payload_format.sections(numel, bits, group_size, columns)
     starts = where.scale_start_bytes, where.offset_start_bytes
     if columns == 1:
-        kernel = _kernel("codec.cu", f"{action}_{bits}", dtype, group_size)
+        kernel = _kernel("memory_order.cu", f"{action}_{bits}", dtype, group_size)
         grid = _codec_blocks(numel, dtype, group_size), BLOCK_THREADS
         _launch(buffer.device, kernel, *grid, source, numel, seed, target, *starts)
         return
     rows = numel // columns
-    kernel = _kernel("codec_columns.cu", f"{action}_columns_{bits}", dtype, group_size)
+    kernel = _kernel("columns.cu", f"{action}_columns_{bits}", dtype, group_size)
     grid = _column_grid(rows, columns, dtype, group_size)
     _launch(buffer.device, kernel, *grid, source, rows, columns, seed, target, *starts)
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
-    """``ops_reference.pack`` for a CUDA tensor."""
+    """``reference.pack`` for a CUDA tensor."""
     payload_format.check_format(bits, group_size, x.dtype)
     payload_format.check_columns(x.numel(), columns)
     total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
@@ -279,7 +123,7 @@ def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> 
 
 
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
-    """``ops_reference.pack_out`` for CUDA tensors."""
+    """``reference.pack_out`` for CUDA tensors."""
     payload_format.check_format(bits, group_size, x.dtype)
     payload_format.check_flat(x, "x")
     payload_format.check_columns(x.numel(), columns)
@@ -290,7 +134,7 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, colu
 def unpack(
     buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
 ) -> Tensor:
-    """``ops_reference.unpack`` for a CUDA tensor."""
+    """``reference.unpack`` for a CUDA tensor."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     unpack_out(buffer, bits, group_size, numel, dtype, seed, out, columns)
     return out
@@ -306,7 +150,7 @@ def unpack_out(
     out: Tensor,
     columns: int = 1,
 ) -> None:
-    """``ops_reference.unpack_out`` for CUDA tensors."""
+    """``reference.unpack_out`` for CUDA tensors."""
     payload_format.check_format(bits, group_size, dtype)
     payload_format.check_columns(numel, columns)
     payload_format.check_buffer(buffer, payload_format.sections(numel, bits, group_size, columns).total_bytes)
@@ -319,7 +163,7 @@ def _mask_blocks(numel: int, itemsize: int) -> int:
 
 
 def pack_mask(x: Tensor) -> Tensor:
-    """``ops_reference.pack_mask`` for a CUDA tensor."""
+    """``reference.pack_mask`` for a CUDA tensor."""
     payload_format.check_mask_dtype(x.dtype)
     payload_format.check_flat(x, "x")
     packed = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
@@ -332,7 +176,7 @@ def pack_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """``ops_reference.unpack_mask`` for a CUDA tensor."""
+    """``reference.unpack_mask`` for a CUDA tensor."""
     payload_format.check_mask_dtype(dtype)
     payload_format.check_buffer(buffer, (numel + 7) // 8)
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
@@ -345,7 +189,7 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
-    """``ops_reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
+    """``reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     payload_format.check_flat(x, "x")
     payload_format.check_weight(weight, x)

@@ -1,6 +1,6 @@
 """The operators torch.ops.gact_dist.*: schemas, fakes, the PyTorch reference and the native library.
 
-The reference (ops_reference.py) serves every device that has no kernel of its own. The native library, built by
+The reference (reference.py) serves every device that has no kernel of its own. The native library, built by
 setup.py from csrc/, registers the CPU kernels. GACT_DIST_ISA=reference|scalar|avx2|avx512 in the environment forces
 one implementation; without it the fastest one that the processor has is taken. CUDA tensors go to cuda.py; where its
 kernels cannot be used, to the reference with a warning.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._paths import PACKAGE_ROOT
-from . import cuda, reference
+from . import cuda, nvrtc, reference
 from . import format as payload_format
 
 ISAS = ("scalar", "avx2", "avx512")
@@ -54,7 +54,7 @@ def _serve_cuda(function: Callable, definition: Callable) -> Callable:
     def kernel(tensor: Tensor, *args):
         try:
             return function(tensor, *args)
-        except cuda.KernelsUnavailableError as error:
+        except nvrtc.KernelsUnavailableError as error:
             _warn_slow("cuda", str(error))
             return definition(tensor, *args)
 

@@ -4,12 +4,10 @@ Compiling the emulation takes longest, so a group size has not every element typ
 a tile is the same for float at 256 and 512, but for the number of slices. Between them are all widths of tiles.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from codec_tensors import random_tensor, raw, special_tensors
-from emulation import emulated_launch, needs_compiler
+from emulation import needs_compiler
 from torch import Tensor
 
 from gact_dist.codec import cuda, reference
@@ -24,17 +22,7 @@ FORMS = [
 ]
 SEED = -7_123_456_789_012_345_678
 
-pytestmark = needs_compiler
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
-    return emulated_launch(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture(autouse=True)
-def kernels(emulated: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_launch", emulated)
+pytestmark = [needs_compiler, pytest.mark.usefixtures("kernels")]
 
 
 def assert_same(x: Tensor, bits: int, group_size: int, columns: int) -> None:
@@ -51,16 +39,16 @@ def assert_same(x: Tensor, bits: int, group_size: int, columns: int) -> None:
     assert bool((out[x.numel() :] == 7).all())
 
 
-# Rows beside whole row blocks, and columns: less than a tile; odd multiples of 32 with one tile and several, whose rows
-# begin anywhere in 256 elements; whole tiles. Some end in a set of elements that is short.
-SHAPES = ((0, 32), (5, 96), (0, 288), (1, 416), (-3, 512))
+# Whole row blocks, rows beside them, and columns: less than a tile; odd multiples of 32 with one tile and several,
+# whose rows begin anywhere in 256 elements; whole tiles. Some end in a set of elements that is short.
+SHAPES = ((2, 0, 32), (1, 5, 96), (1, 0, 288), (1, 1, 416), (1, -3, 512))
 
 
 @pytest.mark.parametrize(("dtype", "group_size"), FORMS)
 @pytest.mark.parametrize("bits", range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1))
 def test_columns_have_the_bits_of_the_reference(dtype: torch.dtype, group_size: int, bits: int) -> None:
-    for more_rows, columns in (SHAPES[bits % 5], SHAPES[(bits + 2) % 5]):
-        assert_same(random_tensor((2 * group_size + more_rows) * columns, dtype), bits, group_size, columns)
+    for blocks, more_rows, columns in (SHAPES[bits % 5], SHAPES[(bits + 2) % 5]):
+        assert_same(random_tensor((blocks * group_size + more_rows) * columns, dtype), bits, group_size, columns)
 
 
 @pytest.mark.parametrize(("dtype", "group_size"), FORMS)

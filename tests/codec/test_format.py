@@ -9,7 +9,7 @@ from codec_tensors import random_tensor, special_tensors
 from torch import Tensor
 
 from gact_dist.codec import format as payload_format
-from gact_dist.codec import grid, ops, philox, reference
+from gact_dist.codec import ops, philox, reference
 
 DTYPES = payload_format.PACK_DTYPES
 ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
@@ -339,8 +339,8 @@ def test_a_stored_offset_widens_no_range_by_more_than_a_thousandth_of_its_size(b
     levels = torch.full((64, 1), 2.0**bits - 1)
     groups = x.view(64, 256)
     low, high = groups.amin(1, True), groups.amax(1, True)
-    scale, stored, offset, _ = grid.grid_of(low, high, levels, torch.float32)
-    assert torch.equal(grid.offset_value(stored, scale, torch.float32), offset)
+    scale, stored, offset, _ = reference.grid_of(low, high, levels, torch.float32)
+    assert torch.equal(reference.offset_value(stored, scale, torch.float32), offset)
     assert bool((offset <= low).all())
     assert bool((high - offset <= scale * levels).all())
     # The scale is rounded up by at most one in 64, and by one in 2^16 for the arithmetic.

@@ -31,6 +31,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     ops.set_isa(before)
 
 
+def repeated(numel: int, dtype: torch.dtype) -> Tensor:
+    """As random_tensor for millions of elements, which take their time to be drawn."""
+    return random_tensor(1 << 16, dtype).repeat(numel // (1 << 16) + 1)[:numel]
+
+
 @cache
 def packed_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: int) -> Tensor:
     return reference.pack(random_tensor(numel, dtype), bits, group_size, SEED)
@@ -39,6 +44,14 @@ def packed_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: i
 @cache
 def unpacked_by_reference(dtype: torch.dtype, bits: int, group_size: int, numel: int) -> Tensor:
     return reference.unpack(packed_by_reference(dtype, bits, group_size, numel), bits, group_size, numel, dtype, SEED)
+
+
+@cache
+def rare_by_reference(dtype: torch.dtype, bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rare values, packed, and decoded again."""
+    x = torch.cat([*special_tensors(dtype).values()])
+    packed = reference.pack(x, bits, group_size, SEED)
+    return x, packed, reference.unpack(packed, bits, group_size, x.numel(), dtype, SEED)
 
 
 # ---- native against reference
@@ -59,19 +72,18 @@ def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: int) -> None:
-    for name, x in special_tensors(dtype).items():
-        for bits in ALL_BITS:
-            expected = reference.pack(x, bits, group_size, SEED)
-            assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), (name, bits)
-            decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
-            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
-            assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
+    for bits in ALL_BITS:
+        x, expected, wanted = rare_by_reference(dtype, bits, group_size)
+        assert torch.equal(ops.pack(x, bits, group_size, SEED), expected), bits
+        decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED)
+        assert torch.equal(raw(decoded), raw(wanted)), bits
 
 
 # Rows and columns: short last blocks, rows that begin within 64 elements, a single row, none.
 ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32))
 
 
+@cache
 def column_tensors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
     plain = random_tensor(rows * columns, dtype) * torch.logspace(-2, 2, columns).to(dtype).repeat(rows)
     cases = {"plain": plain}
@@ -87,30 +99,47 @@ def column_tensors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Ten
     return cases
 
 
+@cache
+def columns_by_reference(
+    name: str, rows: int, columns: int, dtype: torch.dtype, bits: int, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """What column_tensors() has, packed, and decoded again."""
+    x = column_tensors(rows, columns, dtype)[name]
+    packed = reference.pack(x, bits, group_size, SEED, columns)
+    return packed, reference.unpack(packed, bits, group_size, x.numel(), dtype, SEED, columns)
+
+
+@cache
+def column_variance_by_reference(name: str, rows: int, columns: int, dtype: torch.dtype, group_size: int) -> Tensor:
+    x = column_tensors(rows, columns, dtype)[name]
+    return reference.rounding_variance(x, column_weight(rows, columns), group_size, columns)
+
+
+def column_weight(rows: int, columns: int) -> Tensor:
+    return torch.rand(rows * columns, generator=torch.Generator().manual_seed(2))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
 def test_native_columns_are_those_of_the_reference(
     isa: str, dtype: torch.dtype, group_size: int, rows: int, columns: int
 ) -> None:
-    weight = torch.rand(rows * columns, generator=torch.Generator().manual_seed(2))
     for name, x in column_tensors(rows, columns, dtype).items():
         for bits in (1, 2, 3, 5, 8):
-            expected = reference.pack(x, bits, group_size, SEED, columns)
+            expected, wanted = columns_by_reference(name, rows, columns, dtype, bits, group_size)
             assert torch.equal(ops.pack(x, bits, group_size, SEED, columns), expected), (name, bits)
             decoded = ops.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
-            wanted = reference.unpack(expected, bits, group_size, x.numel(), dtype, SEED, columns)
             assert torch.equal(raw(decoded), raw(wanted)), (name, bits)
-        variance = ops.rounding_variance(x, weight, group_size, columns)
-        torch.testing.assert_close(
-            variance, reference.rounding_variance(x, weight, group_size, columns), rtol=1e-5, atol=0
-        )
+        variance = ops.rounding_variance(x, column_weight(rows, columns), group_size, columns)
+        expected = column_variance_by_reference(name, rows, columns, dtype, group_size)
+        torch.testing.assert_close(variance, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_columns_read_and_write_unaligned_memory_and_stream_large_outputs(isa: str, dtype: torch.dtype) -> None:
     rows = (20 << 20) // dtype.itemsize // 96
-    x = random_tensor(rows * 96 + 1, dtype)[1:]
+    x = repeated(rows * 96 + 1, dtype)[1:]
     packed = ops.pack(x.clone(), 3, 128, SEED, 96)
     assert torch.equal(ops.pack(x, 3, 128, SEED, 96), packed)
     wanted = ops.unpack(packed, 3, 128, x.numel(), dtype, SEED, 96)
@@ -132,7 +161,7 @@ def test_native_reads_and_writes_unaligned_memory(isa: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("bits", [1, 4, 6, 8])
 def test_large_outputs_are_decoded_around_the_cache_to_the_same_bits(isa: str, dtype: torch.dtype, bits: int) -> None:
     numel = (20 << 20) // dtype.itemsize + 77  # above the 16 MiB from which unpack_out streams
-    x = random_tensor(numel, dtype)
+    x = repeated(numel, dtype)
     buffer = ops.pack(x, bits, 256, SEED)
     out = torch.empty_like(x)
     ops.unpack_out(buffer, bits, 256, numel, dtype, SEED, out)
@@ -262,7 +291,8 @@ def test_without_the_native_library_the_reference_serves_with_one_warning() -> N
 import warnings, torch
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    from gact_dist import codec, ops
+    from gact_dist import codec
+    from gact_dist.codec import ops
     at_import = len(seen)
     x = torch.arange(1000, dtype=torch.float32)
     packed = codec.pack(x, 3, seed=9)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import codec
-from gact_dist.codec import cuda, ops, reference
 from gact_dist.codec import format as payload_format
+from gact_dist.codec import nvrtc, ops, reference
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
@@ -316,8 +316,8 @@ def test_a_cuda_graph_replays_pack_and_unpack() -> None:
 def test_a_module_that_is_not_loaded_during_a_capture_is_a_clear_error() -> None:
     x = torch.zeros(1000, device=DEVICE)
     ops.pack(x, 4, 256, SEED)
-    cuda._function.cache_clear()
-    cuda._loaded.cache_clear()
+    nvrtc.function_of.cache_clear()
+    nvrtc._loaded.cache_clear()
     refused = pytest.raises(RuntimeError, match="run one step with the same dtypes before the capture")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         ops.pack(x, 4, 256, SEED)

@@ -9,8 +9,8 @@ import torch
 from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 
-from gact_dist.codec import cuda, ops
 from gact_dist.codec import format as payload_format
+from gact_dist.codec import nvrtc, ops
 
 DEVICE = "cuda"
 
@@ -21,8 +21,8 @@ SEED = -7_123_456_789_012_345_678
 
 
 def forget_kernels() -> None:
-    cuda._function.cache_clear()
-    cuda._loaded.cache_clear()
+    nvrtc.function_of.cache_clear()
+    nvrtc._loaded.cache_clear()
     ops._warned.discard("cuda")
 
 
@@ -31,9 +31,9 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CuPy cannot be imported; what is remembered of that is gone before and after."""
 
     def refuse() -> None:
-        raise cuda.KernelsUnavailableError("CuPy is needed")
+        raise nvrtc.KernelsUnavailableError("CuPy is needed")
 
-    monkeypatch.setattr(cuda, "_cupy", refuse)
+    monkeypatch.setattr(nvrtc, "_cupy", refuse)
     forget_kernels()
     yield
     assert "cuda" in ops._warned  # so the reference was at work

@@ -1,4 +1,4 @@
-// csrc/warp.h for a CPU: the threads of a block take turns, each on a stack of its own. The lanes of a warp change at
+// csrc/cuda/warp.h for a CPU: the threads of a block take turns, each on a stack of its own. The lanes of a warp change at
 // every function in which they meet, the warps of a block where all of it meets; warps go in the opposite order in
 // every other block, so that what a missing sync_block() would let pass in one order is seen in the other. Lanes, or
 // warps, that do not meet at the same function end the program with a message.
@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "codec.h"
+#include "common/group_codec.h"
 
 #define GACT_KERNEL(...) extern "C" void
 #define GACT_SHARED static
@@ -99,7 +99,7 @@ inline void run_block(int warps) {
   } while (machine.functions[0] != nullptr);
 }
 
-// ---- the functions of csrc/warp.h
+// ---- the functions of csrc/cuda/warp.h
 
 inline u32 thread_of_block() { return machine.thread; }
 

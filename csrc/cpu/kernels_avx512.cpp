@@ -1,10 +1,10 @@
 // AVX-512 kernels (F, BW, DQ, VL, VBMI, GFNI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__) && \
     defined(__GFNI__)
 
-#include "avx512_vectors.h"
+#include "cpu/avx512_vectors.h"
 
 namespace gact {
 namespace {

@@ -1,7 +1,7 @@
 // Quantising and decoding by a GPU's thread, in groups without rare values.
 #pragma once
 
-#include "tile.h"
+#include "cuda/tile.h"
 
 namespace gact {
 
@@ -42,7 +42,7 @@ GACT_FN u32 quantise(const float values[kLaneElements], float offset, float inve
   return add_byte_distances(gather_bytes(scaled + 4, 1), 0x80808080u, edges);
 }
 
-// decode() of codec.h for groups that are not special, with or without subtracted noise by the same instructions: a
+// decode() of group_codec.h for groups that are not special, with or without subtracted noise by the same instructions: a
 // value is base + units * unit, and what is not subtracted is masked out of the units.
 template <int BITS>
 GACT_FN float decode_plain(u32 code_and_noise, u32 mask, float base, float unit) {

@@ -1,7 +1,7 @@
-// One group by a warp: of any length and with any values, by the definitions of codec.h.
+// One group by a warp: of any length and with any values, by the definitions of group_codec.h.
 #pragma once
 
-#include "tile.h"
+#include "cuda/tile.h"
 
 namespace gact {
 

@@ -1,9 +1,9 @@
 // The per-group arithmetic of the codec, valid as C++17 and as CUDA (also under NVRTC, without standard headers).
-// gact_dist/ops_reference.py defines the same in PyTorch; both give the same bits. Everything here is float32, one
+// gact_dist/codec/reference.py defines the same in PyTorch; both give the same bits. Everything here is float32, one
 // IEEE operation at a time: compile with -ffp-contract=off (C++) or -fmad=false (CUDA), never with fast-math.
 #pragma once
 
-#include "numbers.h"
+#include "common/numbers.h"
 
 namespace gact {
 

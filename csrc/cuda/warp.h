@@ -3,7 +3,7 @@
 #ifndef GACT_WARP_H
 #define GACT_WARP_H
 
-#include "codec.h"
+#include "common/group_codec.h"
 
 // Of threads a block, and where given of blocks that a multiprocessor shall hold at once.
 #define GACT_KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)

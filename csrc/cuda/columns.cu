@@ -1,6 +1,6 @@
-// CUDA kernels pack_columns and unpack_columns: groups of one column of rows. Modules and options as of codec.cu. The
+// CUDA kernels pack_columns and unpack_columns: groups of one column of rows. Modules and options as of memory_order.cu. The
 // blocks of the grid take the tiles of a row block one after the other, then those of the next.
-#include "column_tile.h"
+#include "cuda/column_tile.h"
 
 namespace gact {
 
@@ -107,7 +107,7 @@ GACT_FN void clear_rest(u64 numel, u8* planes) {
   }
 }
 
-// The columns of a warp by the definitions of codec.h, whatever their values; their planes are written once more.
+// The columns of a warp by the definitions of group_codec.h, whatever their values; their planes are written once more.
 template <class T, int BITS, int GROUP>
 GACT_FN void pack_any_columns(const T* x, u64 seed, const Buffer& buffer, const ColumnPlace& place) {
   const u64 start = row_of_tile(place, 0) + place.thread;
@@ -211,7 +211,7 @@ GACT_FN void decode_batch(const ColumnMemory<Shape, BITS>& memory, const ColumnP
   }
 }
 
-// The thread's rows of a column with infinities or NaN, by the definition in codec.h; none of them has noise.
+// The thread's rows of a column with infinities or NaN, by the definition in group_codec.h; none of them has noise.
 template <class T, int BITS, int GROUP>
 GACT_FN void unpack_special_column(const Buffer& buffer, const ColumnPlace& place, u16 stored, float offset, T* out) {
   const u32 lane = lane_id();

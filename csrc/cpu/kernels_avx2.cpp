@@ -1,5 +1,5 @@
 // AVX2 and F16C kernels. The same bits as kernels_scalar.cpp.
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 #if defined(__AVX2__) && defined(__F16C__)
 

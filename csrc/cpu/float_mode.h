@@ -9,11 +9,11 @@ namespace gact {
 namespace {
 
 // Standard rounding, subnormals kept: torch.set_flush_denormal must not change the stored bytes.
-class PlainFloats {
+class StandardFloatMode {
  public:
 #if defined(__x86_64__)
-  PlainFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
-  ~PlainFloats() { _mm_setcsr(saved_); }
+  StandardFloatMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80u); }
+  ~StandardFloatMode() { _mm_setcsr(saved_); }
 
  private:
   unsigned int saved_;

@@ -7,8 +7,8 @@
 // row are one word of each plane.
 #pragma once
 
-#include "group.h"
-#include "plain.h"
+#include "cuda/group.h"
+#include "cuda/fast_path.h"
 
 namespace gact {
 

@@ -15,8 +15,8 @@
 //   byte_bits(bytes) -> u64, bit_bytes(bits, bytes)   masks.h: bit i = lowest bit of bytes[i], 64 bytes, and back
 #pragma once
 
-#include "kernels.h"
-#include "plain_floats.h"
+#include "cpu/kernels.h"
+#include "cpu/float_mode.h"
 
 namespace gact {
 namespace {
@@ -239,7 +239,7 @@ void pack_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int count)
 
 template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   UnitNoise<Isa> noise(job.seed);
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   const i64 full_end = end / kUnitElements * kUnitElements;
@@ -254,7 +254,7 @@ void pack_units(const PackJob& job, i64 first, i64 last) {
 
 template <class Isa, class T, int BITS>
 void unpack_units(const UnpackJob& job, i64 first, i64 last) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   const i64 last_full = end / job.group_size;
   const int stride = job.group_size / 8;

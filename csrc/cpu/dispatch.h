@@ -1,12 +1,12 @@
-// The table of functions of one instruction set: from run-time bits and element type to the templates of driver.h,
+// The table of functions of one instruction set: from run-time bits and element type to the templates of memory_order.h,
 // columns.h, masks.h and variance.h.
 #pragma once
 
 #include <type_traits>
 
-#include "columns.h"
-#include "masks.h"
-#include "variance.h"
+#include "cpu/columns.h"
+#include "cpu/masks.h"
+#include "cpu/variance.h"
 
 namespace gact {
 namespace {

@@ -1,7 +1,7 @@
-// The loops of rounding_variance, included by driver.h in each kernels_*.cpp; compilers vectorise them.
+// The loops of rounding_variance, included by memory_order.h in each kernels_*.cpp; compilers vectorise them.
 #pragma once
 
-#include "columns.h"
+#include "cpu/columns.h"
 
 namespace gact {
 namespace {
@@ -64,7 +64,7 @@ void variance_of_group(const T* x, const float* weight, int count, double totals
 
 template <class Isa, class T>
 void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
   for (i64 start = first * kUnitElements; start < end; start += job.group_size) {
     const i64 left = end - start;
@@ -78,7 +78,7 @@ constexpr int kTileColumns = 16;
 
 template <class Isa, class T>
 void variance_blocks(const VarianceJob& job, i64 first, i64 last, double totals[8]) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   T values[kTileColumns][kLargestGroup];
   float weights[kTileColumns][kLargestGroup];
   for (i64 index = first; index < last; ++index) {

@@ -6,7 +6,7 @@
 // Lane l of a segment owns the group in slot l % kSlots: it keeps what belongs to the group and not to an element.
 #pragma once
 
-#include "warp.h"
+#include "cuda/warp.h"
 
 namespace gact {
 

@@ -1,5 +1,5 @@
-// Portable kernels: the primitives of driver.h written with the scalar functions of codec.h.
-#include "dispatch.h"
+// Portable kernels: the primitives of memory_order.h written with the scalar functions of group_codec.h.
+#include "cpu/dispatch.h"
 
 namespace gact {
 namespace {

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace gact {
 namespace {
@@ -71,7 +71,7 @@ void check_buffer(const Tensor& buffer, int64_t expected_bytes) {
                   " of uint8; give bits, group_size, numel and dtype of the tensor that was packed");
 }
 
-// Byte positions of the sections of a packed buffer, as in ops_reference.sections.
+// Byte positions of the sections of a packed buffer, as in sections() of gact_dist/codec/format.py.
 struct Sections {
   int64_t scale_start, offset_start, total;
 };

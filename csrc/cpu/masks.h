@@ -1,8 +1,8 @@
-// The loops of pack_mask and unpack_mask, included by driver.h in each kernels_*.cpp; compilers vectorise them but for
+// The loops of pack_mask and unpack_mask, included by memory_order.h in each kernels_*.cpp; compilers vectorise them but for
 // Isa::byte_bits and Isa::bit_bytes.
 #pragma once
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace gact {
 namespace {

@@ -11,7 +11,7 @@
 //                                                                          subtracted
 #pragma once
 
-#include "driver.h"
+#include "cpu/memory_order.h"
 
 namespace gact {
 namespace {
@@ -146,7 +146,7 @@ void describe_columns(const PackJob& job, i64 first_group, ColumnArrays& arrays)
   repeat_start(arrays.inverse(), job.columns);
 }
 
-// One column by itself, by the definitions of codec.h; the bits that it had are replaced.
+// One column by itself, by the definitions of group_codec.h; the bits that it had are replaced.
 template <class T>
 void pack_column(const PackJob& job, const Block& block, i64 group, i64 column) {
   const T* x = static_cast<const T*>(job.x) + block.start;
@@ -242,7 +242,7 @@ void pack_block_of_columns(const PackJob& job, UnitNoise<Isa>& noise, i64 index,
 
 template <class Isa, class T, int BITS>
 void pack_blocks(const PackJob& job, i64 first, i64 last, float* scratch) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   UnitNoise<Isa> noise(job.seed);
   ColumnArrays arrays(scratch, job.columns);
   const i64 blocks = (job.numel / job.columns + job.group_size - 1) / job.group_size;
@@ -320,7 +320,7 @@ void decode_block(const UnpackJob& job, UnitNoise<Isa>& noise, const Block& bloc
 
 template <class Isa, class T, int BITS>
 void unpack_blocks(const UnpackJob& job, i64 first, i64 last, float* scratch) {
-  const PlainFloats plain;
+  const StandardFloatMode standard;
   UnitNoise<Isa> noise(job.seed);
   ColumnArrays arrays(scratch, job.columns);
   const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;

@@ -1,5 +1,5 @@
 // CUDA kernels pack_mask and unpack_mask, named by the bytes of an element. A thread takes 16 bytes of elements.
-#include "tile.h"
+#include "cuda/tile.h"
 
 namespace gact {
 

@@ -1,6 +1,6 @@
-// CUDA kernels variance and variance_columns, one module for an element type and a group size as in codec.cu. Each warp
+// CUDA kernels variance and variance_columns, one module for an element type and a group size as in memory_order.cu. Each warp
 // adds the groups that it takes; the caller adds the rows of `partial`, so the order of additions is fixed.
-#include "group.h"
+#include "cuda/group.h"
 
 namespace gact {
 

@@ -1,7 +1,7 @@
 // What the operators call: one table of functions for each instruction set, all with the same results.
 #pragma once
 
-#include "codec.h"
+#include "common/group_codec.h"
 
 namespace gact {
 

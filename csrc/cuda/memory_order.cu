@@ -1,8 +1,8 @@
 // CUDA kernels pack and unpack, one module for an element type and a group size: compile with -DGACT_ELEMENT=float,
 // Half or Bfloat and -DGACT_GROUP=64, 128, 256 or 512, with -fmad=false -ftz=false -prec-div=true. A warp takes a tile,
 // or one group of what is left after the last whole tile.
-#include "group.h"
-#include "plain.h"
+#include "cuda/group.h"
+#include "cuda/fast_path.h"
 
 namespace gact {
 

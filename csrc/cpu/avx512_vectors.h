@@ -1,7 +1,7 @@
 // AVX-512: loads and stores of the codec's types, Philox, and codes from their bit planes, 16 to 128 at a time.
 #pragma once
 
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 namespace gact {
 namespace {
@@ -148,7 +148,7 @@ inline __m512i sixteen_codes(__m512i codes, int quarter) {
   return _mm512_cvtepu8_epi32(bytes);
 }
 
-// offset + code * scale of 16 codes; the two operations are as in codec.h.
+// offset + code * scale of 16 codes; the two operations are as in group_codec.h.
 inline __m512 values_of(__m512i codes, __m512 scale, __m512 offset) {
   return _mm512_add_ps(offset, _mm512_mul_ps(_mm512_cvtepi32_ps(codes), scale));
 }
