@@ -3,19 +3,17 @@
 Knows nothing of autograd, plans or jobs. docs/codec.md describes the stored bytes.
 """
 
-from .error_bounded import group_widths, unit_size
-from .format import GROUP_SIZES, MAX_BITS
+from .error_bounded import pack_error_bounded
+from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MAX_BITS
 from .mixed_widths import UnitWidths, columns_within, ranked, squared_ranges
 from .ops import rounding_variance
 from .packed import (
-    DEFAULT_GROUP_SIZE,
     Packed,
     Scheme,
     borrow,
     columns_of,
     exact,
     from_tensors,
-    in_parts,
     metadata_bits,
     pack,
     pack_binary,
@@ -31,7 +29,7 @@ from .packed import (
 
 __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "Packed", "Scheme", "UnitWidths", "borrow", "columns_of",
-    "columns_within", "exact", "from_tensors", "group_widths", "in_parts", "metadata_bits", "pack", "pack_binary",
+    "columns_within", "exact", "from_tensors", "metadata_bits", "pack", "pack_binary", "pack_error_bounded",
     "pack_mask", "pack_narrow", "ranked", "rounding_variance", "squared_ranges", "stored_bytes", "stored_values",
-    "to_tensors", "unit_size", "unpack", "with_payload", "without_payload",
+    "to_tensors", "unpack", "with_payload", "without_payload",
 ]  # fmt: skip

@@ -1,34 +1,55 @@
-"""AC-GC's second compressor (Evans and Aamodt, NeurIPS 2021): each group as wide as a bound of its error asks for.
+"""AC-GC's second compressor (Evans and Aamodt, NeurIPS 2021): each group is as wide as an error bound requires.
 
-[Note: bound] A plan allows a tensor the rounding variance of a width. The bound of its elements' errors is the largest
-of a ladder with no more variance than that, summed over the tensor: groups of small range then take fewer bits, groups
-of large range more, and those that are zero none. Rounding is unbiased here too; an element errs by less than a step,
-and the step of a group is at most the bound.
+[Note: bound] A plan allows a tensor the rounding variance of a width. The bound on the errors of its elements is the
+largest of a ladder whose variance, summed over the tensor, is no more than that: groups of small range then take fewer
+bits, groups of large range more, and groups of zeros none. Rounding is unbiased here too; an element errs by less than
+a step, and the step of a group is at most the bound.
 
-[Note: sizes that depend on data] How many groups need a width, and so the size of the payload, is known only when the
-tensor is there. On a CPU the host reads it. On an accelerator it would have to wait for the device at every tensor, so
-tensors there keep the one width that allows the same variance; to rank groups into shares that are fixed beforehand, as
-samples are, would not wait either, but would keep to no bound.
+[Note: sizes that depend on data] How many groups need a width, and so the size of the payload, depends on the values.
+On a CPU the host reads them. On an accelerator it would have to wait for the device at every tensor, so tensors there
+keep the one width that allows the same variance. Ranking groups into shares that are fixed beforehand, as samples are,
+would not wait either, but would keep to no bound.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .format import GROUP_SIZES, MAX_BITS, MIN_BITS
+from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MAX_BITS, MIN_BITS, sections
 from .mixed_widths import COUNTS, UnitWidths
+from .packed import Packed, columns_of, in_parts, pack, stored_values
 from .reference import to_groups
 
 # Steps to try, as multiples of the root mean square of the steps at one width, largest first.
 _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))
 
 
-def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -> tuple[UnitWidths, float] | None:
-    """(a width for each group, the bound that every element's error keeps to) with at most the variance of `bits` bits.
+def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed | None:
+    """Store ``tensor`` with widths for its groups that keep to one error bound, at most the variance of ``bits`` bits.
 
-    values: flat tensor [N] on the CPU, of which every unit is a group in memory order. columns: by which one width
-    would group them. None where no bound takes fewer bits than that one width, and on an accelerator.
+    None where one width takes no more bytes, where the tensor's memory is not whole groups, and on an accelerator; use
+    ``pack`` there, which has the same arguments and raises the same errors.
     """
-    if values.device.type != "cpu" or values.numel() == 0 or values.numel() % group_size:
+    if tensor.device.type != "cpu" or not in_parts(tensor):
+        return None
+    values = stored_values(tensor)
+    size = unit_size(values.numel(), group_size)
+    found = None if size is None else group_widths(values, bits, size, columns_of(tensor, size))
+    if size is None or found is None:
+        return None
+    packed = pack(tensor, found[0], seed, size)
+    one_width_bytes = sections(values.numel(), bits, group_size, columns_of(tensor, group_size)).total_bytes
+    return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
+
+
+def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -> tuple[UnitWidths, float] | None:
+    """(a width for each group, the bound on every element's error) with at most the variance of ``bits`` bits.
+
+    values: flat tensor [N] on the CPU, whose groups are ``group_size`` elements in memory order. columns: by which one
+    width would group them. None where no bound takes fewer bits than that one width.
+    """
+    if values.numel() == 0 or values.numel() % group_size:
         return None
     groups = values.view(-1, group_size)
     high, low = groups.amax(1).double(), groups.amin(1).double()
@@ -43,7 +64,7 @@ def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -
         wanted = torch.log2(ranges / bound + 1.0).nan_to_num(0.0).sub(1e-9).ceil()
         widths = wanted.clamp(MIN_BITS).where(finite, MAX_BITS).masked_fill(zero, 0)
         if int(widths.max()) > MAX_BITS:
-            return None  # and smaller bounds need more
+            return None  # smaller bounds need even more
         steps = ranges / (2.0**widths - 1.0).clamp(min=1.0)
         if float(steps.square().sum()) > allowed:
             continue
@@ -64,6 +85,6 @@ def _squared_ranges(values: Tensor, group_size: int, columns: int) -> float:
 
 
 def unit_size(numel: int, group_size: int) -> int | None:
-    """The largest size of groups, at most `group_size`, that divides a tensor of `numel` elements; None without one."""
+    """The largest size of groups, at most ``group_size``, that divides ``numel`` elements; None where none does."""
     fitting = [size for size in GROUP_SIZES if size <= group_size and numel % size == 0]
     return max(fitting, default=None)

@@ -1,4 +1,4 @@
-"""What a packed buffer is made of, and what an operator refuses. docs/codec.md describes the format in words."""
+"""The sections of a packed buffer, and what an operator refuses. docs/codec.md describes the format in words."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,19 @@ from torch import Tensor
 MIN_BITS = 1
 MAX_BITS = 8
 GROUP_SIZES = (64, 128, 256, 512)
+DEFAULT_GROUP_SIZE = 128
 PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of the columns of a row that are grouped one by one: what a GPU's warp has of a plane lies in whole words then.
+# Rows whose columns are grouped have a multiple of so many elements: a GPU's warp then has whole words of each plane.
 COLUMN_MULTIPLE = 32
 MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Where the three sections of a packed buffer lie; starts and total in bytes."""
+    """Where the three sections of a packed buffer begin and how long it is, in bytes."""
 
-    groups: int  # that share a scale and an offset
-    plane_sets: int  # of `group_size` elements in memory order
+    groups: int  # each with a scale and an offset
+    plane_sets: int  # each of `group_size` elements in memory order
     scale_start_bytes: int
     offset_start_bytes: int
     total_bytes: int

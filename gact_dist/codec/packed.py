@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from . import mixed_widths, ops
-from .format import GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
+from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 from .layout import Fill, Layout, flatten, layout_of, restore
 from .mixed_widths import UnitWidths
-
-DEFAULT_GROUP_SIZE = 128
 
 _COMPLEX_PARTS = {
     torch.complex32: torch.float16,
@@ -32,7 +30,7 @@ class Scheme(Enum):
     MASK = auto()  # one bit each: zero or not
     BINARY = auto()  # one bit each: zero or `constant`
     NARROW = auto()  # integers in a smaller integer type
-    MIXED = auto()  # as QUANTISED, samples or groups at widths of their own: see mixed_widths.py
+    MIXED = auto()  # as QUANTISED, with a width for each sample or group: see mixed_widths.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +39,15 @@ class Packed:
 
     Attributes:
         payload: uint8 buffer, or for EXACT the elements in memory order.
-        scheme: how ``payload`` is to be read.
+        scheme: how to read ``payload``.
         bits: bits for each element, None when exact and for MIXED.
         dtype, shape, strides: of the tensor that was packed.
-        layout: how its elements lay in memory.
+        layout: how its elements were laid out in memory.
         group_size: elements that share a scale and an offset (QUANTISED, MIXED).
         columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED, MIXED).
         seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
         counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
-        one_width_bytes: what it would take at the one width that allows the same error, 0 where that is not known.
+        one_width_bytes: what one width of the same rounding variance would take, 0 unless made by pack_error_bounded.
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
     """
@@ -81,13 +79,10 @@ class Packed:
         """Bytes of all buffers that this object owns."""
         return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
 
-    def nbytes_at(self, bits: int, group_size: int | None = None) -> int:
-        """Bytes that the tensor would take at one width, 1 to 8 bits; it must be QUANTISED or MIXED."""
+    def nbytes_at(self, bits: int) -> int:
+        """Bytes that a QUANTISED tensor would take at another width, 1 to 8 bits."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        size, columns = group_size or self.group_size, self.columns
-        if self.scheme is Scheme.MIXED:
-            columns = self.layout.columns(size, self.dtype.is_complex)
-        return sections(values, bits, size, columns).total_bytes
+        return sections(values, bits, self.group_size, self.columns).total_bytes
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -115,13 +110,13 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     A group is ``group_size`` elements of one column where ``columns_of`` finds columns, otherwise in a row of memory.
     An element of a finite group decodes to at most one step of its group away: (max - min) / (2^bits - 1), rounded up
     to 7 significant bits. Groups with infinities keep them exactly and give up two codes; groups with NaN decode to
-    NaN. float64 and complex128 go through float32: values beyond 3.4e38 become infinite and 2^-24 relative precision
-    is lost on top.
+    NaN. float64 and complex128 are converted to float32 first: values beyond 3.4e38 become infinite, and the conversion
+    adds a relative error of 2^-24.
 
     Args:
         tensor: any shape and strides; float32, float16, bfloat16, float64 or complex. bool with bits=1 is exact.
-        bits: 1 to 8, or None for an exact private copy of any dtype; or widths for the equal parts of the tensor's
-            memory, which is then stored in parts (exactly if its elements share memory between gaps).
+        bits: 1 to 8, or None for an exact private copy of any dtype; or a width for each of the equal parts of the
+            tensor's memory (a tensor whose elements share memory between gaps is then stored exactly).
         seed: 64-bit integer that selects the random bits.
         group_size: 64, 128, 256 or 512.
 
@@ -181,18 +176,18 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def borrow(tensor: Tensor) -> Packed:
-    """An exact Packed whose payload is the tensor's own memory unless that has gaps, for who copies it elsewhere."""
+    """An exact Packed whose payload is the tensor's own memory unless that has gaps; for a caller that copies it."""
     data = _plain(tensor)
     return _pack_exact(data, layout_of(data), private=False)
 
 
 def stored_bytes(tensor: Tensor) -> int:
-    """Bytes of the payload that borrow() makes of a strided tensor."""
+    """Bytes of the payload that borrow() returns for a strided tensor."""
     return layout_of(tensor).stored_numel * tensor.element_size()
 
 
 def without_payload(packed: Packed) -> Packed:
-    """All but the payload, which is kept elsewhere."""
+    """Everything but the payload, which is kept elsewhere."""
     return replace(packed, payload=packed.payload.new_empty(0))
 
 
@@ -229,7 +224,7 @@ def pack_mask(tensor: Tensor) -> Packed:
 def pack_binary(tensor: Tensor) -> Packed:
     """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
 
-    That the values are so is the caller's promise; checking it would wait for the device. -0.0 comes back as 0.0.
+    The caller must know that there are no others; checking it would wait for the device. -0.0 comes back as 0.0.
 
     Raises:
         TypeError: the dtype is not float32, float16, bfloat16 or float64.
@@ -325,7 +320,7 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
 
 
 def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
-    """(buffer, header) that from_tensors() reads: uint8 [bytes] on the device, int64 [4] on the CPU.
+    """(buffer, header) for from_tensors(): uint8 [bytes] on the device, int64 [4] on the CPU.
 
     Raises ValueError for BINARY, MIXED and conjugated tensors, which hold more than that.
     """
@@ -339,7 +334,7 @@ def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
 def from_tensors(
     buffer: Tensor, header: Tensor, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
 ) -> Tensor:
-    """What unpack() gives for the Packed that to_tensors() made these two of; dtype, shape and strides are its own."""
+    """What unpack() returns for the Packed that went through to_tensors(), given its dtype, shape and strides."""
     number, bits, group_size, seed = header.tolist()
     scheme = Scheme(number)
     if scheme is Scheme.EXACT:

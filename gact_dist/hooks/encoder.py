@@ -6,7 +6,6 @@ See [Note: widths by rank] in per_sample.py, and error_bounded.py.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,21 +98,10 @@ class Packer:
 
     def _within_bound(self, tensor: Tensor, width: int, seed: int) -> codec.Packed | None:
         """A tensor's groups at widths of their own, where that takes fewer bytes than one width."""
-        if not codec.in_parts(tensor):
-            return None
         if tensor.device.type != "cpu":
             self._warn_of_one_width(tensor)
             return None
-        values = codec.stored_values(tensor)
-        size = codec.unit_size(values.numel(), self.group_size)
-        if size is None:
-            return None
-        found = codec.group_widths(values, width, size, codec.columns_of(tensor, size))
-        if found is None:
-            return None
-        packed = codec.pack(tensor, found[0], seed, size)
-        one_width_bytes = packed.nbytes_at(width, self.group_size)
-        return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
+        return codec.pack_error_bounded(tensor, width, seed, self.group_size)
 
     def _warn_of_one_width(self, tensor: Tensor) -> None:
         if not self._warned:

@@ -72,6 +72,8 @@ def test_where_one_width_takes_less_it_is_taken():
     assert group_widths(alike, 4, SIZE) is None
     assert group_widths(uneven(spread=5.0).view(-1), 8, SIZE) is None  # the widest groups would need more than 8 bits
     assert group_widths(alike[:-1], 4, SIZE) is None
+    assert codec.pack_error_bounded(alike, 4, 0, SIZE) is None
+    assert codec.pack_error_bounded(uneven(), 4, 0, SIZE).nbytes < codec.pack(uneven(), 4, 0, SIZE).nbytes
     assert unit_size(1024, 256) == 256
     assert unit_size(1024 + 64, 256) == 64
     assert unit_size(1000, 256) is None
