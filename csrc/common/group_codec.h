@@ -13,17 +13,17 @@ constexpr u16 kDeadScale = 0xFFC0u;    // stored scale, a NaN, of a group that d
 constexpr u16 kDitherFlag = 1u;        // lowest bit of a stored scale: the noise is subtracted again when decoding
 constexpr u16 kPlusFlag = 1u;          // the same bit of a special group with 1 bit: code 1 is +inf, otherwise -inf
 constexpr float kDitherUnit = 1.52587890625e-5f;  // 2^-16: the part of a step in which noise is counted
-constexpr u32 kScaleStep = 0x20000u;              // between neighbouring scales, which leave that bit free
+constexpr u32 kScaleStep = 0x20000u;              // between neighbouring scales, as the lowest bit is a flag
 
 // ---- one group
 
-// Range of the finite elements of a group and what else was seen.
+// Range of the finite elements of a group, and which other values it holds.
 struct Extent {
   float low, high;
   bool has_nan, has_minus, has_plus;
 };
 
-// Scale and offset of a group, as they will be read again.
+// Scale and offset of a group, as the decoder will read them.
 struct Grid {
   float offset;       // at most the smallest element; never -0.0
   float scale;        // step between codes, not negative
@@ -66,7 +66,7 @@ GACT_FN Extent extent_of(const T* x, int count) {
   return finished(extent);
 }
 
-// ---- offsets: what is stored of one, two bytes, and its value
+// ---- offsets: the two bytes that are stored, and their value
 
 // A 16-bit type holds the smallest element itself.
 template <class T>
@@ -108,13 +108,13 @@ GACT_FN float covering_scale(float range, float levels) {
   return float_of(covering) < kMinScale ? kMinScale : float_of(covering);
 }
 
-// Of a group of equal elements.
+// The scale of a group of equal elements.
 template <class T>
 GACT_FN float constant_scale(float, T) {
   return 0.0f;
 }
 
-// A power of two, so that values of 11 significant bits are offsets; what is left is less than a step.
+// A power of two, so that values of 11 significant bits are offsets; the remainder is less than a step.
 GACT_FN float constant_scale(float value, float) {
   const i32 exponent = static_cast<i32>(bits_of(value) & kInfinityBits) - (10 << 23);
   const i32 least = 0x08000000;  // kMinScale
@@ -129,15 +129,15 @@ GACT_FN float tight_scale(float low, float high, float levels, T type) {
   return high > low ? covering : constant;
 }
 
-// Covers the range from any offset, which lies at most 2^-10 of its size below `low`; 2^-16 for the roundings on the
-// way.
+// Covers the range from any offset, which is at most 2^-10 of its size below `low`; 2^-16 allows for the roundings in
+// between.
 GACT_FN float wide_scale(float low, float high, float levels) {
   const float range = high - low;
   const float size = low < 0.0f ? -low : low;
   return covering_scale((range + size * 0.0009765625f) * 1.0000152587890625f, levels);
 }
 
-// Whether the rounding of the scale has left room for that of the offset. Equal elements need none.
+// Whether the rounding of the scale leaves room for the rounding of the offset. Equal elements need none.
 template <class T>
 GACT_FN bool covers(const Grid&, float, float, float, T) {
   return true;
@@ -164,7 +164,7 @@ GACT_FN bool dither_allowed(float low, float high, const Grid& grid, float level
   return keeps_sign & (high > low) & (top + grid.scale <= largest) & (grid.offset - grid.scale >= -largest);
 }
 
-// Whether all that a group can decode to is finite. False where anything is NaN.
+// Whether every value that a group can decode to is finite. False where anything is NaN.
 GACT_FN bool is_storable(const Grid& grid, float levels, float largest) {
   const float span = grid.scale * levels;
   return (grid.offset + span <= largest) & (grid.offset >= -largest);
@@ -173,15 +173,15 @@ GACT_FN bool is_storable(const Grid& grid, float levels, float largest) {
 // What quantising a group without rare values needs.
 struct PlainGroup {
   Grid grid;
-  bool slow;  // rare values: describe() has to do it
+  bool slow;  // rare values, which only describe() handles
   bool may_dither;
 };
 
-// describe() without its rare cases and without branches, for a grid that covers the range.
+// describe() for a grid that covers the range, without the rare cases and without branches.
 template <class T>
 GACT_FN PlainGroup plain_group(const Grid& grid, float low, float high, float levels, T) {
   const float largest = float_of(Largest<T>::bits);
-  // By comparisons of floats alone: others beside them keep compilers from vectorising it.
+  // Compares floats only: mixing in integer comparisons would keep compilers from vectorising it.
   const bool finite = high - low <= float_of(Largest<float>::bits);
   return PlainGroup{grid, !(finite & is_storable(grid, levels, largest)),
                     dither_allowed(low, high, grid, levels, largest)};
@@ -189,8 +189,8 @@ GACT_FN PlainGroup plain_group(const Grid& grid, float low, float high, float le
 
 GACT_FN Group dead_group() { return Group{Grid{float_of(kNanBits), 0.0f, 0.0f, 0}, 0, kDeadScale, true, true, false}; }
 
-// A grid near the ends of the type: its scale steps down and its offset up until all it decodes to is finite, or it has
-// no step at all.
+// A grid near the limits of the type: its scale steps down and its offset up until all decoded values are finite, or no
+// step is left.
 template <class T>
 GACT_FN Grid storable_grid(Grid grid, float low, float* levels, T type) {
   const float largest = float_of(Largest<T>::bits);
@@ -213,7 +213,7 @@ GACT_FN Group describe(const Extent& extent, int bits, T type) {
   const float range = extent.high - low;
   if (extent.has_nan || !is_finite(range)) return dead_group();
   if (bits == 1 && infinite && (range != 0.0f || (extent.has_minus && extent.has_plus))) return dead_group();
-  // Two codes are reserved for -inf and +inf where one occurs; of two codes only one, and the range is 0.
+  // Two codes are reserved for -inf and +inf where either occurs; with 1 bit only one code is, and the range is 0.
   float levels = static_cast<float>((1 << bits) - 1 - (infinite ? (bits > 1 ? 2 : 1) : 0));
   Group group;
   group.grid = storable_grid(finest_grid(low, extent.high, levels, type), low, &levels, type);
@@ -249,15 +249,15 @@ GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise, i32* s
   return (static_cast<u32>(*scaled) + noise) >> 16;
 }
 
-// How far the fraction that is rounded lies from 1/2, in units of 2^-8: its eight highest bits are compared.
+// The distance of the fraction to be rounded from 1/2, in units of 2^-8: its eight highest bits are compared.
 GACT_FN u32 edge_of(i32 scaled) {
   const i32 from_half = ((scaled >> 8) & 0xFF) - 128;
   return static_cast<u32>(from_half < 0 ? -from_half : from_half);
 }
 
-// Whether subtracting the noise beats plain rounding for `count` elements with this sum of edge_of. Fractions that are
-// all spread evenly make 64 an element, and plain rounding has twice the variance then; fractions of zero make 128, and
-// it is exact for them. With as many of the one as of the other both ways have the same variance.
+// Whether subtracting the noise beats plain rounding for `count` elements with this sum of edge_of. Evenly spread
+// fractions average 64, and plain rounding then has twice the variance; zero fractions give 128, and plain rounding is
+// exact for them. Half and half, the two have the same variance.
 GACT_FN bool dither_pays(u32 sum_of_edges, int count) { return sum_of_edges < 96u * static_cast<u32>(count); }
 
 // The lowest value that a group with subtracted noise decodes to: (65536 - 1) / 2 units of 2^-16 steps below its

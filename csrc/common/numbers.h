@@ -1,4 +1,4 @@
-// Numbers by their bits, and random ones: valid as C++17 and as CUDA (also under NVRTC, without standard headers).
+// Bit-level conversions and random numbers: valid as C++17 and as CUDA (also under NVRTC, without standard headers).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -56,7 +56,7 @@ GACT_FN i32 round_to_int(float value) {
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
   return __float2int_rn(value);
 #elif defined(__SSE4_1__)
-  return static_cast<i32>(rintf(value));  // two instructions, but ones that compilers vectorise
+  return static_cast<i32>(rintf(value));  // two instructions, which compilers vectorise
 #else
   return static_cast<i32>(lrintf(value));
 #endif
@@ -64,7 +64,7 @@ GACT_FN i32 round_to_int(float value) {
 
 GACT_FN u64 wide_product(u32 a, u32 b) {
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-  u64 product;  // left to the compiler, the high half costs an addition of zero
+  u64 product;  // in PTX, as compilers add a zero to the high half
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
   return product;
 #else

@@ -22,7 +22,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Elements that are worth another thread; output bytes beyond which stores go around the cache.
+// Elements that justify another thread; output bytes above which stores bypass the cache.
 constexpr int64_t kGrainUnits = 64;
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
 constexpr int64_t kCacheLineFloats = 16;
@@ -82,7 +82,7 @@ Sections sections(int64_t numel, int64_t bits, int64_t group_size, int64_t colum
   return Sections{scale_start, scale_start + 2 * groups, scale_start + 4 * groups};
 }
 
-// Ask for huge pages under a large new tensor: first touching it page by page costs more than the kernel that fills it.
+// Asks for huge pages for a large new tensor: page faults on small pages would cost more than the kernel that fills it.
 void advise_huge_pages(const Tensor& tensor) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
@@ -90,7 +90,7 @@ void advise_huge_pages(const Tensor& tensor) {
   const uintptr_t end = start + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = end / kHugePage * kHugePage;
-  // Only a hint: a kernel without huge pages refuses it and nothing is lost.
+  // Only a hint: a system without huge pages ignores it.
   if (first < last && last - first >= kStreamBytes)
     madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
@@ -183,14 +183,14 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                               [&](int64_t first, int64_t last) { kernels->unpack(job, first, last); });
 }
 
-// Memory that is in use already: around the cache when it is too large for it.
+// Memory that is in use already: stores bypass the cache when the output is too large for it.
 void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
                 Tensor out, int64_t columns) {
   const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
   unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns);
 }
 
-// A large new tensor: the kernel has just zeroed its pages, so they are in the cache.
+// A large new tensor: the operating system has just zeroed its pages, so they are in the cache.
 Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
               int64_t columns) {
   Tensor out = new_flat(buffer, numel, dtype);
@@ -198,7 +198,7 @@ Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t nu
   return out;
 }
 
-// What a mask kernel has to know of a dtype: the bits that make an element non-zero, and the element 1.
+// What a mask kernel needs to know of a dtype: the bits that make an element non-zero, and the element 1.
 struct MaskType {
   int width_bytes;
   u64 nonzero;
@@ -282,7 +282,7 @@ STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
   library.impl("rounding_variance", TORCH_BOX(&gact::rounding_variance));
 }
 
-// Read and set which instruction set serves: 0 scalar, 1 AVX2, 2 AVX-512, the order of ops.ISAS.
+// Get and set the instruction set in use: 0 scalar, 1 AVX2, 2 AVX-512, the order of ops.ISAS.
 #define GACT_EXPORT extern "C" __attribute__((visibility("default")))
 
 GACT_EXPORT int gact_dist_isa() {

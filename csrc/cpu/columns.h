@@ -1,7 +1,7 @@
 // The loops of pack and unpack for groups of one column of group_size rows. A block is group_size rows; the groups of
-// its columns are stored side by side, its bits in the order of memory, so that 64 elements in a row are quantised and
-// decoded at once whatever their columns: their parameters are read from arrays, each followed by its first 64 entries
-// again, which the elements after the end of a row need.
+// its columns are stored side by side and its bits in memory order, so that 64 consecutive elements are quantised and
+// decoded at once whatever their columns: their parameters are read from arrays. Each array repeats its first 64
+// entries at its end, for elements that continue in the next row.
 //
 // An Isa provides:
 //   quantise_columns<T, BITS>(x, offset, inverse, words, edges, planes, stride)   64 elements to 8 bytes in each plane;
@@ -19,7 +19,7 @@ namespace {
 constexpr int kChunk = 64;
 constexpr int kRowsAtOnce = 8;
 
-// The arrays of a block, in memory of the caller.
+// The arrays of a block, in memory that the caller owns.
 class ColumnArrays {
  public:
   ColumnArrays(float* scratch, i64 columns) : scratch_(scratch), columns_(columns) {}
@@ -62,7 +62,7 @@ inline Block block_at(i64 index, i64 numel, int group_size, i64 columns) {
   return Block{start, rows * columns, rows};
 }
 
-// The byte of the first plane that has an element. The group size is a power of two, which spares a division.
+// The byte of the first plane that holds an element. The group size is a power of two, which saves a division.
 inline i64 plane_byte(i64 element, int bits, int group_size) {
   const i64 set = element >> __builtin_ctz(static_cast<unsigned>(group_size));
   return set * (bits * group_size / 8) + (element & (group_size - 1)) / 8;
@@ -107,7 +107,7 @@ void extend_ranges(const T* x, i64 columns, Order* __restrict least, Order* __re
 template <class T>
 void column_ranges(const T* x, int rows, i64 columns, ColumnArrays& arrays) {
   using Order = decltype(ordered(T{}));
-  Order* least = reinterpret_cast<Order*>(arrays.offset());  // which nothing needs before the ranges are known
+  Order* least = reinterpret_cast<Order*>(arrays.offset());  // unused until the ranges are known
   Order* most = reinterpret_cast<Order*>(arrays.inverse());
   for (i64 c = 0; c < columns; ++c) least[c] = most[c] = ordered(x[c]);
   int row = 0;
@@ -122,7 +122,7 @@ void column_ranges(const T* x, int rows, i64 columns, ColumnArrays& arrays) {
   }
 }
 
-// Offsets, scales and what else quantising needs, from the ranges.
+// Offsets, scales and the other parameters of quantising, from the ranges.
 template <class T>
 void describe_columns(const PackJob& job, i64 first_group, ColumnArrays& arrays) {
   constexpr int kBatch = kBlockElements / 64;
@@ -146,7 +146,7 @@ void describe_columns(const PackJob& job, i64 first_group, ColumnArrays& arrays)
   repeat_start(arrays.inverse(), job.columns);
 }
 
-// One column by itself, by the definitions of group_codec.h; the bits that it had are replaced.
+// One column alone, by the definitions of group_codec.h; its bits are overwritten.
 template <class T>
 void pack_column(const PackJob& job, const Block& block, i64 group, i64 column) {
   const T* x = static_cast<const T*>(job.x) + block.start;
@@ -188,7 +188,7 @@ void quantise_rest(const PackJob& job, i64 element, i64 column, ColumnArrays& ar
   }
 }
 
-// The sums of the elements after the ends of rows belong to the first columns.
+// Sums of elements past the end of a row belong to the first columns.
 inline void fold_edges(u16* edges, i64 columns) {
   for (int i = 0; i < kChunk; ++i) {
     const u32 sum = u32{edges[i % columns]} + edges[columns + i];
@@ -199,7 +199,7 @@ inline void fold_edges(u16* edges, i64 columns) {
 template <class Isa, class T, int BITS>
 void quantise_columns(const PackJob& job, UnitNoise<Isa>& noise, const Block& block, ColumnArrays& arrays) {
   const T* x = static_cast<const T*>(job.x) + block.start;
-  // Copies: for all that a compiler knows, what is stored through a u8* might be any of these.
+  // Copies, because a store through a u8* might alias any of these as far as the compiler knows.
   const float* offsets = arrays.offset();
   const float* inverses = arrays.inverse();
   u16* edges = arrays.edges();
@@ -256,7 +256,7 @@ void pack_blocks(const PackJob& job, i64 first, i64 last, float* scratch) {
 // ---- unpack
 
 struct Flags {
-  bool special, dithered;  // one of the columns of a block is
+  bool special, dithered;  // whether any column of the block is
 };
 
 template <class T>

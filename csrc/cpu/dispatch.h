@@ -1,5 +1,5 @@
-// The table of functions of one instruction set: from run-time bits and element type to the templates of memory_order.h,
-// columns.h, masks.h and variance.h.
+// The table of functions of one instruction set: from run-time bits and element type to the templates of
+// memory_order.h, columns.h, masks.h and variance.h.
 #pragma once
 
 #include <type_traits>

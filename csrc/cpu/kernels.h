@@ -39,7 +39,7 @@ struct UnpackJob {
   i64 columns;
   u64 seed;
   void* out;
-  bool stream;  // write around the cache: the output is larger than it
+  bool stream;  // bypass the cache, which is smaller than the output
 };
 
 struct MaskJob {
@@ -59,7 +59,7 @@ struct VarianceJob {
   i64 columns;
 };
 
-// Floats of memory that the functions for columns work in, and of which each thread needs its own.
+// Floats of scratch memory that the functions for columns need, for each thread.
 inline i64 column_scratch(i64 columns) { return 8 * (columns + 64); }
 
 // Each function works on units first .. last - 1; the last unit may be short. Those for columns count blocks of

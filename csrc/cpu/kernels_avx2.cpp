@@ -23,7 +23,7 @@ inline void store32(void* out, __m256i value, bool stream) {
   }
 }
 
-// One Philox round on 4 counters, one in the low half of each 64-bit lane; the upper halves hold rubbish.
+// One Philox round on 4 counters, one in the low half of each 64-bit lane; the upper halves are undefined.
 inline void philox_round(__m256i state[4], __m256i key0, __m256i key1) {
   const __m256i product0 = _mm256_mul_epu32(state[0], _mm256_set1_epi64x(kPhiloxM0));
   const __m256i product1 = _mm256_mul_epu32(state[2], _mm256_set1_epi64x(kPhiloxM1));
@@ -179,7 +179,7 @@ struct Avx2Isa {
   }
 
   // The 16 bits of noise of elements 8 * vector .. 8 * vector + 7 of 32, in the lower halves of the lanes: the words
-  // begin at bit `shift` for the first 16 elements, a byte later for the others. The upper halves hold rubbish.
+  // begin at bit `shift` for the first 16 elements, a byte later for the others. The upper halves are undefined.
   static __m256i turned(const u32 words[16], int vector, int shift) {
     const __m256i word = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + 8 * (vector & 1)));
     const int bits = shift + 8 * (vector / 2);

@@ -1,4 +1,4 @@
-// The loops of pack_mask and unpack_mask, included by memory_order.h in each kernels_*.cpp; compilers vectorise them but for
+// The loops of pack_mask and unpack_mask, which dispatch.h includes in each kernels_*.cpp; compilers vectorise all but
 // Isa::byte_bits and Isa::bit_bytes.
 #pragma once
 

@@ -1,29 +1,29 @@
-// The loops of pack and unpack around the per-ISA primitives, for groups in memory order; columns.h has the others, and
-// dispatch.h calls both. Each kernels_*.cpp includes them in its own translation unit with its own flags; everything is
-// in an unnamed namespace so that the linker never mixes code of two instruction sets.
+// The loops of pack and unpack around the primitives of an instruction set, for groups in memory order; columns.h has
+// those for groups of one column, and dispatch.h calls both. Each kernels_*.cpp includes them in a translation unit
+// with its own flags; all is in an unnamed namespace, so that the linker never mixes code of two instruction sets.
 //
 // An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
 //   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
 //   philox(block, keys, words)                [16][16] output words of 4 blocks of 256 elements: row 4 * block + word,
 //                                             column lane; a row makes the noise of 64 elements
-//   quantise<T, BITS>(x, group_size, offset, inverse, noise, planes) -> u32    a whole group, whose noise begins at the
-//   row
-//                                             `noise`, to its planes; the sum of edge_of its elements
+//   quantise<T, BITS>(x, group_size, offset, inverse, noise, planes) -> u32
+//                                             a whole group, whose noise begins at row `noise`, to its planes; returns
+//                                             the sum of edge_of its elements
 //   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group without flags
 //   decode_dithered<T, BITS>(planes, group_size, unit, base, noise, out, stream)   a whole group with kDitherFlag
-//   quantise_columns, decode_columns                  64 elements whose parameters stand in arrays, see columns.h
+//   quantise_columns, decode_columns                  64 elements with parameters from arrays, see columns.h
 //   byte_bits(bytes) -> u64, bit_bytes(bits, bytes)   masks.h: bit i = lowest bit of bytes[i], 64 bytes, and back
 #pragma once
 
-#include "cpu/kernels.h"
 #include "cpu/float_mode.h"
+#include "cpu/kernels.h"
 
 namespace gact {
 namespace {
 
-// Largest number of elements whose groups are described before they are quantised: stays in the first-level cache.
+// Most elements whose groups are described before they are quantised: they stay in the L1 cache.
 constexpr i64 kBlockElements = 4096;
-// How far ahead of quantising memory is asked for: past the block that is described next.
+// How far ahead of quantising to prefetch: past the block that is described next.
 constexpr i64 kPrefetchElements = 2 * kBlockElements;
 constexpr int kCacheLine = 64;
 

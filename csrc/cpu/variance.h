@@ -1,4 +1,4 @@
-// The loops of rounding_variance, included by memory_order.h in each kernels_*.cpp; compilers vectorise them.
+// The loops of rounding_variance, which dispatch.h includes in each kernels_*.cpp; compilers vectorise them.
 #pragma once
 
 #include "cpu/columns.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kLargestGroup = 512;
 
-// Added as a tree, which is accurate and can be vectorised.
+// A pairwise sum: accurate, and compilers vectorise it.
 inline float sum_of(float terms[kLargestGroup], int count) {
   for (int i = count; i < kLargestGroup; ++i) terms[i] = 0.0f;
   for (int half = kLargestGroup / 2; half > 0; half /= 2) {
@@ -73,7 +73,7 @@ void variance_units(const VarianceJob& job, i64 first, i64 last, double totals[8
   }
 }
 
-// Columns are gathered in tiles, so that what is read of a row lies side by side.
+// Columns are gathered in tiles, so that reads within a row are contiguous.
 constexpr int kTileColumns = 16;
 
 template <class Isa, class T>

@@ -3,12 +3,12 @@
 // A row block is GROUP rows of `columns` elements, a tile kWidth columns of it. A thread has one column and 64 rows of
 // it, a slice; the threads of a slice are neighbours in columns. Rows go through shared memory 16 at once, a batch: the
 // noise that they need, 16 Philox counters for 256 elements in a row of memory, and the words of their bit planes.
-// `columns` is a multiple of 32, so a warp is inside of a row or outside of it, and the 32 elements that it has of a
-// row are one word of each plane.
+// `columns` is a multiple of 32, so a warp is entirely inside a row or outside it, and its 32 elements of a row
+// are one word of each plane.
 #pragma once
 
-#include "cuda/group.h"
 #include "cuda/fast_path.h"
+#include "cuda/group.h"
 
 namespace gact {
 
@@ -21,7 +21,7 @@ constexpr int kCounterElements = 64;  // of which so many in a row share a word 
 template <class T, int GROUP>
 struct ColumnTile {
   static constexpr int kSlices = GROUP / kSliceRows;
-  // Two blocks of threads shall fit on a multiprocessor, with kWords registers of elements for each.
+  // Two blocks should fit on a multiprocessor, with kWords registers of elements for each thread.
   static constexpr int kBlockWidth = 1024 / static_cast<int>(sizeof(T)) / kSlices;
   static constexpr int kWidth = kBlockWidth > 256 ? 256 : (kBlockWidth < 64 ? 64 : kBlockWidth);
   static constexpr int kThreads = kWidth * kSlices;
@@ -29,14 +29,15 @@ struct ColumnTile {
   static constexpr int kWords = kSliceRows * static_cast<int>(sizeof(T)) / 4;
   static constexpr int kPieces = kWidth / kWarpLanes;                 // words of a row in a plane
   static constexpr int kNoisePieces = kWidth / kCounterElements + 1;  // as a row may begin within one
-  static constexpr int kNoiseRow = (kNoisePieces | 1) * kCounters;    // odd, so that two rows lie in different banks
+  static constexpr int kNoiseRow = (kNoisePieces | 1) * kCounters;    // odd, so that two rows use different banks
 };
 
 // What the threads of a block share.
 template <class Shape, int BITS>
 struct ColumnMemory {
   u32 noise[Shape::kSlices][kBatchRows][Shape::kNoiseRow];
-  u32 planes[Shape::kSlices][kBatchRows * BITS][Shape::kPieces + 1];  // line row * BITS + plane; one more parts banks
+  u32 planes[Shape::kSlices][kBatchRows * BITS]
+            [Shape::kPieces + 1];  // line row * BITS + plane; padded by one word against bank conflicts
   u32 exchanged[2][Shape::kSlices][Shape::kWidth];
 };
 
@@ -48,7 +49,7 @@ struct ColumnPlace {
   u32 rows;          // of the row block, fewer than GROUP in the last one
   u32 slice;
   u32 thread;   // of the slice: the number of its column in the tile
-  bool inside;  // of the row; a thread that is not helps the others
+  bool inside;  // the row; a thread outside it helps the others
 };
 
 template <class Shape, int GROUP>
@@ -112,8 +113,8 @@ GACT_FN void load_column(const float* x, const ColumnPlace& place, u32 words[Sha
   load_words<Shape, 1>(x, place, place.slice * kSliceRows, column, words);
 }
 
-// Between two columns of one row, of which the even lane has the even row and the odd lane the odd one, and two rows of
-// the lane's own column. Twice is the identity.
+// Converts between two columns of one row, the even row in the even lane and the odd row in the odd one, and two rows
+// of the lane's own column. Its own inverse.
 GACT_FN u32 exchange_halves(u32 word) {
   return select_bytes(word, shuffle_xor(word, 1), lane_id() % 2u != 0 ? 0x3276u : 0x5410u);
 }
@@ -191,7 +192,7 @@ GACT_FN T* store_rows(const float values[4], u32 columns, int rows, T* out) {
 
 // ---- noise
 
-// Makes the noise of a batch of its slice, every bit turned over where `inverted`. Word counter + 16 * piece of a row
+// Makes the noise of a batch of its slice, with every bit inverted where `inverted`. Word counter + 16 * piece of a row
 // is for the elements of that counter in 64 elements in a row, counted from the last multiple of 64 that is not beyond
 // the first element. An element of number e takes its noise from counter e / 256 * 16 + e % 16, and 16 rows have
 // `columns` such counters.
@@ -251,7 +252,7 @@ GACT_FN u32 exchange_bits(u32 word, u32 low) {
   return (word & kept) | (((other << turn) | (other >> (32u - turn))) & ~kept);
 }
 
-// Bit j of lane i becomes bit i of lane j. Twice is the identity.
+// Bit j of lane i becomes bit i of lane j. Its own inverse.
 GACT_FN u32 transpose_warp(u32 word) {
   word = select_bytes(word, shuffle_xor(word, 16), (lane_id() & 16u) != 0 ? 0x3276u : 0x5410u);
   word = select_bytes(word, shuffle_xor(word, 8), (lane_id() & 8u) != 0 ? 0x3715u : 0x6240u);
@@ -294,7 +295,7 @@ struct PlaneWords {
   u32 rows;    // of the slice, 0 if the words lie outside of the row
 };
 
-// Every thread has so many; the last is none where the number of planes is odd.
+// The number of words of every thread; the last is unused where the number of planes is odd.
 template <int BITS>
 constexpr int kPlaneWords = (BITS + 1) / 2;
 

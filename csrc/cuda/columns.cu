@@ -1,19 +1,19 @@
-// CUDA kernels pack_columns and unpack_columns: groups of one column of rows. Modules and options as of memory_order.cu. The
-// blocks of the grid take the tiles of a row block one after the other, then those of the next.
+// CUDA kernels pack_columns and unpack_columns: groups of one column. Modules and options are those of memory_order.cu.
+// The blocks of the grid take the tiles of a row block one after the other, then those of the next.
 #include "cuda/column_tile.h"
 
 namespace gact {
 
 // ---- pack
 
-// What rounding the column needs, and of the first slice's threads what is stored of it.
+// What rounding a column needs and, in threads of the first slice, what is stored of it.
 struct ColumnGrid {
   float offset, inverse;
   float scale;
   bool slow, may_dither;
 };
 
-// From the ends of the slices, by the threads of the first one for all others; the block meets.
+// From the ranges of the slices; threads of the first slice compute it for all. Synchronises the block.
 template <class T, int BITS, class Shape>
 GACT_FN ColumnGrid grid_of_column(Ends ends, const ColumnPlace& place, u16* stored_offset,
                                   u32 exchanged[2][Shape::kSlices][Shape::kWidth]) {
@@ -107,7 +107,7 @@ GACT_FN void clear_rest(u64 numel, u8* planes) {
   }
 }
 
-// The columns of a warp by the definitions of group_codec.h, whatever their values; their planes are written once more.
+// The columns of a warp by the definitions of group_codec.h, whatever their values; overwrites their planes.
 template <class T, int BITS, int GROUP>
 GACT_FN void pack_any_columns(const T* x, u64 seed, const Buffer& buffer, const ColumnPlace& place) {
   const u64 start = row_of_tile(place, 0) + place.thread;
@@ -141,7 +141,7 @@ template <class T, int BITS, int GROUP, class Shape>
 GACT_FN void pack_columns(const T* x, i64 rows, i64 columns, u64 seed, const Buffer& buffer,
                           ColumnMemory<Shape, BITS>& memory) {
   const ColumnPlace place = place_of_thread<Shape, GROUP>(rows, columns);
-  // Before the elements are loaded, as registers do not hold both.
+  // Before the elements are loaded, as there are not enough registers for both.
   make_batch_noise<Shape>(place, 0, seed, false, memory.noise[place.slice]);
   u32 words[Shape::kWords];
   load_column<Shape>(x, place, words);
@@ -162,7 +162,7 @@ GACT_FN void pack_columns(const T* x, i64 rows, i64 columns, u64 seed, const Buf
     sync_block();
   }
   if (block_of_grid() + 1 == blocks_of_grid()) clear_rest<Shape, BITS, GROUP>(rows * columns, buffer.planes);
-  sync_block();  // what was written above for columns with rare values comes first
+  sync_block();  // orders this after the writes above for columns with rare values
   if (place.slice != 0 || !place.inside) return;
   const u32 all_edges = edges_of_column<T, Shape, BITS, GROUP>(memory.exchanged[0], place, column, x);
   const bool dithered = column.may_dither && dither_pays(all_edges, static_cast<int>(place.rows));
@@ -250,7 +250,7 @@ GACT_FN void unpack_columns(const Buffer& buffer, i64 rows, i64 columns, u64 see
   const u32 odd = sizeof(T) == 2 ? place.thread % 2u : 0u;  // of two rows, the one that the thread stores
 #pragma unroll
   for (int batch = 0; batch < kBatches; ++batch) {
-    if (batch > 0) sync_block();  // until the one before is read
+    if (batch > 0) sync_block();  // until the previous batch has been read
     make_batch_noise<Shape>(place, batch, seed, true, memory.noise[place.slice]);
 #pragma unroll
     for (int i = 0; i < kPlaneWords<BITS>; ++i) {
@@ -263,7 +263,7 @@ GACT_FN void unpack_columns(const Buffer& buffer, i64 rows, i64 columns, u64 see
     T* target = out + row_of_tile(place, first_row) + (place.thread - odd);
     decode_batch<T, Shape, BITS>(memory, place, noise, decoder, rows_left, target);
   }
-  sync_warp();  // what other lanes wrote of special columns comes first
+  sync_warp();  // orders this after what other lanes wrote of special columns
   if (place.inside && (stored & kSpecialFlag) != 0) {
     unpack_special_column<T, BITS, GROUP>(buffer, place, stored, offset, out);
   }

@@ -1,11 +1,12 @@
-// Quantising and decoding by a GPU's thread, in groups without rare values.
+// Quantising and decoding by one thread, for groups without rare values.
 #pragma once
 
 #include "cuda/tile.h"
 
 namespace gact {
 
-constexpr float kMagic = 8388608.0f;  // 2^23: its sum with a smaller number has the number, rounded, as lowest bits
+constexpr float kMagic =
+    8388608.0f;  // 2^23: adding it to a smaller number leaves that number, rounded, in the lowest bits
 constexpr u32 kMagicBits = 0x4B000000u;
 
 struct Ends {
@@ -26,7 +27,7 @@ GACT_FN u32 quantise(const float values[kLaneElements], float offset, float inve
   // Rounding by the magic number leaves its exponent above the 24 bits of interest.
   constexpr bool kByMagic = BITS < 8;
   constexpr u32 kLimit = (((1u << BITS) - 1u) << 16) + (kByMagic ? kMagicBits : 0u);
-  constexpr bool kClamped = BITS > 6;  // below, no rounding error reaches the next code
+  constexpr bool kClamped = BITS > 6;  // with fewer bits no rounding error reaches the next code
   u32 scaled[kLaneElements], sums[kLaneElements];
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
@@ -42,8 +43,8 @@ GACT_FN u32 quantise(const float values[kLaneElements], float offset, float inve
   return add_byte_distances(gather_bytes(scaled + 4, 1), 0x80808080u, edges);
 }
 
-// decode() of group_codec.h for groups that are not special, with or without subtracted noise by the same instructions: a
-// value is base + units * unit, and what is not subtracted is masked out of the units.
+// decode() of group_codec.h for groups that are not special, with or without subtracted noise by the same instructions:
+// a value is base + units * unit, and what is not subtracted is masked out of the units.
 template <int BITS>
 GACT_FN float decode_plain(u32 code_and_noise, u32 mask, float base, float unit) {
   const u32 units = code_and_noise & mask;

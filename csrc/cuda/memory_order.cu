@@ -1,8 +1,8 @@
 // CUDA kernels pack and unpack, one module for an element type and a group size: compile with -DGACT_ELEMENT=float,
 // Half or Bfloat and -DGACT_GROUP=64, 128, 256 or 512, with -fmad=false -ftz=false -prec-div=true. A warp takes a tile,
 // or one group of what is left after the last whole tile.
-#include "cuda/group.h"
 #include "cuda/fast_path.h"
+#include "cuda/group.h"
 
 namespace gact {
 
@@ -29,7 +29,7 @@ GACT_FN Ends ends_of_owned_group(const Vector tile[], float) {
   return Ends{float_of(low), float_of(high)};
 }
 
-// The lowest element and the highest, negated, go through the lanes side by side.
+// The lowest element and the highest, negated, are reduced side by side.
 template <class Shape, class T>
 GACT_FN Ends ends_of_owned_group(const Vector tile[], T type) {
   u32 ends[Shape::kSlots];
@@ -82,7 +82,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
       widen(tile + chunk * Shape::kVectors, T{}, values);
       load_noise<T>(noise, chunk, words);
       edges[slot] = quantise<BITS>(values, offset, inverse, words, selectors, edges[slot], codes);
-      // The mask keeps what a slow group made from the codes of the groups that share its set.
+      // Masked, so that codes of a slow group do not spill into the groups that share its set.
       constexpr u32 kMask = BITS < 3 ? ((1u << BITS) - 1u) * 0x01010101u : ~0u;
       const int place = chunk % kJoinedChunks<BITS>;
 #pragma unroll
@@ -101,7 +101,7 @@ GACT_FN void pack_tile(const T* x, i64 numel, u64 seed, const Buffer& buffer, i6
     buffer.offsets[group] = static_cast<u16>(owned.grid.stored_offset);
   }
   if (!any_lane(owned.slow)) return;
-  sync_warp();  // what was written above for these groups comes first
+  sync_warp();  // orders this after the writes above for these groups
 #pragma unroll 1
   for (int group = 0; group < Shape::kGroups; ++group) {
     if (shuffle(owned.slow ? 1u : 0u, owner_of_group<Shape>(group)) != 0u) {
@@ -175,7 +175,7 @@ GACT_FN void unpack_tile(const Buffer& buffer, i64 numel, u64 seed, T* out, i64 
   }
   const bool special = (stored & kSpecialFlag) != 0;
   if (!any_lane(special)) return;
-  sync_warp();  // what was written above for these groups comes first
+  sync_warp();  // orders this after the writes above for these groups
 #pragma unroll 1
   for (int i = 0; i < Shape::kGroups; ++i) {
     if (shuffle(special ? 1u : 0u, owner_of_group<Shape>(i)) != 0u) {

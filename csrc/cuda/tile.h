@@ -1,9 +1,9 @@
 // How a warp holds a tile of elements, its noise and its bit planes.
 //
 // A tile is kChunks chunks of 256 elements. In a chunk a lane has 8 elements: of 16-bit types 8 in a row; of float two
-// lanes share 16 in a row and take turns of 4, so that one instruction touches whole sectors of memory. A segment is
+// lanes share 16 in a row and alternate every 4, so that one instruction touches whole sectors of memory. A segment is
 // the lanes that have elements of the same group in a chunk; a slot is one of the groups that a lane has elements of.
-// Lane l of a segment owns the group in slot l % kSlots: it keeps what belongs to the group and not to an element.
+// Lane l of a segment owns the group in slot l % kSlots: it holds the parameters of that group.
 #pragma once
 
 #include "cuda/warp.h"
@@ -15,7 +15,7 @@ constexpr int kBlockWarps = 4;
 constexpr int kBlockThreads = kBlockWarps * kWarpLanes;
 constexpr int kChunkElements = kPhiloxBlock;
 constexpr int kLaneElements = 8;
-constexpr int kNoiseRow = 80;  // words of a chunk: 64 of noise, and as many more as part the banks of two chunks
+constexpr int kNoiseRow = 80;  // words of a chunk: 64 of noise, and padding so that two chunks use different banks
 
 struct alignas(16) Vector {
   u32 words[4];
@@ -44,7 +44,7 @@ GACT_FN int owned_group() {
   return static_cast<int>(lane_id()) % Shape::kSlots * Shape::kSegments + static_cast<int>(lane_id()) / Shape::kSegment;
 }
 
-// One of the lanes that own a group, the one that writes what is stored of it.
+// One of the lanes that own a group: the one that writes its scale and offset.
 template <class Shape>
 GACT_FN u32 owner_of_group(int group) {
   return static_cast<u32>(group % Shape::kSegments * Shape::kSegment + group / Shape::kSegments);
@@ -85,7 +85,7 @@ GACT_FN int vector_start(int vector) {
   return sizeof(T) == 2 ? lane * kLaneElements : lane / 2 * 16 + lane % 2 * 4 + vector * 8;
 }
 
-// Whether vectors can be read and written whole; otherwise each element is by itself.
+// Whether vectors can be read and written whole; otherwise elements are, one at a time.
 template <class T>
 GACT_FN bool is_aligned(const T* x) {
   return reinterpret_cast<u64>(x) % sizeof(Vector) == 0;
@@ -166,7 +166,7 @@ GACT_FN void store_chunk(const float values[kLaneElements], bool aligned, T* chu
 
 // ---- noise
 
-// The Philox words of a tile whose first chunk has this number, every bit turned over where `inverted`.
+// The Philox words of a tile whose first chunk has this number, with every bit inverted where `inverted`.
 template <class Shape>
 GACT_FN void make_noise(i64 first_chunk, u64 seed, bool inverted, u32* noise) {
   const u32 lane = lane_id();
@@ -195,18 +195,18 @@ GACT_FN void load_noise(const u32* noise, int chunk, u32 words[kLaneElements]) {
   }
 }
 
-// For select_bytes(word, ..): the two bytes of a word of noise that are an element's.
+// For select_bytes(word, ..): the two bytes of a word of noise that belong to an element.
 GACT_FN u32 noise_selector(u32 element) {
   const u32 first_byte = element / 16u % 4u;
   return first_byte | (first_byte + 1u) % 4u << 4;
 }
 
-// Of all elements that this lane has.
+// For all elements of this lane.
 GACT_FN u32 noise_selector() { return noise_selector(lane_id() * kLaneElements); }
 
 // ---- bit planes
 
-// Exchanges the bits whose positions differ by `SHIFT` where `mask` has the lower one. Twice is the identity.
+// Exchanges the bits whose positions differ by `SHIFT` where `mask` has the lower one. Its own inverse.
 template <int SHIFT>
 GACT_FN u32 swap_bits(u32 word, u32 mask) {
   const u32 changed = (word ^ (word >> SHIFT)) & mask;
@@ -217,14 +217,14 @@ GACT_FN u32 swap_bits(u32 word, u32 mask) {
 // of eight elements; and back.
 GACT_FN u32 transpose_bits(u32 word) { return swap_bits<7>(swap_bits<14>(word, 0x0000CCCCu), 0x00AA00AAu); }
 
-// Byte j of lane i becomes byte i of lane j, among four lanes in a row. Twice is the identity.
+// Byte j of lane i becomes byte i of lane j, among four lanes in a row. Its own inverse.
 GACT_FN u32 transpose_lanes(u32 word) {
   const u32 lane = lane_id();
   const u32 pairs = select_bytes(word, shuffle_xor(word, 1), (lane & 1u) != 0 ? 0x3715u : 0x6240u);
   return select_bytes(pairs, shuffle_xor(pairs, 2), (lane & 2u) != 0 ? 0x3276u : 0x5410u);
 }
 
-// Between the bits in the order of their elements and the order in which lanes have them. Twice is the identity.
+// Between the bits in the order of their elements and the order in which lanes have them. Its own inverse.
 template <class T>
 GACT_FN u32 reorder_elements(u32 word) {
   return sizeof(T) == 2 ? word : swap_bits<4>(word, 0x00F000F0u);

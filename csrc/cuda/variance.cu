@@ -1,12 +1,12 @@
-// CUDA kernels variance and variance_columns, one module for an element type and a group size as in memory_order.cu. Each warp
-// adds the groups that it takes; the caller adds the rows of `partial`, so the order of additions is fixed.
+// CUDA kernels variance and variance_columns, one module for an element type and a group size as in memory_order.cu.
+// Each warp sums its groups; the caller sums the rows of `partial`, so the order of additions is fixed.
 #include "cuda/group.h"
 
 namespace gact {
 
 constexpr int kWidths = 8;
 
-// Lane l works for l % 8 + 1 bits where what is done does not concern single elements.
+// Lane l computes for l % 8 + 1 bits wherever the work is not per element.
 struct Widths {
   static constexpr int kSlots = kWidths;
   static constexpr int kSegment = kWarpLanes;
@@ -141,7 +141,7 @@ variance(const gact::Stored* x, const float* weight, gact::i64 numel, double* pa
   if (lane_id() < kWidths) partial[warp_of_grid() * kWidths + lane_id()] = total;
 }
 
-// A thread takes a column of a row block, neighbours take neighbours. partial: as above.
+// A thread takes a column of a row block, neighbouring threads neighbouring columns. partial: as above.
 GACT_KERNEL(gact::kBlockThreads)
 variance_columns(const gact::Stored* x, const float* weight, gact::i64 rows, gact::i64 columns, double* partial) {
   using namespace gact;

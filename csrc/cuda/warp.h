@@ -1,11 +1,11 @@
-// What the .cu files need of a GPU beyond C++: the lanes of a warp and instructions that have no operator.
+// What the .cu files need of a GPU beyond C++: the lanes of a warp, and instructions that C++ has no operator for.
 // tests/support/emulated_warp.h has the same functions for a CPU and defines the guard below; add a function to both.
 #ifndef GACT_WARP_H
 #define GACT_WARP_H
 
 #include "common/group_codec.h"
 
-// Of threads a block, and where given of blocks that a multiprocessor shall hold at once.
+// Threads of a block, and optionally the number of blocks that should fit on a multiprocessor.
 #define GACT_KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
 #define GACT_SHARED __shared__
 
@@ -19,7 +19,7 @@ GACT_FN u32 block_of_grid() { return blockIdx.x; }
 
 GACT_FN u32 blocks_of_grid() { return gridDim.x; }
 
-// Read from one lane, so that the compiler knows that a warp does not part where it depends on this.
+// Read from one lane, so that the compiler knows that a warp does not diverge where it depends on this.
 GACT_FN u32 warp_of_block() { return __shfl_sync(kAllLanes, threadIdx.x / 32u, 0); }
 
 GACT_FN void sync_warp() { __syncwarp(); }
@@ -37,8 +37,7 @@ GACT_FN u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes,
 
 GACT_FN double shuffle_xor(double value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 
-// `pointer`, in global memory, and `rows` times `columns` elements more; in one instruction, of which a compiler that
-// is left alone makes four.
+// `pointer`, in global memory, plus `rows` times `columns` elements; in one instruction, where a compiler uses four.
 template <class T>
 GACT_FN T* rows_after(T* pointer, u32 rows, u32 columns) {
   T* result;
@@ -48,7 +47,7 @@ GACT_FN T* rows_after(T* pointer, u32 rows, u32 columns) {
   return result;
 }
 
-// Byte i of the result is the byte of (low, high) whose number stands in hexadecimal digit i of the selector.
+// Byte i of the result is the byte of (low, high) that hexadecimal digit i of the selector names.
 GACT_FN u32 select_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
 
 // `sum` and the absolute differences of four bytes.
@@ -71,7 +70,7 @@ GACT_FN float larger(float a, float b) {
   return result;
 }
 
-// What two 16-bit elements in one word need; the argument without a name tells their type.
+// Operations on two 16-bit elements in one word; the unnamed argument gives their type.
 GACT_FN u32 smaller_pair(u32 a, u32 b, Bfloat) {
   u32 result;
   asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));

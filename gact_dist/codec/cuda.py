@@ -21,10 +21,10 @@ _TILE_BYTES = 4096
 _VECTOR_BYTES = 16
 # As in csrc/cuda/column_tile.h.
 _SLICE_ROWS = 64
-# Blocks of the variance kernel: enough to fill any GPU, few enough that their sums are quickly added.
+# Blocks of the variance kernel: enough to fill any GPU, few enough that adding their sums takes no time.
 _VARIANCE_BLOCKS = 1024
 
-# Bits that make an element of a mask non-zero, and the element 1, by the bytes of its dtype.
+# For each dtype of a mask the bits that make an element non-zero, and the bits of the element 1.
 _MASK_PATTERNS = {
     torch.bool: (0xFF, 1),
     torch.uint8: (0xFF, 1),
@@ -69,14 +69,14 @@ def _kernel(file: str, name: str, dtype: torch.dtype, group_size: int) -> tuple[
 
 
 def _codec_blocks(numel: int, dtype: torch.dtype, group_size: int) -> int:
-    """A warp for every whole tile, and one for every group that is left."""
+    """Blocks: a warp for every whole tile, and one for every group after the last whole tile."""
     tile = _TILE_BYTES // dtype.itemsize
     groups_left = (numel % tile + group_size - 1) // group_size
     return _blocks(numel // tile + groups_left)
 
 
 def _column_grid(rows: int, columns: int, dtype: torch.dtype, group_size: int) -> tuple[int, int]:
-    """A block of threads for every tile of every ``group_size`` rows; blocks, and threads of a block."""
+    """(blocks, threads in a block): one block for every tile of every ``group_size`` rows."""
     slices = group_size // _SLICE_ROWS
     width = min(max(1024 // dtype.itemsize // slices, 64), 256)
     return -(-rows // group_size) * -(-columns // width), width * slices
@@ -85,7 +85,7 @@ def _column_grid(rows: int, columns: int, dtype: torch.dtype, group_size: int) -
 def _launch_codec(
     action: str, elements: Tensor, buffer: Tensor, bits: int, group_size: int, seed: int, columns: int
 ) -> None:
-    """Start "pack" of flat ``elements`` to ``buffer``, or "unpack" the other way round; both have been checked."""
+    """Start "pack" from flat ``elements`` to ``buffer``, or "unpack" in reverse; the caller has checked both."""
     numel, dtype = elements.numel(), elements.dtype
     if numel == 0:
         return
@@ -189,7 +189,7 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
-    """``reference.rounding_variance`` for CUDA tensors; the sums are added in an order of their own."""
+    """``reference.rounding_variance`` for CUDA tensors; the order of additions is different, but fixed."""
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     payload_format.check_flat(x, "x")
     payload_format.check_weight(weight, x)

@@ -1,4 +1,4 @@
-"""The memory of a strided tensor: which of its elements are stored, in which order, and what is a row of channels."""
+"""The memory of a strided tensor: which elements are stored, in which order, and how long a row of channels is."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,11 +11,11 @@ from .format import COLUMN_MULTIPLE
 
 
 class Fill(Enum):
-    """How the elements of a strided tensor lie in the memory between its first and its last element."""
+    """How a strided tensor fills the memory between its first and its last element."""
 
-    SPAN = auto()  # every place is an element; some may be several
-    SCATTERED = auto()  # gaps, every element has a place of its own
-    TANGLED = auto()  # gaps and shared places
+    SPAN = auto()  # no gaps; several elements may share a place
+    SCATTERED = auto()  # gaps, and no two elements share a place
+    TANGLED = auto()  # gaps, and elements that share a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Layout:
         fill: whether there are gaps.
         sizes, strides: of the dimensions.
         span: elements between the first and the last, both counted.
-        row_numel: elements of a row of channels, 1 where the shape does not tell of any: see ``row_of_channels``.
+        row_numel: elements of a row of channels, 1 where the shape shows none: see ``row_of_channels``.
     """
 
     fill: Fill
@@ -43,7 +43,7 @@ class Layout:
     def columns(self, group_size: int, is_complex: bool) -> int:
         """Columns of a row for groups by column, or 1 for groups in memory order.
 
-        By column where there is a row of a multiple of COLUMN_MULTIPLE numbers and a whole group of rows. A complex
+        By column if a row is a multiple of COLUMN_MULTIPLE numbers and there are rows for a whole group. A complex
         element is two numbers.
         """
         columns = self.row_numel * (2 if is_complex else 1)
@@ -76,16 +76,16 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def row_of_channels(ndim: int, dims: list[int], sizes: tuple[int, ...]) -> int:
-    """Elements of a row, if the dimension next to one another in memory is one of channels; otherwise 1.
+    """Elements of a row, if the innermost dimension in memory is taken for channels; otherwise 1.
 
-    It is taken to be in tensors of two and three dimensions (tokens or nodes by features) and in permuted ones: the
-    channels of a channels_last image, the heads side by side of a tensor [batch, heads, tokens, channels] that was made
-    of [batch, tokens, heads * channels]. Tensors of four dimensions and more in their own order are taken for images or
-    for attention, whose last dimension is a place.
+    It is in tensors of two and three dimensions (tokens or nodes by features) and in permuted ones: the channels of a
+    channels_last image, or the adjacent heads of a tensor [batch, heads, tokens, channels] that is a view of [batch,
+    tokens, heads * channels]. Contiguous tensors of four dimensions and more are taken for images or attention scores,
+    whose last dimension is a position.
 
     Args:
         ndim: dimensions of the tensor.
-        dims, sizes: its dimensions of more than one element, nearest in memory first.
+        dims, sizes: its dimensions of more than one element, innermost in memory first.
     """
     if len(dims) < 2 or (ndim >= 4 and dims[:2] == [ndim - 1, ndim - 2]):
         return 1

@@ -1,12 +1,12 @@
-"""One payload with several widths: equal parts of a tensor, called units (its samples, or its groups), each at its own.
+"""One payload with several widths: equal parts of a tensor, called units (samples or groups), each with its own width.
 
-[Note: mixed payload] The buffer holds the width of each unit (uint8 [units]), and then for each width that occurs what
-``ops.pack`` makes of its units, joined in their order; units of width 0 are all zero and take nothing more. How many
-units have each width is known on the host, so the size of the buffer is, and nothing waits for the device; which units
-have it is known on the device alone, where a stable sort of the widths finds them again. Units of whole
-rows of channels are grouped by column where a width has a group of rows. The kernels are those of one width, on every
-device, and units that are no multiple of a group waste nothing. The price is one more copy of the tensor in pack and
-one in unpack, a width at a time.
+[Note: mixed payload] The buffer holds the width of each unit (uint8 [units]), followed, for each width that occurs, by
+the output of ``ops.pack`` for its units, joined in order; units of width 0 are all zero and take no more space. The
+host knows how many units have each width, and so the size of the buffer: nothing waits for the device. Only the device
+knows which units these are; a stable sort of the widths finds them again. Units of whole rows of channels are grouped
+by column where a width has enough rows for a group. The kernels are those of one width, on every device, and units that
+are not a multiple of a group waste nothing. The price is one more copy of the tensor in pack and one in unpack, a width
+at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,8 @@ class UnitWidths:
     """A width for each unit of a tensor.
 
     widths: uint8 [units] on the tensor's device, 0 to 8; a unit of width 0 must be all zero. Unit u is the elements
-    u N / units .. (u + 1) N / units - 1 of N. counts: how many units have width 0, 1 .. 8; that they fit is checked
-    where it takes no wait for a device.
-    Raises ValueError where the two do not fit together.
+    u N / units .. (u + 1) N / units - 1 of N. counts: how many units have width 0, 1 .. 8.
+    Raises ValueError if the two disagree, which is only checked on a CPU: elsewhere it would wait for the device.
     """
 
     widths: Tensor
@@ -54,8 +53,7 @@ def widths_bytes(units: int) -> int:
 
 
 def columns_within(numel: int, units: int, group_size: int, columns: int) -> int:
-    """``columns``, by which a whole tensor would be grouped, where its equal parts are larger than a group and have
-    whole rows; otherwise 1."""
+    """``columns`` of a whole tensor if its parts are larger than a group and consist of whole rows; otherwise 1."""
     unit_numel = numel // units if units else 0
     return columns if unit_numel > group_size and unit_numel % columns == 0 else 1
 
@@ -73,7 +71,7 @@ def _aligned(size_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class _Segment:
-    """The units of one width: their places in the order of widths, and the bytes that they take."""
+    """The units of one width: their positions when sorted by width, and their bytes in the buffer."""
 
     width: int
     units: slice
@@ -87,7 +85,7 @@ class _Segment:
 
 
 def _segments(counts: Sequence[int], unit_numel: int, group_size: int, columns: int) -> Iterator[_Segment]:
-    """In order of width, without those that occur nowhere."""
+    """In order of width, without widths that no unit has."""
     last, start_bytes = 0, widths_bytes(sum(counts))
     for width, count in enumerate(counts):
         first, last, numel = last, last + count, count * unit_numel
@@ -101,7 +99,7 @@ def _segments(counts: Sequence[int], unit_numel: int, group_size: int, columns: 
 def pack(values: Tensor, units: UnitWidths, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """Quantise the units of a flat tensor (float32, float16 or bfloat16, [N]) into one uint8 buffer.
 
-    seed: of the rounding; each width has noise of its own. columns: as from columns_within.
+    seed: of the rounding; each width has its own noise. columns: as from columns_within.
     Raises ValueError or TypeError for units that do not divide the tensor, and for a format that does not exist.
     """
     widths, counts = units.widths, units.counts
@@ -156,9 +154,9 @@ def unpack(
 
 
 def ranked(keys: Tensor, counts: tuple[int, ...]) -> UnitWidths:
-    """Widths of which ``counts`` says how many there are, the widest for the units with the largest keys.
+    """As many units of each width as ``counts`` says, the widest for the units with the largest keys.
 
-    keys: float [units] on any device; nothing waits for it. Of equal keys the first unit comes first.
+    keys: float [units] on any device; nothing waits for it. Among equal keys the first unit comes first.
     """
     by_rank = torch.empty(len(keys), dtype=torch.uint8, device=keys.device)
     last = len(keys)

@@ -2,8 +2,8 @@
 
 The reference (reference.py) serves every device that has no kernel of its own. The native library, built by
 setup.py from csrc/, registers the CPU kernels. GACT_DIST_ISA=reference|scalar|avx2|avx512 in the environment forces
-one implementation; without it the fastest one that the processor has is taken. CUDA tensors go to cuda.py; where its
-kernels cannot be used, to the reference with a warning.
+one implementation; without it the fastest one that the processor supports is used. CUDA tensors go to cuda.py; where
+its kernels cannot be used, they go to the reference, with a warning.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _warned: set[str] = set()
 
 
 def _warn_slow(device_type: str, reason: str) -> None:
-    """Say once for each kind of device that the slow reference is at work there, and why."""
+    """Warn once for each type of device that the slow reference is in use there, and say why."""
     if device_type in _warned:
         return
     _warned.add(device_type)
@@ -38,7 +38,7 @@ def _warn_slow(device_type: str, reason: str) -> None:
 
 
 def _serve_reference(function: Callable) -> Callable:
-    """``function`` as a kernel: it warns where it stands in for a native one."""
+    """``function`` as a kernel that warns where it replaces a native one."""
 
     def kernel(tensor: Tensor, *args):
         device_type = tensor.device.type
@@ -49,7 +49,7 @@ def _serve_reference(function: Callable) -> Callable:
 
 
 def _serve_cuda(function: Callable, definition: Callable) -> Callable:
-    """``function`` of cuda.py as a kernel, and ``definition`` in its place where GPU kernels cannot be used."""
+    """``function`` of cuda.py as a kernel, with ``definition`` as fallback where GPU kernels cannot be used."""
 
     def kernel(tensor: Tensor, *args):
         try:
@@ -151,7 +151,7 @@ rounding_variance = torch.ops.gact_dist.rounding_variance.default
 
 
 def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:
-    """The native library and an empty text, or None and the reason why there is none."""
+    """(the native library, "") or (None, the reason why there is none)."""
     if wanted == "reference":
         return None, "GACT_DIST_ISA=reference asks for it"
     paths = sorted(Path(PACKAGE_ROOT).glob("_native*.so"))
@@ -165,12 +165,12 @@ def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:
 
 
 def isa() -> str:
-    """The implementation that serves CPU tensors: "reference", "scalar", "avx2" or "avx512"."""
+    """The implementation in use for CPU tensors: "reference", "scalar", "avx2" or "avx512"."""
     return "reference" if _native is None else ISAS[_native.gact_dist_isa()]
 
 
 def available_isas() -> tuple[str, ...]:
-    """The native implementations that this build and this processor can run, for tests and measurements."""
+    """The native implementations that this build and this processor can run, for tests and benchmarks."""
     if _native is None:
         return ()
     before = _native.gact_dist_isa()
@@ -180,7 +180,7 @@ def available_isas() -> tuple[str, ...]:
 
 
 def set_isa(name: str) -> None:
-    """Choose the native implementation by name, for tests and measurements; the results are the same bits.
+    """Choose the native implementation by name, for tests and benchmarks; all give the same bits.
 
     Raises ValueError when the name is unknown or this machine cannot run it.
     """

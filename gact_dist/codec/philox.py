@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., SC 2011), and the 16 random bits of each element. Plain PyTorch, on any device."""
+"""Philox4x32-10 (Salmon et al., SC 2011), and the 16 random bits of each element, in plain PyTorch on any device."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def philox_words(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # int64 products wrap modulo 2^64, which leaves the 32-bit halves right.
+        # int64 products wrap modulo 2^64; their 32-bit halves are still correct.
         p0 = c0 * 0xD2511F53
         p1 = c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD, ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
@@ -42,7 +42,7 @@ def random16(first_element: int, count: int, seed: int, device: torch.device) ->
     blocks = (first_element + count + PHILOX_BLOCK - 1) // PHILOX_BLOCK - first_block
     counters = torch.arange(blocks * 16, device=device, dtype=torch.int64) + first_block * 16
     words = [word.view(blocks, 16) for word in philox(counters, seed)]
-    # Four elements share a word; the 16 bits of each begin at another byte of it.
+    # Four elements share a word; the 16 bits of each begin at a different byte of it.
     parts = [((word >> shift) | (word << (32 - shift))) & 0xFFFF for word in words for shift in (0, 8, 16, 24)]
     start = first_element - first_block * PHILOX_BLOCK
     return torch.stack(parts, dim=1).reshape(-1)[start : start + count].to(torch.int32)

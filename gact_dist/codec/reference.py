@@ -24,15 +24,15 @@ from .format import (
 )
 from .philox import random16
 
-# Elements handled at once: about 40 bytes of temporaries each, so under 64 MiB.
+# Elements processed at once: about 40 bytes of temporaries each, so under 64 MiB.
 _CHUNK_ELEMENTS = 1 << 20
 # Of stored scales, as int16: the sign, and a NaN with it.
 _SPECIAL_FLAG = -0x8000
 _DEAD_SCALE = -0x0040
 # 65536 / scale has to stay finite in float32, which holds down to this scale.
 MIN_SCALE = 2.0**-111
-# The distance of two stored scales as float32 bits: bfloat16 without its lowest bit, which marks dithered groups, or of
-# special groups with one bit those whose code 1 is +inf.
+# The distance between two stored scales as float32 bits: a bfloat16 without its lowest bit, which marks dithered groups
+# (in special groups with 1 bit, those whose code 1 is +inf).
 _SCALE_STEP = 0x20000
 # The float16 next to zero on the negative side, as int16.
 _HALF_BELOW_ZERO = -0x7FFF
@@ -81,9 +81,9 @@ def _next_scale(scale: Tensor, steps: int) -> Tensor:
 
 
 def constant_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of groups of equal elements: none, but for float32 a power of two at about 2^-10 of the value.
+    """The scale of groups of equal elements: 0, or for float32 a power of two of about 2^-10 of the value.
 
-    Values of 11 significant bits are offsets in it; what is left of others is less than one step.
+    Values of 11 significant bits are multiples of it; the remainder of others is less than one step.
     """
     if dtype != torch.float32:
         return torch.zeros_like(value)
@@ -95,8 +95,8 @@ def constant_scale(value: Tensor, dtype: torch.dtype) -> Tensor:
 def grid_of(low: Tensor, high: Tensor, levels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(scale, stored offset, offset, levels), each [G, 1], for groups that reach from ``low`` to ``high``.
 
-    The grid covers the range, but nothing on it exceeds the largest finite value of ``dtype``: near that the scale
-    steps down and the offset up again, or nothing but the offset is left.
+    The grid covers the range, but no point of it exceeds the largest finite value of ``dtype``: near that the scale
+    steps down and the offset up, until only the offset may be left.
     """
     spread = high - low
     scale = covering_scale(spread, levels)
@@ -119,7 +119,7 @@ def grid_of(low: Tensor, high: Tensor, levels: Tensor, dtype: torch.dtype) -> tu
 
 
 def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, offset: Tensor, levels: Tensor, largest: float) -> Tensor:
-    """bool [G, 1]: groups where half a step more on either side changes no sign and overflows nothing."""
+    """bool [G, 1]: groups where half a step more on either side neither changes a sign nor overflows."""
     half = scale * 0.5
     keeps_sign = ((low < 0) & (high > 0)) | (low > half) | (high < -half)
     return (high > low) & keeps_sign & (offset + scale * levels + scale <= largest) & (offset - scale >= -largest)
@@ -130,9 +130,9 @@ def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, offset: Tensor, lev
 
 @dataclass(frozen=True)
 class Groups:
-    """What pack knows of each group before it rounds: values [G, group_size] and parameters [G, 1]."""
+    """The groups before rounding: values [G, group_size] and parameters [G, 1]."""
 
-    values: Tensor  # inputs in float32, with the smallest where the input is not finite or beyond the end
+    values: Tensor  # inputs in float32; the smallest one replaces those that are not finite or beyond the end
     infinite: Tensor  # -1, 0 or +1 in int8 for -inf, finite, +inf
     special: Tensor  # bool [G, 1]: a NaN, an infinity or a range that overflows
     dead: Tensor  # bool [G, 1]: decodes to NaN
@@ -145,7 +145,7 @@ class Groups:
 
 
 def to_groups(flat: Tensor, group_size: int, columns: int, fill: float) -> Tensor:
-    """[G, group_size] of elements in memory order; what is missing in the last groups is ``fill``.
+    """[G, group_size] from elements in memory order; the last groups are padded with ``fill``.
 
     Group ``block * columns + column`` has that column of ``group_size`` rows of ``columns`` elements; with one column
     it has ``group_size`` elements in a row.
@@ -156,7 +156,7 @@ def to_groups(flat: Tensor, group_size: int, columns: int, fill: float) -> Tenso
 
 
 def from_groups(grouped: Tensor, columns: int) -> Tensor:
-    """The inverse of ``to_groups``: flat, with what was missing at the end."""
+    """The inverse of ``to_groups``: flat, with the padding at the end."""
     return grouped.view(-1, columns, grouped.shape[1]).transpose(1, 2).reshape(-1)
 
 
@@ -205,11 +205,11 @@ def scaled_values(groups: Groups) -> Tensor:
 
 
 def dithered(groups: Groups, scaled: Tensor) -> Tensor:
-    """bool [G, 1]: groups whose noise is subtracted again when they are decoded.
+    """bool [G, 1]: groups whose noise is subtracted again in decoding.
 
     Plain stochastic rounding has a variance of f (1 - f) steps^2 at a fraction f, subtractive dither of 1/12 whatever
-    the fraction (Schuchman 1964). The mean of |f - 1/2| says which is better: 1/4 where fractions are spread evenly,
-    1/2 where they are zero, and 3/8 where as many are the one as the other and both ways have the same variance.
+    the fraction (Schuchman 1964). The mean of |f - 1/2| tells which is better: 1/4 where fractions are spread evenly,
+    1/2 where they are zero, and 3/8 where half are the one and half the other, and both have the same variance.
     """
     edges = (((scaled >> 8) & 0xFF) - 128).abs().where(groups.valid, 0)
     return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))
@@ -247,7 +247,7 @@ def pack_groups(
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    # torch's vectorised casts give NaNs of various bits; the format has one for each dtype.
+    # torch's vectorised casts give NaNs with different bits; the format has one NaN for each dtype.
     return values.to(dtype).masked_fill(values.isnan(), torch.nan)
 
 
@@ -257,7 +257,7 @@ def _planes_of(codes: Tensor, bits: int) -> Tensor:
 
 def _bytes_of(ones: Tensor) -> Tensor:
     """0/1 int32 [G, n] to little-endian bytes uint8 [G, n / 8]."""
-    weights = 1 << torch.arange(8, device=ones.device, dtype=torch.int32)  # made there: a copy would wait
+    weights = 1 << torch.arange(8, device=ones.device, dtype=torch.int32)  # created on the device: a copy would wait
     return (ones.view(ones.shape[0], -1, 8) * weights).sum(-1).to(torch.uint8)
 
 
@@ -271,7 +271,7 @@ def _bits_of_bytes(packed: Tensor) -> Tensor:
 
 
 def _chunks(numel: int, group_size: int, columns: int) -> list[tuple[slice, slice]]:
-    """Elements that are handled at once, whole groups; and their groups, which have the numbers of their plane sets."""
+    """Slices of whole groups that are processed at once: of elements, and of groups or plane sets."""
     block = group_size * columns
     step = max(_CHUNK_ELEMENTS // block, 1) * block
     starts = range(0, numel, step)

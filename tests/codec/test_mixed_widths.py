@@ -1,4 +1,4 @@
-"""Payloads with several widths: every unit as its own width promises, on every instruction set, without a wait."""
+"""Payloads with several widths: each unit as at its own width alone, on every instruction set, without waiting."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-// csrc/cuda/warp.h for a CPU: the threads of a block take turns, each on a stack of its own. The lanes of a warp change at
-// every function in which they meet, the warps of a block where all of it meets; warps go in the opposite order in
-// every other block, so that what a missing sync_block() would let pass in one order is seen in the other. Lanes, or
+// csrc/cuda/warp.h for a CPU: the threads of a block take turns, each on a stack of its own. The lanes of a warp change
+// at every function in which they meet, the warps of a block where all of it meets; warps go in the opposite order in
+// every other block, so that a missing sync_block() that goes unnoticed in one order is seen in the other. Lanes, or
 // warps, that do not meet at the same function end the program with a message.
 #ifndef GACT_WARP_H
 #define GACT_WARP_H
