@@ -47,7 +47,8 @@ SHAPES = ((2, 0, 32), (1, 5, 96), (1, 0, 288), (1, 1, 416), (1, -3, 512))
 @pytest.mark.parametrize(("dtype", "group_size"), FORMS)
 @pytest.mark.parametrize("bits", range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1))
 def test_columns_have_the_bits_of_the_reference(dtype: torch.dtype, group_size: int, bits: int) -> None:
-    for blocks, more_rows, columns in (SHAPES[bits % 5], SHAPES[(bits + 2) % 5]):
+    shapes = (SHAPES[bits % 5], SHAPES[(bits + 2) % 5])
+    for blocks, more_rows, columns in shapes if group_size < 256 else shapes[:1]:
         assert_same(random_tensor((blocks * group_size + more_rows) * columns, dtype), bits, group_size, columns)
 
 
