@@ -36,20 +36,6 @@ class Allocation:
     lower_bound: float
 
 
-def allocate(
-    costs: ArrayLike,
-    sizes: ArrayLike,
-    *,
-    average_bits: float,
-    exact_bits: ArrayLike,
-    metadata_bits: ArrayLike = 0.0,
-) -> Integers:
-    """Bits [L] of the allocation that ``minimum_variance`` finds; same arguments and errors."""
-    return minimum_variance(
-        costs, sizes, average_bits=average_bits, exact_bits=exact_bits, metadata_bits=metadata_bits
-    ).bits
-
-
 def minimum_variance(
     costs: ArrayLike,
     sizes: ArrayLike,

@@ -1,8 +1,10 @@
 """The multiple-choice knapsack: one of nine options for each row, least cost within a capacity.
 
-In the manner of Pisinger (A minimal algorithm for the multiple-choice knapsack problem, 1995): the linear relaxation is
-greedy on the slopes of the lower convex hulls; the rows for which rounding it matters (the core) are then enumerated as
-a Pareto front while the others follow the greedy curve.
+The linear relaxation is greedy on the slopes of the lower convex hulls, and only the step that no longer fits has to be
+rounded. With many rows of similar weight that costs nothing; with few, or with one that outweighs the rest, greedy
+costs up to several times the optimum (measured in benchmarks/results/README.md). So the rows for which rounding matters
+most are enumerated as a Pareto front while the others follow the greedy curve, after Pisinger (A minimal algorithm for
+the multiple-choice knapsack problem, 1995).
 """
 
 from __future__ import annotations
@@ -12,13 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Stop as soon as the linear relaxation proves the solution this close to optimal.
+# The greedy solution is good enough where the linear relaxation proves it this close to optimal.
 _GAP_TOLERANCE = 1e-3
 # Sums of rounded products may exceed a budget that is met exactly; 1e-12 is far above their error, far below one bit.
 ROUNDING = 1.0 + 1e-12
-_CORE_TENSORS = 24
+_ENUMERATED_ROWS = 24
 _FRONT_STATES = 2048
-_ROUNDS = 2
 _FILL_STEPS = 8
 
 Floats = NDArray[np.float64]
@@ -105,20 +106,13 @@ def minimise(problem: Problem) -> tuple[Integers, float]:
     choice, bound, multiplier = _relaxation(problem)
     choice = _fill(problem, choice)
     best = problem.totals(choice)[0]
+    if best - bound <= _GAP_TOLERANCE * best:
+        return choice, bound
+    # An option whose excess alone is above the gap is in no better choice (Pisinger's class reduction).
     excess = problem.cost + multiplier * problem.weight
-    excess -= excess.min(axis=1, initial=np.inf, keepdims=True)
-    for _ in range(_ROUNDS):
-        gap = best - bound
-        if gap <= _GAP_TOLERANCE * best:
-            break
-        # An option whose excess alone is above the gap is in no better solution (Pisinger's class reduction).
-        useful = excess <= gap
-        useful[np.arange(len(choice)), choice] = True  # rounding must not lose the solution in hand
-        candidate = _enumerate(problem, useful, multiplier, best)
-        if candidate is None or problem.totals(candidate)[0] >= best:
-            break
-        choice, best = candidate, problem.totals(candidate)[0]
-    return choice, bound
+    excess -= excess.min(axis=1, keepdims=True)
+    candidate = _enumerate(problem, np.where(excess <= best - bound, problem.cost, np.inf), best)
+    return (candidate if problem.totals(candidate)[0] < best else choice), bound
 
 
 def _relaxation(problem: Problem) -> tuple[Integers, float, float]:
@@ -136,38 +130,36 @@ def _relaxation(problem: Problem) -> tuple[Integers, float, float]:
     return choice, max(0.0, cost - multiplier * (problem.capacity - weight)), multiplier
 
 
-def _choose_core(problem: Problem, useful: NDArray[np.bool_]) -> Integers:
-    """Rows to enumerate: of those with more than one useful option, the ones with the largest steps in weight."""
-    span = np.where(useful, problem.weight, -np.inf).max(axis=1) - np.where(useful, problem.weight, np.inf).min(axis=1)
-    several = np.flatnonzero(span > 0)
-    largest: Integers = several[np.argsort(-span[several], kind="stable")[:_CORE_TENSORS]]
-    return largest
+def _enumerate(problem: Problem, cost: Floats, best: float) -> Integers:
+    """The best combination of a Pareto front over the rows of the largest steps with the greedy curve of all others.
 
-
-def _enumerate(problem: Problem, useful: NDArray[np.bool_], multiplier: float, best: float) -> Integers | None:
-    """Best combination of a Pareto front over the core's useful options with the greedy curve of all other rows.
-
-    None when every state of the front is proven, by ``multiplier``, to lead to no lower cost than ``best``.
+    cost: [L, 9], the problem's, inf for options that are in no choice of less than ``best``.
     """
-    core = _choose_core(problem, useful)
-    in_core = np.zeros(len(problem.base), dtype=np.bool_)
-    in_core[core] = True
-    outside = ~in_core[problem.step_row]
-    rest = np.flatnonzero(~in_core)
+    rows = _largest(problem, np.isfinite(cost))
+    enumerated = np.zeros(len(problem.base), dtype=np.bool_)
+    enumerated[rows] = True
+    outside = ~enumerated[problem.step_row]
+    rest = np.flatnonzero(~enumerated)
     rest_weight = problem.weight[rest, problem.base[rest]].sum() + _cumulative(problem.step_weight[outside])
     rest_cost = _cumulative(problem.step_cost[outside])
 
-    limits = _Limits.build(problem, core, useful, np.array([0.0, multiplier]), best)
-    front = _Front.over(problem, core, useful, problem.capacity - rest_weight[0], limits)
-    if not len(front.cost):
-        return None
+    front = _Front.over(problem, rows, cost, problem.capacity - rest_weight[0], best)
+    if not len(front.cost):  # nothing that may be better fits
+        return problem.base
     # Rounding may put even the lightest rest an ulp above what a state leaves; that is no step, not the last one.
     steps = np.maximum(np.searchsorted(rest_weight, problem.capacity - front.weight, side="right") - 1, 0)
     state = int(np.argmin(front.cost + rest_cost[steps]))
 
     choice = problem.after(int(steps[state]), outside)
-    choice[core] = front.options(state)
+    choice[rows] = front.options(state)
     return _fill(problem, choice)
+
+
+def _largest(problem: Problem, useful: NDArray[np.bool_]) -> Integers:
+    """The rows whose useful options differ the most in weight."""
+    span = np.where(useful, problem.weight, -np.inf).max(axis=1) - np.where(useful, problem.weight, np.inf).min(axis=1)
+    largest: Integers = np.argsort(-span, kind="stable")[:_ENUMERATED_ROWS]
+    return largest
 
 
 def _cumulative(values: Floats) -> Floats:
@@ -175,36 +167,10 @@ def _cumulative(values: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """Proof that a state is useless: for any multiplier m >= 0, no completion costs less than cost + m weight + what
-    the rows to come add at least - m capacity. One limit [M, C] on cost + m weight for each multiplier and core row.
-    """
-
-    multipliers: Floats
-    limits: Floats
-
-    @staticmethod
-    def build(problem: Problem, core: Integers, useful: NDArray[np.bool_], multipliers: Floats, best: float) -> _Limits:
-        allowed = np.where(useful, problem.cost, np.inf)
-        least = np.stack([(allowed + multiplier * problem.weight).min(axis=1) for multiplier in multipliers])
-        to_come = least.sum(axis=1, keepdims=True) - np.cumsum(least[:, core], axis=1)
-        dual = (multipliers * problem.capacity)[:, None]
-        slack = (ROUNDING - 1.0) * (best + dual + least.sum(axis=1, keepdims=True))
-        return _Limits(multipliers, best + dual - to_come + slack)
-
-    def admit(self, position: int, cost: Floats, weight: Floats) -> NDArray[np.bool_]:
-        """Which states [S] may still lead to less than the best, once the core's row at ``position`` is in them."""
-        admitted = np.isfinite(cost)
-        for multiplier, limit in zip(self.multipliers, self.limits[:, position], strict=True):
-            admitted &= cost + multiplier * weight <= limit
-        return admitted
-
-
-@dataclass(frozen=True)
 class _Front:
-    """Combinations of the core's options that no other beats in both weight and cost, [S] in order of weight.
+    """Combinations of the rows' options that no other beats in both weight and cost, [S] in order of weight.
 
-    history holds for each row of the core, in order, the (parent state, option) of each state.
+    history holds for each row, in order, the (parent state, option) of each state.
     """
 
     weight: Floats
@@ -212,33 +178,34 @@ class _Front:
     history: tuple[tuple[Integers, Integers], ...]
 
     @staticmethod
-    def over(problem: Problem, core: Integers, useful: NDArray[np.bool_], room: float, limits: _Limits) -> _Front:
+    def over(problem: Problem, rows: Integers, cost: Floats, room: float, best: float) -> _Front:
+        """The front over ``rows`` of what weighs at most ``room`` and may lead to less than ``best``."""
+        lightest, cheapest = problem.weight[rows, problem.base[rows]], cost.min(axis=1)
+        heaviest = room - lightest.sum() + np.cumsum(lightest)
+        dearest = best - cheapest.sum() + np.cumsum(cheapest[rows])
         front = _Front(np.zeros(1), np.zeros(1), ())
-        lightest = problem.weight[core, problem.base[core]]
-        needed_later = lightest.sum() - np.cumsum(lightest)
-        for position, row in enumerate(core):
-            cost = np.add.outer(np.where(useful[row], problem.cost[row], np.inf), front.cost).ravel()
-            weight = np.add.outer(problem.weight[row], front.weight).ravel()
-            fits = weight <= room - needed_later[position]
-            front = front.extended(cost, weight, np.flatnonzero(fits & limits.admit(position, cost, weight)))
+        for row, most_weight, most_cost in zip(rows, heaviest, dearest, strict=True):
+            front = front.extended(cost[row], problem.weight[row], most_cost, most_weight)
         return front
 
-    def extended(self, cost: Floats, weight: Floats, usable: Integers) -> _Front:
-        """The front of this one's states with one row more: cost, weight [9 S], option by option, and which to use."""
+    def extended(self, cost: Floats, weight: Floats, most_cost: float, most_weight: float) -> _Front:
+        """The front of this one's states with one row more, given what its options cost and weigh ([9])."""
+        costs, weights = np.add.outer(cost, self.cost).ravel(), np.add.outer(weight, self.weight).ravel()
+        usable = np.flatnonzero((costs <= most_cost) & (weights <= most_weight))
         # Option by option these are nine sorted runs, which the stable sort merges in a fraction of a sort's time.
-        order = usable[np.argsort(weight[usable], kind="stable")]
-        cheapest = np.minimum.accumulate(cost[order])
-        kept = order[cost[order] < np.concatenate([[np.inf], cheapest[:-1]])[: len(order)]]
+        order = usable[np.argsort(weights[usable], kind="stable")]
+        cheapest = np.minimum.accumulate(costs[order])
+        kept = order[costs[order] < np.concatenate([[np.inf], cheapest[:-1]])[: len(order)]]
         # Of equal weights the last that is left is the cheapest.
-        kept = kept[np.diff(weight[kept], append=np.inf) > 0]
+        kept = kept[np.diff(weights[kept], append=np.inf) > 0]
         if len(kept) > _FRONT_STATES:
             # Even in rank, so that dense stretches of the front stay dense, and the lightest stays.
             kept = kept[np.linspace(0, len(kept) - 1, _FRONT_STATES).astype(np.int64)]
         states = max(1, len(self.weight))
-        return _Front(weight[kept], cost[kept], (*self.history, (kept % states, kept // states)))
+        return _Front(weights[kept], costs[kept], (*self.history, (kept % states, kept // states)))
 
     def options(self, state: int) -> list[int]:
-        """The options, one a row of the core, that lead to a state."""
+        """The options, one a row, that lead to a state."""
         chosen = []
         for parent, option in reversed(self.history):
             chosen.append(int(option[state]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_probe_that_takes_too_long_does_not_fit():
 
 def test_a_search_goes_on_below_a_batch_that_takes_too_long(monkeypatch, tmp_path):
     def run(command, timeout, **_):
+        assert importlib.util.find_spec(command[command.index("-m") + 1]).origin == bench_batch.__file__
         batch = int(command[command.index("--probe") + 1])
         if batch > 8:
             raise subprocess.TimeoutExpired(command, timeout)
@@ -141,6 +143,7 @@ def test_a_limit_on_a_gpu_is_a_fraction_of_its_memory(monkeypatch):
         bench_batch.limit_memory(torch.device("cuda"), 81)
 
 
+@pytest.mark.large  # a process of its own, which imports all again
 def test_a_real_probe_dies_by_its_limit():
     command = [sys.executable, "-m", bench_batch.MODULE, "--device", "cpu", "--small", "--part", "gpt-1024"]
     command += ["--gib", "0.02", "--strategies", "L1", "--attention", "sdpa"]

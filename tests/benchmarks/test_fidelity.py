@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -11,7 +12,10 @@ from benchmarks.fidelity.claims import claims
 from launch import data
 from launch.config import UsageError
 
-SMALL = ("steps=3", "train_examples=64", "batch_size=8", "test_examples=32", "layers=1", "adapt_interval=2")
+SMALL = (
+    "steps=3", "train_examples=64", "batch_size=8", "test_examples=32",
+    "layers=1", "hidden_size=16", "adapt_interval=2",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -21,6 +25,7 @@ def small(monkeypatch):
         data.require("language")
     except UsageError as error:
         pytest.skip(str(error))
+    monkeypatch.setattr(data, "read_characters", functools.cache(data.read_characters))
     chosen = (run.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.25")
     monkeypatch.setattr(run, "MODELS", {"language": SMALL})
     monkeypatch.setattr(run, "SETTINGS", {name: run.SETTINGS[name] for name in chosen})
