@@ -13,8 +13,7 @@ difference of theirs has a relative standard deviation of up to 30%.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..policies import Bits
 from .autograd_graph import nodes_below, parameters_among, scalar
 from .checkpoint import measurable
 from .influence import Influence, disjoint
-from .isolation import untouched
+from .isolation import generators_restored, untouched
 
 PROBE_BITS = 4  # of a perturbation of all tensors
 
@@ -109,13 +108,9 @@ def measure_by_rerun(
     A compiled backward can be differentiated neither twice nor again, for it overwrites what it was given.
     """
 
-    def fork() -> AbstractContextManager[Any]:
-        """Every forward draws the same random numbers."""
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        return torch.random.fork_rng(devices=devices)
-
     def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
-        with fork(), engine.recording(None, fraction, rounded) as records:
+        # every forward draws the same random numbers
+        with generators_restored(), engine.recording(None, fraction, rounded) as records:
             return scalar(forward()), records
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
@@ -124,7 +119,8 @@ def measure_by_rerun(
     found = {}
     with untouched(model), measurable(nullcontext()):
         # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
-        with torch.compiler.set_stance("force_eager"), engine.recording(OperatorObserver(), fraction), fork():
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, engine.recording(OperatorObserver(), fraction), generators_restored():
             forward()
         run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})
