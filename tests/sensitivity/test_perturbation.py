@@ -1,4 +1,4 @@
-"""Perturbation: what runs between two gradients is the same but for one rounding; and when it stands in for one pass."""
+"""Perturbation: passes that differ in one rounding alone; and where it takes over from the one pass."""
 
 from __future__ import annotations
 
