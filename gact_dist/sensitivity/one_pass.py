@@ -57,8 +57,8 @@ class Sensitivity:
     variance: Tensor
     """float64 [8]: variance added to the gradient, summed over all parameters, if stored in 1, 2 .. 8 bits"""
     by_perturbation: bool
-    samples: NDArray[np.float64] | None = None
-    """per_sample.statistics; None for a tensor that is not made of samples, or whose samples have no widths"""
+    examples: NDArray[np.float64] | None = None
+    """policies.statistics; None for a tensor whose examples have no widths of their own"""
 
 
 def measure(

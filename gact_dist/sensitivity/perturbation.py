@@ -5,7 +5,7 @@ gradients between which only the rounding of tensor l has another seed; its expe
 tensor l adds to the gradient at b bits. Here all tensors are rounded to PROBE_BITS. It costs one backward of the
 recorded graph for all tensors and one for each, without another forward; tensors that move the gradients of different
 parameters share one ([Note: influence] in influence.py).
-It measures every tensor with Config(estimator="perturbation"), otherwise those that the one pass does not reach: an
+With Config(estimator="perturbation") it measures every tensor; otherwise those that the one pass does not reach: an
 input without a graph, an operator whose backward is not differentiable. These are rounded to their widths in the
 current plan, and as often as the one pass has directions. The features of a graph added 10 to 35% more at 6 bits than
 the estimate at 4 bits predicts, which is carried to other widths as if all elements mattered alike; and one squared
