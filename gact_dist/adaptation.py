@@ -254,8 +254,8 @@ class Adapter:
         for row, item in zip(values, found, strict=False):
             row[0], row[1] = item.numel / fraction, item.itemsize_bits
             row[-WIDTHS:] = item.variance * fraction
-            if columns and item.samples is not None:
-                row[2:-WIDTHS] = torch.from_numpy(item.samples)
+            if columns and item.examples is not None:
+                row[2:-WIDTHS] = torch.from_numpy(item.examples)
         statistics = distributed.reduce_over(labels, values, self._groups)
         fits = _OUT_OF_MEMORY not in statistics.names
         valid = (statistics.valid_ranks > 0) & torch.tensor(

@@ -11,6 +11,7 @@ from .collectives import (
     reduce_over,
     world_size,
 )
+from .framework import replaced
 from .pipeline import learning_shapes
 from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
 from .wrappers import (
@@ -28,6 +29,6 @@ from .wrappers import (
 __all__ = [
     "PlanMismatchError", "bypassed", "check_agreement", "checkpoint_files", "checkpoints_as", "data_parallel_group",
     "distributed_again", "everywhere", "forwarding_nodes", "learning_shapes", "local_part", "maximum_over",
-    "mean_of_positive", "operator_aliases", "own_part", "plumbing", "rank", "reduce_over", "sharding",
+    "mean_of_positive", "operator_aliases", "own_part", "plumbing", "rank", "reduce_over", "replaced", "sharding",
     "tensor_parallel_groups", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

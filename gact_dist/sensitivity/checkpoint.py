@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from .. import distributed
+from ..distributed import checkpoints_as, replaced
 
 
 @contextmanager
 def measurable(mode: Any) -> Iterator[None]:
     """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
     with ExitStack() as stack:
-        stack.enter_context(_replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
-        stack.enter_context(distributed.checkpoints_as(_as_non_reentrant))
+        stack.enter_context(replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
+        stack.enter_context(checkpoints_as(_as_non_reentrant))
         original_init = torch_checkpoint._CheckpointFrame.__init__
 
         def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
@@ -33,23 +33,9 @@ def measurable(mode: Any) -> Iterator[None]:
 
             original_init(self, recompute, *rest)
 
-        stack.enter_context(_replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
-        stack.enter_context(_replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
+        stack.enter_context(replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
+        stack.enter_context(replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
         yield
-
-
-@contextmanager
-def _replaced(owner: type, name: str, replacement: Any) -> Iterator[None]:
-    own = name in vars(owner)
-    original = vars(owner).get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 class CheckpointFunction(Function):

@@ -80,7 +80,7 @@ class _AttentionGradient(Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of some heads of some samples, with all keys of these heads."""
+    """Rows of some heads of some examples, with all keys of these heads."""
 
     queries: tuple[slice, slice, slice]
     keys: tuple[slice, slice]
@@ -113,16 +113,16 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
-    """Blocks of at most _BLOCK scores, or of one row: of whole samples, else of whole heads, else of rows."""
-    (samples, heads, rows, _), key_heads, columns = q.shape, k.shape[1], k.shape[2]
+    """Blocks of at most _BLOCK scores, or of one row: of whole examples, else of whole heads, else of rows."""
+    (examples, heads, rows, _), key_heads, columns = q.shape, k.shape[1], k.shape[2]
     repeats = heads // key_heads
     at_once = max(1, _BLOCK // max(1, repeats * columns))  # rows of a key's head
     whole = max(1, rows)
-    for sample in _slices(samples, at_once // (key_heads * whole)):
+    for example in _slices(examples, at_once // (key_heads * whole)):
         for head in _slices(key_heads, at_once // whole):
             theirs = slice(head.start * repeats, head.stop * repeats)
             for row in _slices(rows, at_once):
-                yield _Block((sample, theirs, row), (sample, head), (samples, heads, rows, columns), q.device)
+                yield _Block((example, theirs, row), (example, head), (examples, heads, rows, columns), q.device)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:

@@ -1,12 +1,12 @@
-"""Which parameters' gradients each saved tensor moves, so that tensors which move different ones share a backward.
+"""Which parameters' gradients each saved tensor moves; tensors that move different ones can share a backward.
 
-[Note: influence] A tensor that is rounded otherwise changes what the nodes that saved it return, on some of their
-edges: the input of a linear or a convolution on the edge to the weight alone, what a norm or an activation saved on the
-edge to everything before it. From there it can move the parameters that the edge leads to, and no others. Which edges
-change is seen in the first backward: each node, once it has run, is called again with either rounding in place. So no
-table of operators is needed. If two tensors move disjoint parameters, neither changes what the other's nodes are
-given, for else it would move what these lead to; so in one backward with both rounded otherwise each moves its own
-parameters by exactly what it moves them by alone.
+[Note: influence] Rounding a saved tensor with another seed changes what the nodes that saved it return, on some of
+their edges: for the input of a linear or a convolution that is the edge to the weight alone, for what a norm or an
+activation saved the edge to everything before it. From there it can move the gradients of the parameters that the edge
+leads to, and no others. Which edges change is seen in the first backward: each node, once it has run, is called again
+with either rounding in place, so no table of operators is needed. If two tensors move disjoint sets of parameters,
+neither changes the input of the other's nodes, for then it would also move what these lead to. So a backward with both
+tensors rounded anew moves the parameters of each by exactly as much as that tensor alone does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Running the job's own forward without leaving a trace in the job.
+"""Running the job's forward without changing anything in the job.
 
 [Note: isolation] While sensitivity is measured the model's forward runs once more. What it would change is put back:
 random number generators of torch (every device in use), Python and NumPy; buffers (BatchNorm's statistics), which are
-swapped for clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
-never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are passed
-over (see wrappers.py), so that no reducer and no sharding changes its state.
+replaced by clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
+never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are bypassed
+(see distributed/wrappers.py), so that no reducer and no sharding changes its state.
 """
 
 import random

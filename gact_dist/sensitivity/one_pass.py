@@ -57,8 +57,8 @@ class Sensitivity:
     variance: Tensor
     """float64 [8]: variance added to the gradient, summed over all parameters, if stored in 1, 2 .. 8 bits"""
     by_perturbation: bool
-    samples: NDArray[np.float64] | None = None
-    """per_sample.statistics; None for a tensor that is not made of samples, or whose samples have no widths"""
+    examples: NDArray[np.float64] | None = None
+    """policies.statistics; None for a tensor whose examples have no widths of their own"""
 
 
 def measure(
@@ -153,28 +153,35 @@ class _OnePass:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def squared_products(self, bits_of: Callable[[str], Bits], probes: int) -> dict[tuple, Tensor]:
-        """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}, for edges that it reaches."""
+        """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}, for edges that it reaches.
+
+        None of them where an operator's backward refuses to be differentiated. If it does not work at all, the plain
+        backward of a perturbation says so.
+        """
         edges = list(dict.fromkeys((r.node, r.output_number) for r in self.graph.compressible if r.node is not None))
-        squares: dict[tuple, Tensor] = {}
         if not edges:
-            return squares
-        with self.graph.rounded(bits_of):  # see [Note: operating point]
-            gradients = self._differentiable_gradients()
-        if gradients is None:
-            return squares
+            return {}
+        try:
+            with self.graph.rounded(bits_of):  # see [Note: operating point]
+                gradients = self._differentiable_gradients()
+            return {} if gradients is None else self._mean_squares(gradients, edges, probes)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", _first_line(error))
+            return {}
+
+    def _mean_squares(
+        self, gradients: Sequence[Tensor | None], edges: Sequence[tuple], probes: int
+    ) -> dict[tuple, Tensor]:
+        squares: dict[tuple, Tensor] = {}
         handles = [node.register_prehook(_cut(numbers)) for node, numbers in self._produced().items()]
         try:
             for _ in range(probes):
-                products = self._products(gradients, edges)
-                for edge, product in zip(edges, products, strict=True):
+                for edge, product in zip(edges, self._products(gradients, edges), strict=True):
                     if product is not None:
                         square = product.detach().float().square() / probes
                         squares[edge] = squares[edge] + square if edge in squares else square
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # an operator whose missing derivative shows only here
-            _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", _first_line(error))
-            return {}
         finally:
             for handle in handles:
                 handle.remove()

@@ -5,7 +5,7 @@ gradients between which only the rounding of tensor l has another seed; its expe
 tensor l adds to the gradient at b bits. Here all tensors are rounded to PROBE_BITS. It costs one backward of the
 recorded graph for all tensors and one for each, without another forward; tensors that move the gradients of different
 parameters share one ([Note: influence] in influence.py).
-It measures every tensor with Config(estimator="perturbation"), otherwise those that the one pass does not reach: an
+With Config(estimator="perturbation") it measures every tensor; otherwise those that the one pass does not reach: an
 input without a graph, an operator whose backward is not differentiable. These are rounded to their widths in the
 current plan, and as often as the one pass has directions. The features of a graph added 10 to 35% more at 6 bits than
 the estimate at 4 bits predicts, which is carried to other widths as if all elements mattered alike; and one squared
@@ -13,8 +13,7 @@ difference of theirs has a relative standard deviation of up to 30%.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..policies import Bits
 from .autograd_graph import nodes_below, parameters_among, scalar
 from .checkpoint import measurable
 from .influence import Influence, disjoint
-from .isolation import untouched
+from .isolation import generators_restored, untouched
 
 PROBE_BITS = 4  # of a perturbation of all tensors
 
@@ -109,13 +108,9 @@ def measure_by_rerun(
     A compiled backward can be differentiated neither twice nor again, for it overwrites what it was given.
     """
 
-    def fork() -> AbstractContextManager[Any]:
-        """Every forward draws the same random numbers."""
-        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        return torch.random.fork_rng(devices=devices)
-
     def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
-        with fork(), engine.recording(None, fraction, rounded) as records:
+        # every forward draws the same random numbers
+        with generators_restored(), engine.recording(None, fraction, rounded) as records:
             return scalar(forward()), records
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
@@ -124,7 +119,8 @@ def measure_by_rerun(
     found = {}
     with untouched(model), measurable(nullcontext()):
         # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
-        with torch.compiler.set_stance("force_eager"), engine.recording(OperatorObserver(), fraction), fork():
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, engine.recording(OperatorObserver(), fraction), generators_restored():
             forward()
         run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})

@@ -1,14 +1,14 @@
-"""What compression adds to the gradient's second moment, measured: the promise of AC-GC.
+"""What compression adds to the gradient's second moment, measured: AC-GC's error bound.
 
 AC-GC (Evans and Aamodt, NeurIPS 2021; equation 16 of its supplement): if the compressed gradient is unbiased and its
 variance is at most e^2 V^2, where V^2 = E|g|^2 is the second moment of the stochastic gradient g, then the second
 moment of the compressed gradient is at most (1 + e^2) V^2, and SGD's bound on the loss grows by no more than that.
 
 [Note: units] All numbers here are of the gradient g of one rank's batch, in the units of its loss: V^2 is the mean of
-|g|^2 over the ranks, the variance is the sum over all parameters. With g of n samples, mean mu and variance s^2 / n,
+|g|^2 over the ranks, the variance is the sum over all parameters. With g of n examples, mean mu and variance s^2 / n,
 rounding that adds r increases the second moment by r / (|mu|^2 + s^2 / n). A gradient averaged over A ranks and
 micro-batches has r / A, for each is rounded by itself, and so an increase of r / (A |mu|^2 + s^2 / n), which is no
-larger. What is promised of a rank's batch therefore holds for what the optimizer gets, at any number of ranks and
+larger. A bound that holds for a rank's batch therefore holds for what the optimizer gets, at any number of ranks and
 micro-batches.
 """
 
@@ -40,9 +40,9 @@ class GradientError:
     """under the plan, from the sensitivities"""
     measured: float
     """under the plan: the variance of differently rounded gradients of the adaptation's batch, over V^2; scaled by what
-    rounding added to the samples before, relative to this batch"""
+    rounding added to the batches before, relative to this one"""
     measured_before: float
-    """under the plan that was in force until the adaptation: the mean of the samples since it was made"""
+    """under the plan until the adaptation: the mean of what was measured since it was made"""
     second_moment: float
     """V^2 of one rank's batch, in the square of the loss's units"""
 
@@ -73,10 +73,10 @@ def rounded_moments(
 ) -> Moments:
     """Moments of the gradient of one rank's batch from forwards and backwards as a step's, with the job left untouched.
 
-    forward: runs the model and returns the scalar loss, or calls backward on it. plan: bits by name, None for those in
-    force. passes: at least two, each rounded with other random numbers and all else the same. draw: names the random
-    numbers; passes of another draw are independent. Nothing is kept exactly, so a pass takes the memory of a step.
-    With rounded gradients g_i of mean m, noise is sum |g_i - m|^2 / (passes - 1) and square |m|^2 - noise / passes.
+    forward: runs the model and returns the scalar loss, or calls backward on it. plan: bits by name, None for the
+    current ones. passes: at least two, each rounded with other random numbers and all else the same. draw: names the
+    random numbers; passes of another draw are independent. Nothing is kept exactly, so a pass takes the memory of a
+    step. Of rounded gradients g_i with mean m, noise is sum |g_i - m|^2 / (passes - 1), square |m|^2 - noise / passes.
     """
     mean = _rounded_gradient(engine, model, forward, plan, draw * passes)
     scatter = 0.0

@@ -12,8 +12,8 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
+from gradients import flat_gradient
 from test_acgc import ERROR, Digits, acgc
-from test_sensitivity import flat_gradient
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import flat_gradient
 from modes import SAMPLES, batch_of, loss_of
 from ranks import count_collectives
 from small_models import TinyGPT
-from test_sensitivity import flat_gradient
 from torch import Tensor, nn
 
 import gact_dist

@@ -5,7 +5,7 @@ from __future__ import annotations
 import small_models
 import torch
 import torch.distributed as dist
-from test_out_of_memory import Scarce
+from scarce_memory import Scarce
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist

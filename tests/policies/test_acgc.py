@@ -15,7 +15,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
-from test_sensitivity import flat_gradient
+from gradients import flat_gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

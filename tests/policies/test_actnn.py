@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_models
 import torch
-from test_sensitivity import flat_gradient, variance_of_gradient
+from gradients import flat_gradient, variance_of_gradient
 from torch import Tensor, nn
 
 import gact_dist

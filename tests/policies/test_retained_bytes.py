@@ -10,7 +10,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
-from test_sensitivity import variance_of_gradient
+from gradients import variance_of_gradient
 
 import gact_dist
 from gact_dist import Config, codec

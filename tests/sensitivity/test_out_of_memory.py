@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from torch import nn
+from scarce_memory import Scarce
 
 import gact_dist
 from gact_dist import Config, adaptation
@@ -18,24 +18,9 @@ from gact_dist.sensitivity import one_pass
 BATCH = 16
 
 
-class Scarce:
-    """A model that has too little memory for more than some samples in a forward that is not the job's."""
-
-    def __init__(self, model: nn.Module, gact: gact_dist.Controller, most_samples: int) -> None:
-        self.gact, self.most_samples = gact, most_samples
-        self.seen: list[int] = []
-        model.register_forward_pre_hook(self._check)
-
-    def _check(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.gact._measuring:
-            self.seen.append(len(args[0]))
-            if len(args[0]) > self.most_samples:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
 def trained(most_samples: int, follow: bool, steps: int = 7) -> tuple[gact_dist.Controller, Scarce, list[float]]:
     """A job that adapts every second step, on 8 samples if they fit."""
-    model, (tokens, targets) = small_models.gpt(batch=BATCH)
+    model, (tokens, targets) = small_models.gpt(batch=BATCH, layers=1)
     gact = gact_dist.attach(model, config=Config(policy="gact", adapt_interval=2, adapt_tolerance=0, min_numel=16))
     scarce = Scarce(model, gact, most_samples)
     loss_of = small_models.loss_of(model)
@@ -72,7 +57,7 @@ def test_an_adaptation_takes_as_many_samples_as_fit(follow, caplog):
 def test_the_plan_is_that_of_the_samples_that_fit():
     plans = []
     for most_samples, wanted in ((2, 8), (8, 2)):
-        model, batch = small_models.gpt(batch=BATCH)
+        model, batch = small_models.gpt(batch=BATCH, layers=1)
         gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
         Scarce(model, gact, most_samples)
         gact.calibrate(small_models.loss_of(model), batch, samples=wanted)

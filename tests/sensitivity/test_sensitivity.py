@@ -4,12 +4,14 @@ import math
 import random
 import statistics
 import weakref
+from functools import cache
 
 import numpy
 import pytest
 import small_models
 import torch
 import torch.nn.functional as F
+from gradients import flat_gradient, variance_of_gradient
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,21 +35,14 @@ def measured(model, loss_fn, batch, probes, seed=1, bits=8, estimator="one-pass"
     return found
 
 
-def flat_gradient(model, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+def job(kind):
+    """(model, batch, loss function). One block of a transformer has all there is to measure.
 
-
-def variance_of_gradient(model, loss_fn, batch, gact, draws):
-    """Mean over draws of the squared distance between the compressed and the exact gradient, without adaptation."""
-    exact = flat_gradient(model, loss_fn(batch))
-    total = 0.0
-    with gact.step():  # the first step only learns which tensors are what
-        loss_fn(batch)
-    for _ in range(draws):
-        with gact.step():
-            loss = loss_fn(batch)
-        total += float((flat_gradient(model, loss) - exact).square().sum()) / draws
-    return total
+    Over five seeds the ratios of predicted to measured variance scatter no more than with twice the batch.
+    """
+    sizes = {"gpt": {"layers": 1, "batch": 4}, "cnn": {"batch": 8}}
+    model, batch = getattr(small_models, kind)(**sizes.get(kind, {}))
+    return model, batch, small_models.loss_of(model)
 
 
 # Sampling error of the comparison: a probe's sum over all tensors has a relative standard deviation of at most about
@@ -57,8 +52,7 @@ def variance_of_gradient(model, loss_fn, batch, gact, draws):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.10), (4, 0.25)])
 def test_predicted_variance_of_the_gradient_is_the_measured_one(kind, bits, tolerance):
-    model, batch = getattr(small_models, kind)()
-    loss_fn = small_models.loss_of(model)
+    model, batch, loss_fn = job(kind)
     predicted = sum(float(item.variance[bits - 1]) for item in measured(model, loss_fn, batch, probes=16, bits=bits))
     gact = gact_dist.attach(model, config=Config(policy="uniform", bits=bits, min_numel=0))
     actual = variance_of_gradient(model, loss_fn, batch, gact, draws=16)
@@ -68,8 +62,7 @@ def test_predicted_variance_of_the_gradient_is_the_measured_one(kind, bits, tole
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backend):
     with sdpa_kernel(backend):
-        model, batch = small_models.gpt()
-        loss_fn = small_models.loss_of(model)
+        model, batch, loss_fn = job("gpt")
         found = measured(model, loss_fn, batch, probes=16, bits=4)
         predicted = sum(float(item.variance[3]) for item in found)
         gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
@@ -80,8 +73,10 @@ def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backe
     assert sum(f":{own}@" in name for name in quantised) == len(model.blocks)  # its output, or its probabilities
 
 
-def variance_of_each(model, loss_fn, batch, bits, draws):
+@cache
+def variance_of_each(kind, bits, draws):
     """{name: squared distance of the gradient with one tensor rounded from the exact one}, the mean of some draws."""
+    model, batch, loss_fn = job(kind)
     engine = Engine(model, Config(min_numel=0), 0)
     found = {}
     with untouched(model):
@@ -113,10 +108,9 @@ def estimated(model, loss_fn, batch, estimator):
 @pytest.mark.parametrize("estimator", ["one-pass", "perturbation"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_tensor_agrees_with_rounding_it_alone(kind, estimator):
-    model, batch = getattr(small_models, kind)()
-    loss_fn = small_models.loss_of(model)
+    model, batch, loss_fn = job(kind)
     found = estimated(model, loss_fn, batch, estimator)
-    truth = variance_of_each(model, loss_fn, batch, bits=6, draws=12)
+    truth = variance_of_each(kind, bits=6, draws=12)
     assert set(found) == set(truth)
     ratios = {name: found[name] / truth[name] for name in truth if truth[name] > 0}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
@@ -442,8 +436,7 @@ def test_a_loss_that_is_no_scalar_is_a_clear_error():
 
 def test_adaptive_four_bits_have_less_variance_than_uniform_four_bits():
     for kind in KINDS:
-        model, batch = getattr(small_models, kind)()
-        loss_fn = small_models.loss_of(model)
+        model, batch, loss_fn = job(kind)
         found = {}
         for policy, estimator in (("uniform", "one-pass"), ("gact", "one-pass"), ("gact", "perturbation")):
             config = Config(policy=policy, bits=4, min_numel=0, estimator=estimator)
@@ -466,9 +459,9 @@ def test_the_estimator_that_was_chosen_is_the_one_that_measures(settings, estima
         return perturb(graph, wanted, *rest)
 
     monkeypatch.setattr(one_pass, "perturb", watched)
-    model, batch = small_models.gpt()
+    model, batch, loss_fn = job("gpt")
     gact = gact_dist.attach(model, config=Config.from_dict({**settings, "estimator": estimator, "min_numel": 64}))
-    gact.calibrate(small_models.loss_of(model), batch)
+    gact.calibrate(loss_fn, batch)
     assert gact.plan
     assert set(perturbed) == (set(gact.plan) if estimator == "perturbation" else set())
 
@@ -485,9 +478,9 @@ def test_the_gradient_is_differentiated_at_what_the_current_plan_rounds_to(bits,
         return differentiate(products)
 
     monkeypatch.setattr(one_pass._OnePass, "_differentiable_gradients", watched)
-    model, batch = small_models.gpt()
+    model, batch, loss_fn = job("gpt")
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=bits, min_numel=64))
-    gact.calibrate(small_models.loss_of(model), batch)
+    gact.calibrate(loss_fn, batch)
     assert len(ratios) == len(gact.plan)
     # one draw of 64 squared errors and more; a width more or less is a factor of four
     assert all(0.5 < ratio < 2.0 for ratio in ratios)
