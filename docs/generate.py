@@ -1,4 +1,4 @@
-"""Write what is generated from the source: the table of settings in docs/deepspeed.md and configs/gact.schema.json.
+"""Write what is generated from the source: the table of settings in docs/configuration.md and configs/gact.schema.json.
 
     .venv/bin/python docs/generate.py
 
@@ -27,7 +27,7 @@ from gact_dist.config import (
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "gact.schema.json"
-PAGE = ROOT / "docs" / "deepspeed.md"
+PAGE = ROOT / "docs" / "configuration.md"
 START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
 JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
 LIMITS = {

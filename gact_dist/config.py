@@ -223,7 +223,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "actnn-L1": {"policy": "uniform", "bits": 4, "batch_norm_inputs": False},
     "actnn-L2": {"policy": "uniform", "bits": 4},
     "actnn-L3": {"policy": "actnn", **_TWO_BITS},
-    "actnn-L3.1": {"policy": "actnn", **_TWO_BITS},  # and settings of the CUDA allocator: docs/actnn.md
+    "actnn-L3.1": {"policy": "actnn", **_TWO_BITS},  # and settings of the CUDA allocator: docs/policies.md
     "actnn-L4": {"policy": "actnn", **_TWO_BITS, "offload": {"enabled": True}},
     "actnn-L5": {"policy": "actnn", **_TWO_BITS, "offload": {"enabled": True}},  # as L3.1 is to L3
     "exact": {"policy": "exact"},

@@ -38,7 +38,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
     Takes the arguments and returns the results of deepspeed.initialize (0.19): (engine, optimizer, training_dataloader,
     lr_scheduler). Without the block, or with "enabled": false, the engine is untouched; else engine.gact is its
-    gact_dist.Controller. The block's keys are listed in docs/deepspeed.md.
+    gact_dist.Controller. The block's keys are listed in docs/configuration.md.
     Raises ValueError or TypeError, before DeepSpeed does anything, for a block that cannot be used or that contradicts
     the rest of the config.
     """
