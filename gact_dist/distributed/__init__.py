@@ -16,7 +16,9 @@ from .tensor_parallel import distributed_again, local_part, own_part, tensor_par
 from .wrappers import (
     bypassed,
     checkpoint_files,
+    checkpoint_savers,
     checkpoints_as,
+    checkpoints_offering_inputs,
     forwarding_nodes,
     operator_aliases,
     plumbing,
@@ -26,8 +28,8 @@ from .wrappers import (
 )
 
 __all__ = [
-    "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoints_as",
-    "data_parallel_group", "distributed_again", "forwarding_nodes", "learning_shapes", "local_part", "max_over_groups",
-    "mean_of_positive", "operator_aliases", "own_part", "plumbing", "rank", "reduce_over", "sharding",
-    "tensor_parallel_groups", "unwrap", "user_path", "world_size",
+    "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
+    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_group", "distributed_again", "forwarding_nodes",
+    "learning_shapes", "local_part", "max_over_groups", "mean_of_positive", "operator_aliases", "own_part",
+    "plumbing", "rank", "reduce_over", "sharding", "tensor_parallel_groups", "unwrap", "user_path", "world_size",
 ]  # fmt: skip
