@@ -121,8 +121,8 @@ def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: Proc
     """Mean of each named row over the ranks of the group that have a valid one.
 
     names: L distinct names; ranks may have seen different tensors. values: [L, K], the same K >= 1 on all ranks. A row
-    with NaN, -inf, or +inf in its last column is invalid and left out; +inf in another column is a statement ("this
-    width must not be used") and stays +inf in the mean. A row that a rank lacks counts there as neither.
+    with NaN, -inf, or +inf in its last column is invalid and left out; +inf in another column means "this width must
+    not be used" and stays +inf in the mean. A row that a rank lacks counts there as neither.
     Collectives: one all_gather of 8 bytes and one all_reduce; only when the names differ, the names as well.
     Raises ValueError when names and values do not fit together, or ranks differ in K.
     """

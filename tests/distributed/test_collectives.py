@@ -204,8 +204,9 @@ def reduced_over_a_grid():
 
 def test_a_grid_of_ranks_agrees_on_one_mean(ranks):
     """Ranks 0, 2 and 1, 3 meet first: means 1 and 1 (3 is left out), then both."""
-    assert [mean for mean, _ in ranks(reduced_over_a_grid, world_size=4)] == [1.0] * 4
-    assert {name for _, invalid in ranks(reduced_over_a_grid, world_size=4) for name in invalid} == {"a"}
+    found = ranks(reduced_over_a_grid, world_size=4)
+    assert [mean for mean, _ in found] == [1.0] * 4
+    assert {name for _, invalid in found for name in invalid} == {"a"}
 
 
 def attached_without_group():
