@@ -275,7 +275,9 @@ class Adapter:
         # a batch as heavy as the heaviest so far may come again
         growth = max(1.0, self._heaviest_bytes / footprint.exact_bytes) if footprint.exact_bytes else 1.0
         rows = [*footprint.tensors.values(), torch.full((9,), float(footprint.other_bytes), dtype=torch.float64)]
-        names, table = distributed.maximum_over([*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups)
+        names, table = distributed.max_over_groups(
+            [*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups
+        )
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)

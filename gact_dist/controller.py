@@ -160,7 +160,7 @@ class Controller:
         if self._observation is not None and (self._due() or self._sampling_due()):
             complete = self._observation.complete
             for group in self._groups:
-                complete = distributed.everywhere(complete, group)
+                complete = distributed.all_ranks(complete, group)
             if complete:
                 observation, self._observation = self._observation, None
                 self._use(observation, partial(self._model, *args, **kwargs))

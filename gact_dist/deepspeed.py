@@ -2,8 +2,9 @@
 
     engine, optimizer, loader, scheduler = gact_dist.deepspeed.initialize(model=model, config="ds_config.json")
 
-The loop stays as it is. Sensitivities come from the engine's own forwards and backwards (see sensitivity/probe.py), the
-plan travels in the engine's checkpoints, and engine.gact is the controller (report(), plan, detach()).
+The loop stays as it is. Sensitivities come from the engine's own forwards and backwards (see
+sensitivity/observation.py), the plan travels in the engine's checkpoints, and engine.gact is the controller (report(),
+plan, detach()).
 """
 
 import base64
@@ -18,14 +19,10 @@ from typing import Any
 
 import deepspeed
 import hjson
-import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor
 
 from .config import Config, from_block
 from .controller import Controller
-from .hooks import Engine
 from .offload import require_cuda
 
 _log = logging.getLogger(__name__)
@@ -107,8 +104,6 @@ def _follow(engine: Any, config: Config) -> None:
     engine.gact = controller
     engine.save_checkpoint = _saving(engine.save_checkpoint, controller)
     engine.load_checkpoint = _loading(engine.load_checkpoint, controller)
-    if config.checkpoint_inputs:
-        _compress_block_inputs()
 
 
 def _saving(save: Callable[..., Any], controller: Controller) -> Callable[..., Any]:
@@ -135,49 +130,3 @@ def _loading(load: Callable[..., Any], controller: Controller) -> Callable[..., 
         return path, client_state
 
     return load_checkpoint
-
-
-# -- deepspeed.checkpointing ------------------------------------------------------------------------------------
-
-
-class _BlockInput:
-    """A compressed input of a checkpointed block, in the place where DeepSpeed keeps the tensor itself."""
-
-    def __init__(self, handle: Any, requires_grad: bool) -> None:
-        self.handle, self.requires_grad = handle, requires_grad
-
-    def restore(self) -> Tensor:
-        return self.handle.restore().requires_grad_(self.requires_grad)
-
-
-def _compress_block_inputs() -> None:
-    """deepspeed.checkpointing keeps block inputs past all hooks: hand them to the hooks that are open, if ours are.
-
-    In place for the rest of the process, and without effect while no engine's hooks are open.
-    """
-    function = checkpointing.CheckpointFunction
-    if getattr(function, "keeps_with_gact_dist", False):
-        return
-    forward, backward = function.forward, function.backward
-
-    @wraps(forward)
-    def keeping(ctx: Any, *args: Any) -> Any:
-        outputs = forward(ctx, *args)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Engine):
-            ctx.deepspeed_saved_tensors = tuple(_kept(tensor, hooks[0]) for tensor in ctx.deepspeed_saved_tensors)
-        return outputs
-
-    @wraps(backward)
-    def restoring(ctx: Any, *grads: Any) -> Any:
-        if ctx.deepspeed_saved_tensors is not None:
-            kept = ctx.deepspeed_saved_tensors
-            ctx.deepspeed_saved_tensors = tuple(t.restore() if isinstance(t, _BlockInput) else t for t in kept)
-        return backward(ctx, *grads)
-
-    function.forward, function.backward = staticmethod(keeping), staticmethod(restoring)
-    function.keeps_with_gact_dist = True
-
-
-def _kept(tensor: Any, pack: Callable[[Tensor], Any]) -> Any:
-    return _BlockInput(pack(tensor), tensor.requires_grad) if isinstance(tensor, Tensor) else tensor

@@ -291,7 +291,7 @@ AFTER_IMPORT = """
 import sys, torch
 before = torch.get_rng_state()
 import gact_dist
-frameworks = ("deepspeed", "transformers", "matplotlib", "accelerate", "lightning", "cupy")
+frameworks = ("deepspeed", "torch.distributed.fsdp", "transformers", "matplotlib", "accelerate", "lightning", "cupy")
 held = [name for name in frameworks if name in sys.modules]
 state = torch.cuda.is_initialized(), torch.distributed.is_available() and torch.distributed.is_initialized()
 print(*state, torch.equal(before, torch.get_rng_state()), held)

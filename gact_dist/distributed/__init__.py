@@ -2,10 +2,10 @@
 
 from .collectives import (
     PlanMismatchError,
+    all_ranks,
     check_agreement,
     data_parallel_group,
-    everywhere,
-    maximum_over,
+    max_over_groups,
     mean_of_positive,
     rank,
     reduce_over,
@@ -17,7 +17,9 @@ from .tensor_parallel import distributed_again, local_part, own_part, tensor_par
 from .wrappers import (
     bypassed,
     checkpoint_files,
+    checkpoint_savers,
     checkpoints_as,
+    checkpoints_offering_inputs,
     forwarding_nodes,
     operator_aliases,
     plumbing,
@@ -27,8 +29,8 @@ from .wrappers import (
 )
 
 __all__ = [
-    "PlanMismatchError", "bypassed", "check_agreement", "checkpoint_files", "checkpoints_as", "data_parallel_group",
-    "distributed_again", "everywhere", "forwarding_nodes", "learning_shapes", "local_part", "maximum_over",
-    "mean_of_positive", "operator_aliases", "own_part", "plumbing", "rank", "reduce_over", "replaced", "sharding",
-    "tensor_parallel_groups", "unwrap", "user_path", "world_size",
+    "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
+    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_group", "distributed_again", "forwarding_nodes",
+    "learning_shapes", "local_part", "max_over_groups", "mean_of_positive", "operator_aliases", "own_part",
+    "plumbing", "rank", "reduce_over", "replaced", "sharding", "tensor_parallel_groups", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

@@ -1,15 +1,16 @@
-"""What ranks tell each other: the mean of their statistics, and that they hold the same plan.
+"""What ranks tell each other: the mean of their statistics, that they hold the same plan, and that one has failed.
 
-The only file of the package that calls collectives; two an adaptation for the statistics, one for the plan (two more
-for a budget in bytes or for the gradients of samples, two for each plan that is tried against a tolerated error, and
-for each sample that is taken of it), none on any other step. Without torch.distributed, or in a group of one rank, the
-same results come without a collective.
+The only file of the package that calls collectives. An adaptation takes two for the statistics and one for the plan.
+A budget in bytes or the gradients of samples take two more; a tolerated error takes two for each plan that is tried
+and two for each sample of its error. No other step has any. Without torch.distributed, or in a group of one rank, the
+results are the same without a collective.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -73,7 +74,7 @@ def world_size(group: ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if _member(group) else 1
 
 
-def everywhere(condition: bool, group: ProcessGroup | None = None) -> bool:
+def all_ranks(condition: bool, group: ProcessGroup | None = None) -> bool:
     """Whether a condition holds on all ranks of the group. Collectives: one all_reduce of 4 bytes."""
     if world_size(group) == 1:
         return condition
@@ -82,12 +83,46 @@ def everywhere(condition: bool, group: ProcessGroup | None = None) -> bool:
     return bool(holds.item())
 
 
+def raises_on_all(groups: Sequence[ProcessGroup | None], doing: str) -> AbstractContextManager[None]:
+    """Within the context this rank works alone; if that raises on any rank of the groups, every rank raises at its end.
+
+    groups: process groups in turn, of which every rank of the job enters as many (data-parallel, then tensor-parallel).
+    doing: what the ranks do in it, as the error message begins ("measuring the sensitivities").
+    A rank that failed re-raises its own error; the others raise RuntimeError, which names the ranks that failed and
+    what they raised. A KeyboardInterrupt or SystemExit ends this rank at once, without telling the others.
+    Collectives in each group, at the end: one all_reduce of 4 bytes; the errors' texts travel only if there are any.
+    """
+    return _RaisesOnAll(groups, doing)
+
+
+class _RaisesOnAll(AbstractContextManager[None]):
+    def __init__(self, groups: Sequence[ProcessGroup | None], doing: str) -> None:
+        self._groups, self._doing = groups, doing
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        failures = self._failures({} if error is None else {rank(): f"{type(error).__qualname__}: {error}"})
+        if failures and error is None:
+            raise RuntimeError(
+                f"{self._doing} failed on other ranks, and no rank goes on without them: "
+                f"{_ranks_by_value(failures.values(), list(failures))}"
+            )
+
+    def _failures(self, known: dict[int, str]) -> dict[int, str]:
+        """Global rank -> what it raised, of all ranks that the groups reach, in the order of ranks."""
+        for group in self._groups:
+            if world_size(group) > 1 and not all_ranks(not known, group):
+                known = {who: text for failures in _gather_objects(known, group) for who, text in failures.items()}
+        return dict(sorted(known.items()))
+
+
 def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: ProcessGroup | None = None) -> Statistics:
     """Mean of each named row over the ranks of the group that have a valid one.
 
     names: L distinct names; ranks may have seen different tensors. values: [L, K], the same K >= 1 on all ranks. A row
-    with NaN, -inf, or +inf in its last column is invalid and left out; +inf in another column is a statement ("this
-    width must not be used") and stays +inf in the mean. A row that a rank lacks counts there as neither.
+    with NaN, -inf, or +inf in its last column is invalid and left out; +inf in another column means "this width must
+    not be used" and stays +inf in the mean. A row that a rank lacks counts there as neither.
     Collectives: one all_gather of 8 bytes and one all_reduce; only when the names differ, the names as well.
     Raises ValueError when names and values do not fit together, or ranks differ in K.
     """
@@ -119,7 +154,7 @@ def reduce_over(names: Sequence[str], values: torch.Tensor, groups: Sequence[Pro
     return replace(statistics, invalid=invalid)
 
 
-def maximum_over(
+def max_over_groups(
     names: Sequence[str], values: torch.Tensor, groups: Sequence[ProcessGroup | None]
 ) -> tuple[tuple[str, ...], torch.Tensor]:
     """(names, values) with the union of the ranks' names and the largest value of each, over several groups in turn.

@@ -31,6 +31,8 @@ class Framework:
     """modules whose functions it registers as forward hooks"""
     checkpoint_files: tuple[str, ...] = ()
     """ends of the names of files with a checkpoint() of its own"""
+    checkpoint_savers: tuple[str, ...] = ()
+    """files of this package in which such a checkpoint's inputs are handed to a pack hook"""
 
     def inner(self, module: nn.Module) -> nn.Module | None:
         """The module inside a wrapper of this framework; None for any other module."""
@@ -54,6 +56,10 @@ class Framework:
 
     def checkpoints_as(self, checkpoint: Callable[..., Any]) -> AbstractContextManager[None]:
         """Checkpoints of its own call checkpoint(function, *args) instead."""
+        return nullcontext()
+
+    def offering_inputs(self, pack: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
+        """Checkpoints of its own hand their inputs to a pack hook while it is the innermost one."""
         return nullcontext()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .ddp import Ddp
 from .framework import Framework, cast_floating
@@ -76,12 +76,29 @@ def checkpoint_files() -> tuple[str, ...]:
     return tuple(file for framework in _FRAMEWORKS for file in framework.checkpoint_files)
 
 
+def checkpoint_savers() -> tuple[str, ...]:
+    """Files of this package in which the inputs of such a checkpoint are handed to a pack hook."""
+    return tuple(file for framework in _FRAMEWORKS for file in framework.checkpoint_savers)
+
+
 @contextmanager
 def checkpoints_as(checkpoint: Callable[..., Any]) -> Iterator[None]:
     """The frameworks' own checkpoints call checkpoint(function, *args) instead."""
     with ExitStack() as stack:
         for framework in _FRAMEWORKS:
             stack.enter_context(framework.checkpoints_as(checkpoint))
+        yield
+
+
+@contextmanager
+def checkpoints_offering_inputs(pack: Callable[[Tensor], Any]) -> Iterator[None]:
+    """The frameworks' own checkpoints hand their inputs to a pack hook, while it is the innermost of its thread.
+
+    Their backward restores them itself, and does not need the context.
+    """
+    with ExitStack() as stack:
+        for framework in _FRAMEWORKS:
+            stack.enter_context(framework.offering_inputs(pack))
         yield
 
 

@@ -28,7 +28,7 @@ _PACKAGES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE_ROOT)
 _SAVERS = {
     torch_checkpoint.__file__,
     autograd_function.__file__,
-    os.path.join(PACKAGE_ROOT, "deepspeed.py"),
+    *distributed.checkpoint_savers(),
 }
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import codec
 from ..config import Config
-from ..distributed import distributed_again, local_part, unwrap
+from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, unwrap
 from ..offload import HostOffload, OffloadStatistics
 from ..policies import Bits, policy_of
 from . import inlined
@@ -108,7 +108,8 @@ class Engine:
         if self._observe_next and self.config.policy != "exact" and not self._namer.scope.compiled:
             observer = OperatorObserver(self._blocks.note_discrete)
         told = told_of_checkpoints(self._bypassing.note)
-        with self._observed(observer), told, self._saved_tensors_hooks():
+        offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
+        with self._observed(observer), told, offered, self._saved_tensors_hooks():
             try:
                 yield
             finally:

@@ -1,6 +1,6 @@
 """What offload asks of a device: streams, events, asynchronous copies and pinned host memory.
 
-The interface is small so that tests can stand a simulated device behind it (tests/support/simulated_device.py).
+The interface is small so that tests can put a simulated device behind it (tests/support/simulated_device.py).
 CudaDevice has never run on a GPU; tests/gpu/test_offload_cuda.py is written for one.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A place in a stream's queue, with the moment at which the stream passed it."""
+    """A point in a stream's queue, with the time at which the stream passed it."""
 
     def done(self) -> bool:
         """Whether the stream has passed it, as far as the host can see without waiting."""
@@ -26,8 +26,8 @@ class Event(Protocol):
 class Device(ABC):
     """One accelerator with a stream for copies to the host and one for copies back.
 
-    No method but free_host and synchronize waits for the device. A stream is whatever the implementation takes for one;
-    events and streams of one device are never given to another.
+    No method but free_host and synchronize waits for the device. What a stream is depends on the implementation;
+    streams and events of one device are never passed to another.
     """
 
     device: torch.device
@@ -39,11 +39,11 @@ class Device(ABC):
 
     @abstractmethod
     def current_stream(self) -> Any:
-        """The stream that computes where this is called; to be asked anew each time, for the caller may change it."""
+        """The stream that computes where this is called. Ask each time: the caller may change it."""
 
     @abstractmethod
     def record(self, stream: Any) -> Event:
-        """An event behind all that is queued on the stream now."""
+        """An event after all that is queued on the stream now."""
 
     @abstractmethod
     def wait(self, stream: Any, event: Any) -> None:
@@ -59,7 +59,7 @@ class Device(ABC):
 
     @abstractmethod
     def hand_over(self, tensor: Tensor, owner: Any, user: Any) -> None:
-        """A tensor that was made on the stream `owner` is from now on used, and freed, on the stream `user`."""
+        """A tensor that was allocated on the stream `owner` is from now on used, and freed, on the stream `user`."""
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> Tensor:
@@ -67,7 +67,7 @@ class Device(ABC):
 
     @abstractmethod
     def free_host(self, memory: Tensor) -> None:
-        """Give what allocate_host returned back to the host; no copy that uses it may be in flight."""
+        """Free what allocate_host returned; no copy that uses it may be in flight."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -97,11 +97,10 @@ class CudaDevice(Device):
     """A CUDA device.
 
     [Note: pinned memory] Host memory is an anonymous mapping that cudaHostRegister page-locks. torch's own pinned
-    memory comes in powers of two (a payload of 33 MiB takes 64), and its pool never gives back; CuPy's would be one
+    memory comes in powers of two (a payload of 33 MiB takes 64), and its pool never frees any; CuPy's would be one
     more dependency. A mapping starts on a page of its own, so that no page is registered twice. Registering takes
-    milliseconds and may hold up the device, which is why there is a pool. A process that is forked off (a data
-    loader's worker) does not inherit the mapping: copy-on-write could part the pages that the device writes from those
-    that are read here.
+    milliseconds and may stall the device, which is why there is a pool. A forked process (a data loader's worker) does
+    not inherit the mapping: copy-on-write could separate the pages that the device writes from those read here.
     """
 
     def __init__(self, device: torch.device) -> None:

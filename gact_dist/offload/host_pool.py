@@ -13,13 +13,13 @@ from .device import Device, Event
 _log = logging.getLogger(__name__)
 _PAGE_BYTES = 4096
 _SLACK = 8  # a block serves a request that leaves at most an eighth of it unused
-_IDLE_STEPS = 16  # a block that so many steps in a row did without goes back to the host
+_IDLE_STEPS = 16  # a block that this many steps in a row have not used is freed
 # Names under which launchers say how many processes they started on this host: torchrun, DeepSpeed, Open MPI, Slurm.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 class HostBlock:
-    """Pinned memory of one payload, and the copies that were last queued on it."""
+    """Pinned memory of one payload, and the last copies queued on it."""
 
     __slots__ = ("idle_steps", "memory", "nbytes", "read", "written")
 
@@ -39,8 +39,8 @@ class HostBlock:
 class HostPool:
     """Blocks of pinned memory in whole pages, reused by size, never more than max_bytes together.
 
-    A block comes back as soon as its payload is dropped, even with copies in flight: whoever takes it next queues
-    behind `read` and `written`. Only giving it back to the host needs it at rest.
+    A block is free for reuse as soon as its payload is dropped, even with copies in flight: the next user queues its
+    copies behind `read` and `written`. Only a block at rest can be given back to the host.
     """
 
     def __init__(self, device: Device, max_bytes: int) -> None:
@@ -61,12 +61,12 @@ class HostPool:
         return block
 
     def put_back(self, block: HostBlock) -> None:
-        """Take back a block that no payload uses any more; copies may still be in flight."""
+        """Take back a block that no payload uses anymore; copies may still be in flight."""
         self.used_bytes -= block.nbytes
-        insort_left(self._free, block, key=_size)  # of equal ones the last used comes first, the others grow idle
+        insort_left(self._free, block, key=_size)  # of equal sizes the last used comes first; the others stay idle
 
     def end_step(self) -> None:
-        """Count a step; blocks that no step has used for a while go back to the host."""
+        """Count a step; blocks that no step has used for a while are freed."""
         for block in self._free:
             block.idle_steps += 1
         self.trim(_IDLE_STEPS)
@@ -74,7 +74,7 @@ class HostPool:
     def trim(self, idle_steps: int = 0, until: int = 0) -> None:
         """Give free blocks back to the host, the largest first, until at most `until` bytes are allocated.
 
-        idle_steps: only blocks that at least so many steps did without. Blocks with copies in flight stay.
+        idle_steps: only blocks that at least this many steps have not used. Blocks with copies in flight stay.
         """
         for block in reversed(self._free.copy()):
             if self.allocated_bytes <= until:

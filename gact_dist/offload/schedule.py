@@ -1,14 +1,14 @@
 """Which stored tensors leave the device: (their times and sizes in a step, copy bandwidth, limits) -> names. Pure.
 
-A payload is packed at one moment of the forward and unpacked at one of the backward. The replay below runs the copies
-of a step by the rules that storage.py follows, on the times that a step took without its stalls.
+A payload is packed at some time in the forward and unpacked at some time in the backward. The replay below runs the
+copies of a step by the rules that manager.py follows, on the times that a step took without its stalls.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 IN_FLIGHT_FRACTION = 8
-"""Copies in flight in one direction hold at most this part of what a step sends out (two payloads always may)."""
+"""Copies in flight in one direction hold at most 1/8 of what a step sends (two payloads are always allowed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Limits:
 
 
 def in_flight_bound(sent_bytes: int, nbytes: int) -> int:
-    """Bytes that copies of one direction may hold on the device when one of nbytes joins them."""
+    """Bytes that copies in one direction may hold on the device, counting a new one of nbytes."""
     return max(2 * nbytes, sent_bytes // IN_FLIGHT_FRACTION)
 
 
@@ -43,7 +43,7 @@ def choose(passages: Sequence[Passage], limits: Limits) -> frozenset[str]:
     """Names of the payloads to send to the host, given all payloads of a step in the order of packing.
 
     With max_device_bytes 0: as many as can go and come back without a stall, those that are away longest first. Else:
-    the first of these, then of the others, until what stays fits; just enough, and with stalls if that takes them.
+    the first of these, then of the others, until the rest fits on the device, even at the price of stalls.
     """
     longest_first = sorted(passages, key=lambda passage: passage.packed_s - passage.unpacked_s)
     free = _without_stall(passages, longest_first, limits)

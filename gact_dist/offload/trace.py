@@ -1,4 +1,4 @@
-"""What the payloads of one step went through, and what a planner learns from it.
+"""What happened to the payloads of one step, and what a planner learns from it.
 
 Bandwidth is that of the job's own copies, by events on their streams. The ranks of a host copy in the same phases of a
 step, so what each of them measures is its share, beside whatever else uses bus and memory; no collective is needed.
@@ -21,7 +21,7 @@ _WORTH_A_PLAN = 0.02  # part of a step that stalls, or of its bytes that changed
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy: after `ready` nothing but the copies before it held it back; `end` is behind it."""
+    """One copy: once `ready` had passed it waited only for the copies queued before it; `end` follows it."""
 
     nbytes: int
     ready: tuple[Event, ...]
@@ -39,7 +39,7 @@ class PackEvent:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """The payloads of one forward, from packing to the end of their graph."""
+    """The payloads of one forward, from packing until their graph is freed."""
 
     alive: dict[str, Any] = field(default_factory=dict)
     """name -> what the manager holds of each payload that the graph still owns"""
@@ -195,7 +195,7 @@ class Planner:
         self._age = 0
 
     def leaves(self, name: str) -> bool:
-        """Whether a payload is to be sent to the host; one that no plan knows yet is."""
+        """Whether a payload is to be sent to the host; one that is in no plan yet is sent."""
         return name in self._chosen or name not in self._sizes
 
     def add(self, trace: Trace) -> None:
@@ -204,7 +204,7 @@ class Planner:
             self._pending.append(trace)
 
     def learn(self) -> None:
-        """Look at the traces that are over by now; one that had no backward teaches nothing."""
+        """Learn from the traces that are over by now; one without a backward is left out."""
         for trace in self._take_over():
             if not trace.uses:
                 continue

@@ -185,13 +185,13 @@ def test_names_that_do_not_fit_the_rows_are_refused(names, shape):
         sync.reduce_statistics(names, torch.ones(shape))
 
 
-def everywhere_on(ranks_that_hold):
-    return sync.everywhere(dist.get_rank() in ranks_that_hold)
+def all_ranks_on(ranks_that_hold):
+    return sync.all_ranks(dist.get_rank() in ranks_that_hold)
 
 
-def test_everywhere_holds_only_if_it_does_on_all(ranks):
-    assert ranks(everywhere_on, (0, 1)) == [True, True]
-    assert ranks(everywhere_on, (1,)) == [False, False]
+def test_a_condition_holds_only_if_it_does_on_all(ranks):
+    assert ranks(all_ranks_on, (0, 1)) == [True, True]
+    assert ranks(all_ranks_on, (1,)) == [False, False]
 
 
 def reduced_over_a_grid():
@@ -204,8 +204,9 @@ def reduced_over_a_grid():
 
 def test_a_grid_of_ranks_agrees_on_one_mean(ranks):
     """Ranks 0, 2 and 1, 3 meet first: means 1 and 1 (3 is left out), then both."""
-    assert [mean for mean, _ in ranks(reduced_over_a_grid, world_size=4)] == [1.0] * 4
-    assert {name for _, invalid in ranks(reduced_over_a_grid, world_size=4) for name in invalid} == {"a"}
+    found = ranks(reduced_over_a_grid, world_size=4)
+    assert [mean for mean, _ in found] == [1.0] * 4
+    assert {name for _, invalid in found for name in invalid} == {"a"}
 
 
 def attached_without_group():
@@ -222,3 +223,77 @@ def attached_without_group():
 
 def test_tensor_parallel_models_need_their_data_parallel_group(ranks):
     assert all('process_group=mesh["dp"]' in text for text in ranks(attached_without_group, world_size=4))
+
+
+class MeasurementError(ValueError):
+    """What a rank raises in the tests below."""
+
+
+def failing_together(failing, shape=(2,)):
+    """(error, whether the group is usable afterwards, collectives) where the given ranks fail, over a grid of ranks."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    groups = [mesh[name].get_group() for name in mesh.mesh_dim_names]
+    caught, ended = None, False
+    with count_collectives() as count:
+        try:
+            with sync.raises_on_all(groups, "measuring the sensitivities"):
+                if dist.get_rank() in failing:
+                    raise MeasurementError(f"no memory for layer {dist.get_rank()}")
+            ended = True
+        except (MeasurementError, RuntimeError) as error:
+            caught = error
+    assert ended == (caught is None)
+    usable = [sync.all_ranks(True, group) and not sync.all_ranks(dist.get_rank() != 0, None) for group in groups]
+    return type(caught).__name__, str(caught), all(usable), count.total
+
+
+def test_what_raises_on_one_rank_raises_on_both(ranks):
+    other, failing = ranks(failing_together, [1])
+    assert failing[:3] == ("MeasurementError", "no memory for layer 1", True)
+    assert other[0] == "RuntimeError"
+    assert other[1].startswith("measuring the sensitivities failed on other ranks")
+    assert "MeasurementError: no memory for layer 1 on rank 1" in other[1]
+    assert other[2]
+
+
+def test_where_all_fail_each_raises_its_own_error(ranks):
+    found = ranks(failing_together, [0, 1])
+    assert [error[:3] for error in found] == [("MeasurementError", f"no memory for layer {n}", True) for n in (0, 1)]
+
+
+def test_where_nothing_fails_one_collective_says_so(ranks):
+    assert ranks(failing_together, []) == [("NoneType", "None", True, 1)] * 2
+
+
+@pytest.mark.parametrize("failing", [[3], [1, 2]])
+def test_all_ranks_of_a_grid_raise_and_name_those_that_failed(ranks, failing):
+    for rank, (kind, text, usable, _) in enumerate(ranks(failing_together, failing, (2, 2), world_size=4)):
+        assert usable
+        if rank in failing:
+            assert (kind, text) == ("MeasurementError", f"no memory for layer {rank}")
+        else:
+            assert kind == "RuntimeError"
+            assert all(f"MeasurementError: no memory for layer {n} on rank {n}" in text for n in failing)
+            assert text.count("MeasurementError") == len(failing)
+
+
+def test_a_grid_without_a_failure_takes_one_collective_a_group(ranks):
+    assert ranks(failing_together, [], (2, 2), world_size=4) == [("NoneType", "None", True, 2)] * 4
+
+
+@pytest.mark.parametrize("groups", [[], [None]])
+def test_without_distributed_an_error_comes_through(groups):
+    with sync.raises_on_all(groups, "measuring"):
+        done = True
+    assert done
+    with pytest.raises(MeasurementError, match="alone"), sync.raises_on_all(groups, "measuring"):
+        raise MeasurementError("alone")
+
+
+def test_an_interrupt_does_not_wait_for_the_other_ranks(monkeypatch):
+    def refused(*_):
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(sync, "world_size", refused)
+    with pytest.raises(KeyboardInterrupt), sync.raises_on_all([None], "measuring"):
+        raise KeyboardInterrupt

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +24,13 @@ from small_models import TinyGPT
 from torch import Tensor, nn
 
 import gact_dist
+from gact_dist import distributed
 from gact_dist.config import ESTIMATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"adapt_interval": 2, "adapt_tolerance": 0, "calibration_samples": 4, "min_numel": 16}
 ERROR = 0.25
+KEPT_EXACTLY = gact_dist.Config(min_numel=10**9)  # what goes through the hooks has the names of a step, and no bits
 LINEAR = torch.nn.functional.linear
 
 
@@ -149,6 +153,96 @@ def test_the_block_alone_compresses_and_exact_is_bitwise(ranks, stage, model, mi
             inputs = [row.shape for row in quantised if row.name.startswith(":BlockInput")]
             assert inputs == [(SAMPLES, 40, 64)] * 2
         assert report.ratio > 5
+
+
+def checkpoint_around_a_step() -> tuple[list[bool], bool, list[str]]:
+    """(whether DeepSpeed's checkpoint is its own before, in and after a step, whether a backward after the step has
+    the gradients of the untouched model, names of the report)."""
+    from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
+
+    original = dict(vars(CheckpointFunction))
+    (inputs, targets), model, own = batch_of(0, 0), Checkpointed(), []
+
+    def note() -> None:
+        own.append(dict(vars(CheckpointFunction)) == original)
+
+    loss_of(model(inputs), targets).backward()
+    untouched = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    gact = gact_dist.attach(model, config=KEPT_EXACTLY)
+    note()
+    with gact.step():
+        note()
+        loss = loss_of(model(inputs), targets)
+    note()
+    names = [row.name for row in gact.report().rows]
+    loss.backward()
+    return own, same([parameter.grad for parameter in model.parameters()], untouched), names
+
+
+def test_the_patch_of_deepspeeds_checkpoint_ends_with_the_step_and_backward_needs_none(ranks):
+    for own, equal, names in ranks(checkpoint_around_a_step):
+        assert own == [True, False, True]
+        assert equal
+        assert len([name for name in names if name.startswith(":BlockInput")]) == 2
+
+
+def offers_that_overlap() -> tuple[bool, bool]:
+    """Whether DeepSpeed's checkpoint is its own once the first of two contexts has ended, and once both have."""
+    from deepspeed.runtime.activation_checkpointing.checkpointing import CheckpointFunction
+
+    original = dict(vars(CheckpointFunction))
+    first, second = (distributed.checkpoints_offering_inputs(pack) for pack in (id, hash))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    within = dict(vars(CheckpointFunction)) == original
+    second.__exit__(None, None, None)
+    return within, dict(vars(CheckpointFunction)) == original
+
+
+def test_contexts_of_two_threads_may_end_in_any_order(ranks):
+    assert ranks(offers_that_overlap) == [(False, True)] * 2
+
+
+def partitioned_by_deepspeed(setting: str) -> bool:
+    """Whether a step leaves the inputs of blocks to DeepSpeed where that stores them in a way of its own."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    gact = gact_dist.attach(Checkpointed(), config=KEPT_EXACTLY)
+    before = getattr(checkpointing, setting)
+    setattr(checkpointing, setting, True)
+    try:
+        inputs, targets = batch_of(0, 0)
+        with gact.step():
+            loss = loss_of(gact._model(inputs), targets)
+    finally:
+        setattr(checkpointing, setting, before)
+    loss.backward()
+    return not any(row.name.startswith(":BlockInput") for row in gact.report().rows)
+
+
+def test_inputs_that_deepspeed_stores_in_its_own_way_are_left_to_it(ranks):
+    # of the three settings this one has no effect without the others, so that the model still runs
+    assert ranks(partitioned_by_deepspeed, "CONTIGUOUS_CHECKPOINTING") == [True, True]
+
+
+IMPORTS = """
+import sys, gact_dist
+before = "deepspeed" in sys.modules
+lazily = gact_dist.deepspeed.initialize
+import gact_dist.deepspeed
+from gact_dist.deepspeed import initialize
+print(before, initialize is lazily is gact_dist.deepspeed.initialize)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "import gact_dist.deepspeed\n", "from gact_dist.deepspeed import initialize\n"])
+def test_the_module_can_be_imported_in_each_of_the_usual_ways(first):
+    script = first + (IMPORTS if not first else "import gact_dist\nprint(gact_dist.deepspeed.initialize.__module__)")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ("gact_dist.deepspeed" if first else "False True")
 
 
 def adaptation_steps(micro_batches: int) -> list[int]:

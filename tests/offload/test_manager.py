@@ -95,7 +95,7 @@ def test_every_type_comes_back_bit_by_bit(dtype):
     assert torch.equal(fetched, sent)
 
 
-def test_a_buffer_that_is_not_as_promised_is_refused():
+def test_a_buffer_of_another_size_or_layout_is_refused():
     storage = storage_on(Simulated())
     payload = storage.place("t", 100)
     for buffer in (torch.zeros(50, dtype=torch.uint8), torch.zeros(10, 10), torch.zeros(50)[::2]):

@@ -170,7 +170,7 @@ def refusal_with_unequal_batches():
 
 def largest_of_ranks():
     rank = dist.get_rank()
-    names, values = sync.maximum_over(["a", f"only {rank}"], torch.tensor([[1.0, -rank + 5.0], [7.0, 8.0]]), [None])
+    names, values = sync.max_over_groups(["a", f"only {rank}"], torch.tensor([[1.0, -rank + 5.0], [7.0, 8.0]]), [None])
     return names, values.tolist()
 
 
