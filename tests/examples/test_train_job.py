@@ -16,8 +16,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from launch import data  # noqa: E402
-from launch.config import TASKS, UsageError, load_config  # noqa: E402
+from examples.train import data  # noqa: E402
+from examples.train.config import TASKS, UsageError, load_config  # noqa: E402
 
 SMALL = {
     "text": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
@@ -42,8 +42,8 @@ def cached(name: str) -> None:
 def train_at(levels: list[str], name: str) -> list[dict[str, Any]]:
     """Losses, weights and report of one small run a level, on this rank."""
     import gact_dist
-    from launch.ranks import Ranks
-    from launch.training import train
+    from examples.train.loop import train
+    from examples.train.ranks import Ranks
 
     torch.set_num_threads(1)
     ranks = Ranks(rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -148,7 +148,7 @@ def test_a_mistake_under_torchrun_is_said_once_and_ends_the_job():
 @pytest.mark.usefixtures("cached")
 def test_the_untouched_level_never_imports_the_library(name, tmp_path):
     script = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch import train; "
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from examples.train import train; "
         f"status = train.main(['--config', {name!r}, '--level', 'L0', '--steps', '1', '--output', {str(tmp_path)!r}]); "
         "sys.exit(status or 'gact_dist' in sys.modules)"
     )
