@@ -1,22 +1,24 @@
-"""A training script as users of transformers' Trainer have it; the lines of gact_dist are the two in the middle.
+"""The Trainer of transformers, whose loop is not ours: `attach(model).follow()` before the Trainer gets the model.
 
-Run by test_trainer.py under torchrun: python trainer_job.py OUTPUT plain|gradient_checkpointing|zero_3 LEVEL ...
-It trains anew for each level, as starting takes longer than training, and writes what it found to OUTPUT/LEVEL.json.
+torchrun --nproc-per-node 2 examples/hf_trainer.py [--gradient-checkpointing | --zero-3] [--level L2] [--out FOLDER]
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import json
-import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+import gact_dist
+
+ZERO_3 = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}}
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -30,40 +32,42 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "attention_mask": torch.ones(32, dtype=torch.long), "labels": tokens[0] % 2}
 
 
-ZERO_3 = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}}
-
-
-def train(output: str, kind: str, level: str) -> None:
-    set_seed(3)
+def make_model() -> BertForSequenceClassification:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    model = BertForSequenceClassification(BertConfig(vocab_size=100, max_position_embeddings=64, **sizes))
-    gact = None
-    if level != "off":
-        import gact_dist
+    return BertForSequenceClassification(BertConfig(vocab_size=100, max_position_embeddings=64, **sizes))
 
-        gact = gact_dist.attach(model, config=gact_dist.Config.from_level(level, adapt_interval=2, min_numel=16))
-        gact.follow()
+
+def train(options: argparse.Namespace) -> None:
+    set_seed(3)
+    model = make_model()
+    settings = gact_dist.Config.from_level(options.level, adapt_interval=2, min_numel=16)
+    gact = gact_dist.attach(model, config=settings).follow()
+    on_cpu = not torch.cuda.is_available()
     arguments = TrainingArguments(
-        output_dir=output, max_steps=4, per_device_train_batch_size=8, use_cpu=True, ddp_backend="gloo", report_to=[],
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=kind == "gradient_checkpointing",
-        ddp_find_unused_parameters=False, deepspeed=ZERO_3 if kind == "zero_3" else None,
+        output_dir=str(options.out), max_steps=4, per_device_train_batch_size=8, report_to=[], save_strategy="no",
+        use_cpu=on_cpu, ddp_backend="gloo" if on_cpu else "nccl", ddp_find_unused_parameters=False,
+        disable_tqdm=True, logging_steps=1, gradient_checkpointing=options.gradient_checkpointing,
+        deepspeed=ZERO_3 if options.zero_3 else None,
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=Sentences()).train()
     parameters = list(model.parameters())
-    with deepspeed.zero.GatheredParameters(parameters) if kind == "zero_3" else nullcontext():
-        weights = b"".join(p.detach().numpy().tobytes() for p in parameters)
-    if int(os.environ["RANK"]) == 0:
-        found = {"weights": hashlib.sha256(weights).hexdigest(), "ratio": 1.0, "plan": 0, "quantised": 0}
-        if gact is not None:
-            report = gact.report()
-            quantised = sum(row.codec == "quantised" for row in report.rows)
-            found |= {"ratio": report.ratio, "plan": len(gact.plan), "quantised": quantised}
-        Path(output, f"{level}.json").write_text(json.dumps(found))
+    with deepspeed.zero.GatheredParameters(parameters) if options.zero_3 else nullcontext():
+        weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in parameters)).hexdigest()
+    if torch.distributed.get_rank() == 0:
+        print(str(gact.report()).splitlines()[-1])
+        found = {"weights": weights}
+        found |= {"plan": gact.plan, "ratio": gact.report().ratio}
+        found |= {"quantised": sum(row.codec == "quantised" for row in gact.report().rows)}
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "result.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    folder, kind_of_job, *levels = sys.argv[1:]
-    for name in levels:
-        train(folder, kind_of_job, name)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--level", default="L2")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--zero-3", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/hf_trainer"))
+    train(parser.parse_args())
     gc.collect()  # gloo aborts the process when a reducer outlives its group
     torch.distributed.destroy_process_group()
