@@ -20,7 +20,10 @@ from examples.train.config import TASKS, UsageError, load_config
 ROOT = Path(__file__).resolve().parents[2]
 
 SMALL = {
-    "text": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
+    "text": [
+        *("steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"),
+        "sequence_length=16",
+    ],
     "image": ["steps=3", "batch_size=16", "train_examples=64", "test_examples=16", "adapt_interval=2"],
     "graph": ["steps=3", "test_examples=64", "adapt_interval=2"],
     "sage": ["steps=3", "test_examples=64", "adapt_interval=2"],
@@ -28,7 +31,11 @@ SMALL = {
     "language": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
 }
 ON_TWO_RANKS = ("text", "image", "graph")
-ON_ONE_RANK = [pytest.param("text", 1, marks=pytest.mark.large), *((name, 1) for name in SMALL if name != "text")]
+JOBS = [
+    *((name, 1) for name in SMALL if name not in ON_TWO_RANKS),
+    *((name, 2) for name in ON_TWO_RANKS),
+    *(pytest.param(name, 1, marks=pytest.mark.large) for name in ON_TWO_RANKS),
+]
 
 
 def settings(name: str) -> list[str]:
@@ -70,7 +77,7 @@ def train_at(levels: list[str], name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*ON_ONE_RANK, *((name, 2) for name in ON_TWO_RANKS)])
+@pytest.mark.parametrize(("name", "world_size"), JOBS)
 @pytest.mark.usefixtures("cached")
 def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size):
     for untouched, exact, compressed in ranks(train_at, ["L0", "exact", "L2"], name, world_size=world_size):
