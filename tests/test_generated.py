@@ -1,4 +1,4 @@
-"""Files that docs/generate.py makes are up to date; the schema and the package judge ready and wrong blocks alike."""
+"""The generated files are up to date; the schema and the package accept and refuse the same blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def generate():
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "tools" / "generate_docs.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import gact_dist
+from examples.train.models import LanguageModel
 from gact_dist import codec
 from gact_dist.adaptation import _PROBES
-from launch.models import LanguageModel
 
 BLOCKS = (3, 6, 26)
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SLICE = 256, 128, 4, 32, 32, 8

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.adaptation.acgc_bounds import LayerBounds
+from examples.train.models import GraphNetwork, LanguageModel, ResNet
 from gact_dist import Config, codec
 from gact_dist.hooks.engine import Engine
 from gact_dist.hooks.handles import Recorded
 from gact_dist.sensitivity.isolation import untouched
 from gact_dist.sensitivity.measuring_mode import MeasuringMode
 from gact_dist.sensitivity.one_pass import measure
-from launch.models import GraphNetwork, LanguageModel, ResNet
 
 NODES, EDGES, WORDS, CLASSES = 400, 2000, 64, 7
 VOCABULARY, LENGTH = 256, 32

@@ -33,10 +33,10 @@ import gact_dist
 from benchmarks.fidelity.claims import claims_table
 from benchmarks.fidelity.report import UNTOUCHED, plot, tables
 from benchmarks.gradient.gradients import Noise, Point, average_bits
-from launch.config import ROOT, RunConfig, load_config
-from launch.ranks import Ranks
-from launch.tasks import Batch, Task, batch_rows, select
-from launch.training import train
+from examples.train.config import ROOT, RunConfig, load_config
+from examples.train.loop import train
+from examples.train.ranks import Ranks
+from examples.train.tasks import Batch, Task, batch_rows, select
 
 # Changes to configs/NAME.toml. Text takes fewer steps of half the size, so that a run is about a minute; a graph has no
 # samples, only nodes whose losses are averaged.

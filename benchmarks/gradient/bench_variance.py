@@ -19,11 +19,11 @@ from torch.nn import functional
 
 import gact_dist
 from benchmarks.gradient.gradients import Point
+from examples.train.config import load_config
+from examples.train.tasks import batch_rows, build_task, select
 from gact_dist.hooks.engine import Engine
 from gact_dist.policies.allocation import minimum_variance
 from gact_dist.sensitivity.one_pass import measure
-from launch.config import load_config
-from launch.tasks import batch_rows, build_task, select
 
 SETTINGS = [("uniform", 2), ("uniform", 4), ("uniform", 8), ("gact", 2), ("gact", 3), ("gact", 4), ("gact", 6)]
 

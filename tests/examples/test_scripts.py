@@ -1,53 +1,44 @@
-"""Training scripts as their users write them, run as they are and with two or three lines put in by a textual patch."""
+"""The larger example scripts: bitwise the untouched job at level exact, and real bits at L2, on two ranks.
+
+The untouched job is the script without the lines that have `gact` in them.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
+import pytest
 import torch
+from script_ranks import run_script
 
-SCRIPTS = Path(__file__).with_name("scripts")
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / ".cache" / "data" / "mnist_5k.csv.gz"
 
 
-def patched(name: str, changes: dict[str, str], folder: Path) -> Path:
+def changed(name: str, changes: dict[str, str], folder: Path) -> Path:
     """The script in a folder of its own, each text in it replaced by another; every text must be there once."""
-    text = (SCRIPTS / name).read_text()
+    text = (ROOT / "examples" / name).read_text()
     for old, new in changes.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
+    folder.mkdir(exist_ok=True)
     script = folder / name
     script.write_text(text)
     return script
 
 
-def run(*command: str | Path) -> None:
-    """Run a launcher to its end; it and its ranks are a session of their own, which does not outlive the test."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    launcher = subprocess.Popen(
-        [str(part) for part in command], env=environment, stdout=PIPE, stderr=STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = launcher.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        raise
-    assert launcher.returncode == 0, output
+def untouched(name: str, changes: dict[str, str], folder: Path) -> Path:
+    """The script as it was before gact_dist."""
+    script = changed(name, changes, folder)
+    lines = script.read_text().splitlines(keepends=True)
+    script.write_text("".join(line for line in lines if "gact" not in line))
+    return script
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- a GPT in one file: DDP, accumulation under no_sync, bf16 autocast, clipping, checkpoints -------------------------
@@ -55,46 +46,42 @@ def free_port() -> int:
 ACCUMULATION = 2
 
 
-def gpt_lines(level: str) -> dict[str, str]:
-    """Two lines to attach, and for resuming one in the checkpoint and one to load it; two more for the test to see."""
-    config = f'gact_dist.Config.from_level("{level}", adapt_interval=4, min_numel=16)'
+def at_level(level: str) -> dict[str, str]:
+    """Adaptations within the few steps of a test, and two more values in the checkpoint for the test to see."""
     return {
-        "import torch.nn as nn\n": "import torch.nn as nn\nimport gact_dist\n",
-        "    model = DDP(model)\n": (
-            f"    model = DDP(model)\ngact = gact_dist.attach(model, config={config}).follow()\n"
-            'if args.resume:\n    gact.load_state_dict(checkpoint["gact"])\n'
-        ),
-        '            "iteration": iteration + 1,\n': (
-            '            "iteration": iteration + 1,\n            "gact": gact.state_dict(),\n'
+        'level="L2"': f'config=gact_dist.Config.from_level("{level}", adapt_interval=4, min_numel=16)',
+        '            "gact": gact.state_dict(),\n': (
+            '            "gact": gact.state_dict(),\n'
             '            "variance": getattr(gact.adaptation, "predicted_variance", None),\n'
             '            "ratio": gact.report().ratio,\n'
         ),
     }
 
 
-def train_gpt(folder: Path, changes: dict[str, str], *arguments: str) -> dict:
-    folder.mkdir(exist_ok=True)
-    script = patched("train_gpt.py", changes, folder)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run(*torchrun, script, "--data", ROOT / "README.md", "--out", folder, *arguments)
-    return json.loads((folder / "log.json").read_text())
+# inductor would take a minute, and two layers twice the time of one
+QUICKLY = {
+    "torch.compile(model)": 'torch.compile(model, backend="aot_eager")',
+    "block_size, dropout = 2, 4,": "block_size, dropout = 1, 4,",
+}
+
+
+def train_gpt(script: Path, *arguments: str) -> dict:
+    run_script(script, "--data", ROOT / "README.md", "--out", script.parent, *arguments)
+    return json.loads((script.parent / "log.json").read_text())
 
 
 def saved(folder: Path, name: str = "ckpt.pt") -> dict:
     return torch.load(folder / name)
 
 
-def same_weights(first: dict, second: dict) -> bool:
-    return all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
-
-
 def test_a_gpt_script(tmp_path):
-    plain = train_gpt(tmp_path / "plain", {})
-    exact = train_gpt(tmp_path / "exact", gpt_lines("exact"))
+    name = "train_gpt.py"
+    plain = train_gpt(untouched(name, {}, tmp_path / "plain"))
+    exact = train_gpt(changed(name, at_level("exact"), tmp_path / "exact"))
     assert exact == plain
-    assert same_weights(saved(tmp_path / "exact"), saved(tmp_path / "plain"))
+    assert same_weights(saved(tmp_path / "exact")["model"], saved(tmp_path / "plain")["model"])
 
-    rounded = train_gpt(tmp_path / "L2", gpt_lines("L2"))
+    rounded = train_gpt(changed(name, at_level("L2"), tmp_path / "L2"))
     final = saved(tmp_path / "L2")
     assert final["ratio"] > 2.5  # bfloat16 to 4 bits, and the float32 log-softmax as it is
     assert rounded["losses"][0] == plain["losses"][0]  # the forward is untouched
@@ -105,37 +92,30 @@ def test_a_gpt_script(tmp_path):
     error = (2 * (1 + 3) * saved(tmp_path / "L2", "ckpt-3.pt")["variance"] / 2) ** 0.5
     assert 0 < abs(rounded["norms"][0] - plain["norms"][0]) < error < plain["norms"][0]
 
-    (tmp_path / "resumed").mkdir()
+    resumed_script = changed(name, at_level("L2"), tmp_path / "resumed")
     shutil.copy(tmp_path / "L2" / "ckpt-3.pt", tmp_path / "resumed" / "ckpt.pt")
-    resumed = train_gpt(tmp_path / "resumed", gpt_lines("L2"), "--resume")
+    resumed = train_gpt(resumed_script, "--resume")
     assert resumed["losses"] == rounded["losses"][3:]
-    assert same_weights(saved(tmp_path / "resumed"), final)
+    assert same_weights(saved(tmp_path / "resumed")["model"], final["model"])
 
 
 def test_a_compiled_gpt_script(tmp_path):
-    # inductor would take a minute
-    quickly = {"torch.compile(model)": 'torch.compile(model, backend="aot_eager")'}
-    plain, exact, rounded = (
-        train_gpt(tmp_path / level, quickly | ({} if level == "plain" else gpt_lines(level)), "--compile")
-        for level in ("plain", "exact", "L2")
-    )
+    name = "train_gpt.py"
+    plain = train_gpt(untouched(name, QUICKLY, tmp_path / "plain"), "--compile")
+    exact = train_gpt(changed(name, QUICKLY | at_level("exact"), tmp_path / "exact"), "--compile")
+    rounded = train_gpt(changed(name, QUICKLY | at_level("L2"), tmp_path / "L2"), "--compile")
     assert exact == plain
-    assert same_weights(saved(tmp_path / "exact"), saved(tmp_path / "plain"))
+    assert same_weights(saved(tmp_path / "exact")["model"], saved(tmp_path / "plain")["model"])
     assert rounded["losses"][0] == plain["losses"][0]
     assert saved(tmp_path / "L2")["ratio"] > 2  # as in test_a_gpt_script, with casts of the weights
 
 
 # -- DeepSpeed: args, a JSON file, training_data, the engine's own loader --------------------------------------------
 
-DIGITS = {
-    "import deepspeed\n": "import deepspeed\nimport gact_dist\n",
-    "= deepspeed.initialize(": "= gact_dist.deepspeed.initialize(",
-}
 
-
-def train_digits(folder: Path, block: dict | None) -> tuple[dict, dict]:
-    """(log, weights) under the deepspeed launcher."""
-    folder.mkdir()
+def train_digits(script: Path, block: dict | None) -> tuple[dict, dict]:
+    """(log, weights), under ZeRO-2."""
+    folder = script.parent
     config = {
         "train_batch_size": 128,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
@@ -143,20 +123,37 @@ def train_digits(folder: Path, block: dict | None) -> tuple[dict, dict]:
         **({} if block is None else {"gact": block}),
     }
     (folder / "ds_config.json").write_text(json.dumps(config))
-    script = patched("train_digits.py", {} if block is None else DIGITS, folder)
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    launcher += ["--master_port", str(free_port())]
-    arguments = ["--deepspeed", "--deepspeed_config", folder / "ds_config.json", "--data", DATA, "--out", folder]
-    run(*launcher, script, *arguments)
+    run_script(script, "--deepspeed", "--deepspeed_config", folder / "ds_config.json", "--data", DATA, "--out", folder)
     return json.loads((folder / "log.json").read_text()), torch.load(folder / "model.pt")
 
 
 def test_a_deepspeed_script(tmp_path):
-    plain, weights = train_digits(tmp_path / "plain", None)
-    exact, exact_weights = train_digits(tmp_path / "exact", {"level": "exact"})
+    name = "train_digits.py"
+    as_it_was = {"gact_dist.deepspeed.initialize(": "deepspeed.initialize("}
+    plain, weights = train_digits(untouched(name, as_it_was, tmp_path / "plain"), None)
+    exact, exact_weights = train_digits(changed(name, {}, tmp_path / "exact"), {"level": "exact"})
     assert exact == plain
-    assert all(torch.equal(weights[name], exact_weights[name]) for name in weights)
-    rounded, rounded_weights = train_digits(tmp_path / "L2", {"level": "L2", "adapt_interval": 4, "min_numel": 256})
+    assert same_weights(weights, exact_weights)
+    settings = {"level": "L2", "adapt_interval": 4, "min_numel": 256}
+    rounded, rounded_weights = train_digits(changed(name, {}, tmp_path / "L2"), settings)
     assert rounded["losses"][0] == plain["losses"][0]  # the forward is untouched
-    assert any(not torch.equal(weights[name], rounded_weights[name]) for name in weights)
+    assert not same_weights(weights, rounded_weights)
     assert rounded["losses"][-1] < rounded["losses"][0]  # how far the gradient may be off: test_modes.py, ZeRO-2
+
+
+# -- transformers' Trainer, a loop that is not ours ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [None, "--gradient-checkpointing", "--zero-3"])
+def test_a_trainer_script(tmp_path, option):
+    def train(script: Path, level: str) -> dict:
+        run_script(script, *([] if option is None else [option]), "--level", level, "--out", script.parent)
+        return json.loads((script.parent / "result.json").read_text())
+
+    plain = train(untouched("hf_trainer.py", {}, tmp_path / "plain"), "L0")
+    exact, rounded = (train(changed("hf_trainer.py", {}, tmp_path / level), level) for level in ("exact", "L2"))
+    assert exact["weights"] == plain["weights"]
+    assert exact["plan"] == {}
+    assert rounded["weights"] != plain["weights"]
+    assert len(rounded["plan"]) >= rounded["quantised"] > 2
+    assert rounded["ratio"] > 4

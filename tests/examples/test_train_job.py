@@ -1,4 +1,4 @@
-"""The example job end to end: exact codecs against the untouched run, and real torchrun jobs, on cached data."""
+"""examples/train end to end: exact codecs against the untouched run, and jobs of the real launchers, on cached data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from script_ranks import ScriptError, run_script
+
+from examples.train import data
+from examples.train.config import TASKS, UsageError, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from launch import data  # noqa: E402
-from launch.config import TASKS, UsageError, load_config  # noqa: E402
 
 SMALL = {
-    "text": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
+    "text": [
+        *("steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"),
+        "sequence_length=16",
+    ],
     "image": ["steps=3", "batch_size=16", "train_examples=64", "test_examples=16", "adapt_interval=2"],
     "graph": ["steps=3", "test_examples=64", "adapt_interval=2"],
     "sage": ["steps=3", "test_examples=64", "adapt_interval=2"],
@@ -28,6 +31,16 @@ SMALL = {
     "language": ["steps=3", "batch_size=8", "train_examples=32", "test_examples=16", "adapt_interval=2"],
 }
 ON_TWO_RANKS = ("text", "image", "graph")
+JOBS = [
+    *((name, 1) for name in SMALL if name not in ON_TWO_RANKS),
+    *((name, 2) for name in ON_TWO_RANKS),
+    *(pytest.param(name, 1, marks=pytest.mark.large) for name in ON_TWO_RANKS),
+]
+
+
+def settings(name: str) -> list[str]:
+    """What makes a run of the config small, as arguments."""
+    return [argument for setting in SMALL[name] for argument in ("--set", setting)]
 
 
 @pytest.fixture
@@ -42,16 +55,16 @@ def cached(name: str) -> None:
 def train_at(levels: list[str], name: str) -> list[dict[str, Any]]:
     """Losses, weights and report of one small run a level, on this rank."""
     import gact_dist
-    from launch.ranks import Ranks
-    from launch.training import train
+    from examples.train.loop import train
+    from examples.train.ranks import Ranks
 
     torch.set_num_threads(1)
     ranks = Ranks(rank=dist.get_rank(), local_rank=dist.get_rank(), world_size=dist.get_world_size())
     config = load_config(name, SMALL[name])
     found = []
     for level in levels:
-        settings = None if level == "L0" else gact_dist.Config.from_level(level, adapt_interval=2)
-        run = train(config, ranks, torch.device("cpu"), seed=5, settings=settings)
+        library = None if level == "L0" else gact_dist.Config.from_level(level, adapt_interval=2)
+        run = train(config, ranks, torch.device("cpu"), seed=5, settings=library)
         found.append(
             {
                 "losses": run.losses,
@@ -64,9 +77,7 @@ def train_at(levels: list[str], name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"), [*((name, 1) for name in SMALL), *((name, 2) for name in ON_TWO_RANKS)]
-)
+@pytest.mark.parametrize(("name", "world_size"), JOBS)
 @pytest.mark.usefixtures("cached")
 def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size):
     for untouched, exact, compressed in ranks(train_at, ["L0", "exact", "L2"], name, world_size=world_size):
@@ -77,13 +88,55 @@ def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size
         assert compressed["weights"] != untouched["weights"]
 
 
-@pytest.mark.parametrize("name", ["image"])  # text, through DeepSpeed, and language are below
+@pytest.mark.parametrize("name", ["text"])
 @pytest.mark.usefixtures("cached")
-def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
-    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
-    done = _torchrun("--config", name, "--level", "L2", "--seed", "1", "--output", str(tmp_path), *settings)
-    assert done.returncode == 0, done.stderr
+def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
+    """ZeRO-3 in bfloat16 from a ready config; the run's level is what its block then holds."""
+    config = ROOT / "configs" / "deepspeed" / "zero3.json"
+    arguments = ["--config", name, "--level", "L2", "--deepspeed", config, "--output", tmp_path, *settings(name)]
+    run_script("examples.train", *arguments)
     result = json.loads((tmp_path / "result.json").read_text())
+    assert result["report"]["ratio"] > 3  # bfloat16 at 4 bits, statistics and small tensors exactly
+    assert result["plan"]
+    assert len(result["weights_sha256"]) == 64
+
+
+def test_a_mistake_on_several_ranks_is_said_once_and_ends_the_job():
+    with pytest.raises(ScriptError) as failure:
+        run_script("examples.train", "--config", "txt")
+    assert str(failure.value).count("train: config 'txt' does not exist") == 1
+    assert "UsageError" not in str(failure.value)
+
+
+@pytest.fixture
+def installed() -> None:
+    """Skip without an environment or without cached data: the launchers would make both."""
+    if not (ROOT / ".venv" / "bin" / "python").exists():
+        pytest.skip("there is no .venv: run bash tools/setup.sh --test")
+    try:
+        for task in TASKS:
+            data.require(task)
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def launched(folder: Path, script: str, first: str, name: str) -> dict[str, Any]:
+    """The result of a launcher at level L2, seed 1."""
+    arguments = [first, "--config", name, "--level", "L2", "--seed", "1", "--output", str(folder), *settings(name)]
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / script), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GACT_DIST_SKIP_SETUP": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.usefixtures("installed")
+def test_torchrun_trains_compressed_and_writes_the_result(tmp_path):
+    result = launched(tmp_path, "torchrun.sh", "2", "image")
     assert (result["level"], result["seed"], result["world_size"]) == ("L2", 1, 2)
     assert len(result["losses"]) == 3
     # 4 bits of 32 and the groups' scales would be 7.5; masks take less, tensors under 1,024 elements are kept exactly.
@@ -95,77 +148,21 @@ def test_torchrun_trains_compressed_and_writes_the_result(name, tmp_path):
     assert result["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize("name", ["text"])
-@pytest.mark.usefixtures("cached")
-def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
-    """ZeRO-3 in bfloat16 from a ready config; the run's level is what its block then holds."""
-    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
-    config = str(ROOT / "configs" / "deepspeed" / "zero3.json")
-    done = _torchrun("--config", name, "--level", "L2", "--deepspeed", config, "--output", str(tmp_path), *settings)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["report"]["ratio"] > 3  # bfloat16 at 4 bits, statistics and small tensors exactly
-    assert result["plan"]
-    assert len(result["weights_sha256"]) == 64
-
-
-@pytest.fixture
-def installed() -> None:
-    """Skip where launch/setup.sh has made no environment, or not all data are cached: the launchers would make both."""
-    if not (ROOT / ".venv" / "bin" / "python").exists():
-        pytest.skip("there is no .venv: run bash launch/setup.sh --test")
-    try:
-        for task in TASKS:
-            data.require(task)
-    except UsageError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize(
-    ("script", "first", "name"),
-    [("torchrun.sh", "2", "language"), ("deepspeed.sh", "configs/deepspeed/zero2.json", "language")],
-)
 @pytest.mark.usefixtures("installed")
-def test_a_launcher_trains_compressed_on_all_ranks(script, first, name, tmp_path):
-    settings = [argument for setting in SMALL[name] for argument in ("--set", setting)]
-    arguments = [first, "--config", name, "--level", "L2", "--output", str(tmp_path), *settings]
-    done = _run(["bash", str(ROOT / "launch" / script), *arguments], GACT_DIST_SKIP_SETUP="1")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    ranks = 2 if script == "torchrun.sh" else torch.cuda.device_count() or 2
-    assert (result["level"], result["world_size"], len(result["losses"])) == ("L2", ranks, 3)
-    assert result["report"]["ratio"] > (4 if script == "torchrun.sh" else 3)  # as for the jobs above
+def test_the_deepspeed_launcher_trains_compressed_on_all_ranks(tmp_path):
+    result = launched(tmp_path, "deepspeed.sh", "configs/deepspeed/zero2.json", "language")
+    assert (result["level"], result["world_size"]) == ("L2", torch.cuda.device_count() or 2)
+    assert len(result["losses"]) == 3
+    assert result["report"]["ratio"] > 3  # in bfloat16, as above
 
 
-def test_a_mistake_under_torchrun_is_said_once_and_ends_the_job():
-    done = _torchrun("--config", "txt")
-    assert done.returncode != 0
-    assert done.stderr.count("train: config 'txt' does not exist") == 1
-    assert "UsageError" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["graph"])
+@pytest.mark.parametrize("name", ["language"])
 @pytest.mark.usefixtures("cached")
 def test_the_untouched_level_never_imports_the_library(name, tmp_path):
+    arguments = ["--config", name, "--level", "L0", "--output", str(tmp_path), *settings(name)]
     script = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from launch import train; "
-        f"status = train.main(['--config', {name!r}, '--level', 'L0', '--steps', '1', '--output', {str(tmp_path)!r}]); "
-        "sys.exit(status or 'gact_dist' in sys.modules)"
+        "import sys; from examples.train import train; "
+        f"status = train.main({arguments!r}); sys.exit(status or 'gact_dist' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return _run([*command, str(ROOT / "launch" / "train.py"), *arguments])
-
-
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )

@@ -20,11 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
+from examples.train.data import CACHE, read_digits
 from gact_dist import Config, error_budget
 from gact_dist.hooks.engine import Engine
 from gact_dist.hooks.roles import OperatorObserver
 from gact_dist.sensitivity.second_moment import rounded_moments
-from launch.data import CACHE, read_digits
 
 ERRORS = (0.25, 0.05)
 ERROR = 0.05

@@ -12,12 +12,12 @@ from gradients import flat_gradient, variance_of_gradient
 from torch import Tensor, nn
 
 import gact_dist
+from examples.train.config import load_config
+from examples.train.models import ResNet
 from gact_dist import Config, codec
 from gact_dist.policies import actnn as per_sample
 from gact_dist.policies.actnn import QUANTILES, SampleCosts, counts_of, plan_from, statistics
 from gact_dist.policies.base import Costs
-from launch.config import load_config
-from launch.models import ResNet
 
 SETTINGS = {"min_numel": 64, "calibration_samples": 64, "adapt_tolerance": 0.0}
 

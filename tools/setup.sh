@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
-# Make .venv at the repository root and install gact_dist into it; quick when nothing has changed since the last time.
-# Usage: bash launch/setup.sh [--test]     --test also installs what the tests and the lint check need.
-# With GACT_DIST_SKIP_SETUP=1 in the environment it does nothing: .venv is as it should be.
+# Make .venv in the root of the repository and install gact_dist into it; quick if nothing has changed since.
+# Usage: bash tools/setup.sh [--test]     --test also installs what the tests and tools/lint.sh need.
+# GACT_DIST_SKIP_SETUP=1 in the environment skips all of this and uses .venv as it is.
 set -euo pipefail
 [[ "${GACT_DIST_SKIP_SETUP:-}" == 1 ]] && exit 0
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-requirements=(-r launch/requirements.txt)
+requirements=(-r tools/requirements.txt)
 stamp=.venv/setup-run.sha256
 if [[ "${1:-}" == --test ]]; then
-    requirements+=(-r launch/requirements-test.txt)
+    requirements+=(-r tools/requirements-test.txt)
     stamp=.venv/setup-test.sha256
 fi
 
-# The path is part of the hash: an environment knows where it lies, and a moved one must be installed again.
+# The path is part of the hash: a virtual environment holds its own path, and a moved one must be installed again.
 fingerprint() {
-    { pwd; echo "${requirements[@]}"; cat launch/requirements*.txt setup.py pyproject.toml csrc/*/*; } | sha256sum
+    {
+        pwd
+        echo "${requirements[@]}"
+        cat tools/requirements*.txt setup.py pyproject.toml
+        find csrc -type f -print0 | sort -z | xargs -0 cat
+    } | sha256sum
 }
 
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]]; then

@@ -1,4 +1,4 @@
-"""The training loop of the example runs, and what is measured in it; jobs.py has the lines that gact_dist adds."""
+"""The training loop of the example runs and its measurements. The lines that gact_dist adds are in jobs.py."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from launch.config import RunConfig
-from launch.jobs import DeepSpeedJob, PlainJob
-from launch.memory import PeakMemory
-from launch.models import digest_of
-from launch.ranks import Ranks
-from launch.tasks import Batch, Task, batch_rows, build_task, select, test_batches
+from .config import RunConfig
+from .jobs import DeepSpeedJob, PlainJob
+from .models import digest_of
+from .peak_memory import PeakMemory
+from .ranks import Ranks
+from .tasks import Batch, Task, batch_rows, build_task, select, test_batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run measured. Losses are means over the ranks, times and memory are those of rank 0."""
+    """The measurements of a run. Losses are means over all ranks; times and memory are those of this rank."""
 
     losses: list[float]
     accuracy: float
     test_loss: float
     step_times_s: list[float]
-    step_peaks_bytes: list[int]  # peaks of the first steps above what was held before them
-    report: Any  # gact_dist.MemoryReport, or None when untouched
+    step_peaks_bytes: list[int]  # peak memory of each of the first steps, above what was allocated before them
+    report: Any  # gact_dist.MemoryReport; None without gact_dist
     plan: dict[str, Any]
-    history: list[dict[str, Any]]  # every adaptation: bits and sensitivities
+    history: list[dict[str, Any]]  # one entry for each adaptation: bits and sensitivities
     weights_sha256: str
 
 
@@ -47,17 +47,17 @@ def train(
     deepspeed: Path | None = None,
     after_step: Callable[[int, Task, Any], None] | None = None,
 ) -> Measured:
-    """Train `config` on this rank; `settings` is a gact_dist.Config, or None to leave the job untouched.
+    """Train `config` on this rank. settings: a gact_dist.Config, or None to train without gact_dist.
 
-    title: of the progress bar; without one there is none. deepspeed: a DeepSpeed config, to train through its engine
-    instead of DistributedDataParallel. after_step: called with the number of steps done, the task and the controller
-    (None when untouched).
+    title: the label of the progress bar; an empty one shows no bar. deepspeed: a DeepSpeed config, to train with its
+    engine instead of DistributedDataParallel. after_step: called with the number of completed steps, the task and the
+    controller (None without gact_dist).
     """
     torch.manual_seed(seed)
     task = build_task(config, device)
     parts = (task.model, config, ranks, device, settings)
     job = PlainJob(*parts) if deepspeed is None else DeepSpeedJob(*parts, deepspeed)
-    # From here on every rank draws its own dropout masks, the same in every run with this seed.
+    # From here on each rank draws its own dropout masks, the same ones in every run with this seed.
     torch.manual_seed(seed * 10_007 + 1 + ranks.rank)
 
     def loss_fn(batch: Batch) -> Tensor:
@@ -66,9 +66,8 @@ def train(
     memory = PeakMemory(device)
     losses, step_times_s = [], []
     job.model.train()
-    for step in (
-        bar := tqdm(range(config.steps), desc=title, disable=ranks.rank != 0 or not title, dynamic_ncols=True)
-    ):
+    bar = tqdm(range(config.steps), desc=title, disable=ranks.rank != 0 or not title, dynamic_ncols=True)
+    for step in bar:
         rows = _train_rows(task, config, ranks, seed, step)
         batch = select(task.train, rows)
         started = _now_s(device)
@@ -83,13 +82,9 @@ def train(
             after_step(step + 1, task, job.gact)
         if step % 10 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    report = job.gact.report() if job.gact is not None else None
-    plan = dict(job.gact.plan) if job.gact is not None else {}
-    history = list(job.gact.history) if job.gact is not None else []
-    if job.gact is not None:
-        job.gact.detach()
+    compression = _detached(job.gact)
     accuracy, test_loss = evaluate(task, ranks)
-    with job.whole():
+    with job.gathered():
         weights_sha256 = digest_of(task.model)
     return Measured(
         losses=(ranks.total(torch.stack(losses)) / ranks.world_size).tolist(),
@@ -97,11 +92,18 @@ def train(
         test_loss=test_loss,
         step_times_s=step_times_s,
         step_peaks_bytes=memory.steps_bytes,
-        report=report,
-        plan=plan,
-        history=history,
         weights_sha256=weights_sha256,
+        **compression,
     )
+
+
+def _detached(gact: Any) -> dict[str, Any]:
+    """Detach the controller. Returns its last report, its plan and its history for `Measured`."""
+    if gact is None:
+        return {"report": None, "plan": {}, "history": []}
+    found = {"report": gact.report(), "plan": dict(gact.plan), "history": list(gact.history)}
+    gact.detach()
+    return found
 
 
 def _train_rows(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: int) -> Tensor:
@@ -117,7 +119,7 @@ def _train_rows(task: Task, config: RunConfig, ranks: Ranks, seed: int, step: in
 
 @torch.no_grad()
 def evaluate(task: Task, ranks: Ranks) -> tuple[float, float]:
-    """Accuracy (0..1) and mean loss over all test examples, each rank working on its share."""
+    """Accuracy (0..1) and mean loss over all test examples. Each rank evaluates its share of them."""
     task.model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=task.test["labels"].device)
     for batch in test_batches(task.test, ranks.rank, ranks.world_size):

@@ -1,6 +1,8 @@
-"""Trains a small GPT on the bytes of a text file, on one or several ranks, as a single plain script.
+"""A small GPT on the bytes of a text file: DDP, bf16 autocast, gradient accumulation, checkpoints to resume from.
 
-torchrun --nproc-per-node 2 train_gpt.py --data TEXT --out FOLDER [--resume]
+The lines with `gact` are all that compression adds to such a script.
+
+torchrun --nproc-per-node 2 examples/train_gpt.py --data README.md --out runs/gpt [--resume] [--compile]
 """
 
 import argparse
@@ -17,6 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import gact_dist
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", type=Path, required=True)
 parser.add_argument("--out", type=Path, required=True)
@@ -25,6 +29,7 @@ parser.add_argument("--compile", action="store_true")
 parser.add_argument("--iterations", type=int, default=6)
 parser.add_argument("--save-every", type=int, default=3)
 args = parser.parse_args()
+args.out.mkdir(parents=True, exist_ok=True)
 
 # model
 n_layer, n_head, n_embd, block_size, dropout = 2, 4, 64, 64, 0.1
@@ -65,6 +70,8 @@ class GPT(nn.Module):
 
 
 ddp = "RANK" in os.environ
+if ddp and device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 if ddp:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 rank, world_size = (dist.get_rank(), dist.get_world_size()) if ddp else (0, 1)
@@ -88,17 +95,20 @@ def get_lr(iteration):
 
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-first = 0
-if args.resume:
-    checkpoint = torch.load(args.out / "ckpt.pt", map_location=device)
-    model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    first = checkpoint["iteration"]
 raw_model = model
 if args.compile:
     model = torch.compile(model)
 if ddp:
     model = DDP(model)
+gact = gact_dist.attach(model, level="L2").follow()
+
+first = 0
+if args.resume:
+    checkpoint = torch.load(args.out / "ckpt.pt", map_location=device)
+    raw_model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    gact.load_state_dict(checkpoint["gact"])
+    first = checkpoint["iteration"]
 
 losses, norms = [], []
 for iteration in range(first, args.iterations):
@@ -125,10 +135,12 @@ for iteration in range(first, args.iterations):
             "model": raw_model.state_dict(),
             "optimizer": optimizer.state_dict(),
             "iteration": iteration + 1,
+            "gact": gact.state_dict(),
         }
         torch.save(checkpoint, args.out / "ckpt.pt")
         torch.save(checkpoint, args.out / f"ckpt-{iteration + 1}.pt")
 if master:
+    print(str(gact.report()).splitlines()[-1])
     (args.out / "log.json").write_text(json.dumps({"losses": losses, "norms": norms}))
 if ddp:
     del model, raw_model, optimizer

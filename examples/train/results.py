@@ -1,4 +1,4 @@
-"""result.json: what one run measured, with all that is needed to repeat it; history.jsonl: its adaptations."""
+"""The files that a run writes: result.json, its settings and measurements, and history.jsonl, its adaptations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from launch.config import RunConfig
-from launch.memory import MEASURED_STEPS
-from launch.ranks import Ranks
-from launch.training import Measured
+from .config import RunConfig
+from .loop import Measured
+from .peak_memory import MEASURED_STEPS
+from .ranks import Ranks
 
 ROW_FIELDS = ("name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity")
 
@@ -29,11 +29,11 @@ def write_result(
     device: torch.device,
     measured: Measured,
 ) -> Path:
-    """Write result.json into `folder` (made if it is not there); returns its path.
+    """Write result.json and history.jsonl to `folder`, which is created if necessary. Returns the path of the first.
 
-    history.jsonl beside it has a line for each adaptation, with the bits and the sensitivity of every tensor.
+    history.jsonl has one line for each adaptation, with the bits and the sensitivity of every tensor.
     """
-    # The first steps pay for the measuring of memory.
+    # The first steps are slower, because peak memory is measured in them.
     step_times_s = measured.step_times_s[MEASURED_STEPS:] or measured.step_times_s
     result = {
         "config_name": Path(options.config).stem,
@@ -64,7 +64,7 @@ def write_result(
 
 
 def report_entry(report: Any) -> dict[str, Any] | None:
-    """A MemoryReport as plain values; None for an untouched run."""
+    """A MemoryReport as values for JSON; None for an untouched run."""
     if report is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""A task: a model, its examples as tensors, and how a batch of them goes through the model."""
+"""The tasks: for each a model, examples as tensors, and the forward pass of a batch of them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from launch import data
-from launch.config import RunConfig, UsageError
-from launch.models import GraphAttentionNetwork, GraphNetwork, GraphSage, LanguageModel, ResNet, TextClassifier
+from . import data
+from .config import RunConfig, UsageError
+from .models import GraphAttentionNetwork, GraphNetwork, GraphSage, LanguageModel, ResNet, TextClassifier
 
 Batch = dict[str, Tensor]
-SPLIT_SEED = 1234  # which examples train and which test is part of the task, the same for every seed of a run
+SPLIT_SEED = 1234  # the split into training and test examples is part of the task: the same for every seed of a run
 TEST_BATCH_SIZE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model and what it learns from. Row i of every tensor of `train` or `test` belongs to example i."""
+    """A model and its data. Row i of every tensor in `train` or `test` is example i."""
 
     model: nn.Module
     train: Batch
     test: Batch
     logits: Callable[[nn.Module, Batch], Tensor]
-    """the model (wrapped or not) and a batch -> [batch, classes]; [batch, classes, tokens] where labels have tokens"""
+    """(model, wrapped or not; batch) -> [batch, classes], or [batch, classes, tokens] with a label for each token"""
 
 
 def build_task(config: RunConfig, device: torch.device) -> Task:
-    """Read the data of `config.task` and make its model on `device`. Raises `UsageError` for sizes the data lack."""
+    """Read the data and build the model on `device`. Raises `UsageError` if there are too few examples."""
     builders = {"text": _text_task, "image": _image_task, "graph": _graph_task, "language": _language_task}
     return builders[config.task](config, device)
 
 
 def batch_rows(step: int, *, examples: int, batch_size: int, seed: int, rank: int, world_size: int) -> Tensor:
-    """Row numbers of one rank's share of the batch of `step`, [batch_size / world_size] int64.
+    """Indices of one rank's share of the batch of `step`, [batch_size / world_size] int64.
 
-    Every epoch is a new permutation; an incomplete last batch is left out. The ranks' shares are disjoint and make up
-    the same batch for any world size.
+    Each epoch is a new permutation, without its incomplete last batch. The shares are disjoint, and together they are
+    the same batch for every world size.
     """
     steps_per_epoch = examples // batch_size
     epoch, position = divmod(step, steps_per_epoch)
@@ -55,7 +55,7 @@ def test_batches(test: Batch, rank: int, world_size: int) -> Iterator[Batch]:
 
 
 def select(examples: Batch, rows: Tensor) -> Batch:
-    """The given rows of every tensor."""
+    """These rows of every tensor."""
     rows = rows.to(examples["labels"].device)
     return {name: tensor[rows] for name, tensor in examples.items()}
 

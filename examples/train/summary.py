@@ -1,4 +1,4 @@
-"""Two runs side by side: a table for the terminal and a picture."""
+"""Two runs compared: a table for the terminal and a picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any
 
 MIB = 2**20
 LAST_STEPS = 10
+TITLE_WIDTH = 38
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBits:
-    """The saved tensors of one layer: what was retained of them, and bits per element."""
+    """The saved tensors of one layer: bytes retained for backward, and bits per element."""
 
     layer: str
     retained_bytes: int
     bits: float
-    """Payload bits of an element, averaged over the layer's quantised elements; nan where none is quantised."""
+    """Payload bits per element, averaged over the quantised elements of the layer; nan if there are none."""
 
 
 def layer_of(name: str) -> str:
-    """The layer of a saved tensor, named module.path:operator@line: its path up to a number, or its first two parts."""
+    """The layer of a saved tensor named module.path:operator@line: its path up to a number, or the first two parts."""
     path = name.partition(":")[0]
     parts = path.split(".") if path else ["(top level)"]
     for position, part in enumerate(parts):
@@ -33,7 +34,7 @@ def layer_of(name: str) -> str:
 
 
 def bits_per_layer(rows: Sequence[dict[str, Any]]) -> list[LayerBits]:
-    """Rows of a report entry, gathered by layer in the order of the forward pass; aliases are left out."""
+    """The rows of a report, grouped by layer in the order of the forward pass, without aliases."""
     layers: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["bytes"]:
@@ -52,18 +53,20 @@ def _layer_bits(layer: str, rows: Sequence[dict[str, Any]]) -> LayerBits:
 
 
 def table(untouched: dict[str, Any], compressed: dict[str, Any]) -> str:
-    """Memory, time and accuracy of both runs, then the bits of each layer. Arguments: contents of two result.json."""
+    """Memory, time and accuracy of two runs, then the bits of each layer. Takes the contents of two result.json."""
     report = compressed["report"]
     lines = [
-        f"{compressed['config_name']}, {compressed['world_size']} ranks on {compressed['device']}, "
+        f"config {compressed['config_name']}: {compressed['world_size']} ranks on {compressed['device']}, "
         f"{len(compressed['losses'])} steps, seed {compressed['seed']}",
-        f"{'':34s} {'untouched':>12s} {compressed['level']:>12s}",
-        _line("activations kept (MiB)", report["exact_bytes"] / MIB, report["retained_bytes"] / MIB, ".1f"),
-        _line("  untouched is this many times", 1.0, report["ratio"], ".2f"),
+        f"{'':{TITLE_WIDTH}s} {'untouched':>12s} {compressed['level']:>12s}",
+        _line(
+            "activations kept for backward (MiB)", report["exact_bytes"] / MIB, report["retained_bytes"] / MIB, ".1f"
+        ),
+        _line("compression ratio", 1.0, report["ratio"], ".2f"),
         *(_compare(title, key, untouched, compressed, scale, form) for title, key, scale, form in _MEASURES),
-        _line("loss, last steps", last_loss(untouched), last_loss(compressed), ".4f"),
+        _line(f"training loss, mean of last {LAST_STEPS} steps", last_loss(untouched), last_loss(compressed), ".4f"),
         "",
-        f"{'layer':34s} {'kept (MiB)':>12s} {'bits':>12s}",
+        f"{'layer':{TITLE_WIDTH}s} {'kept (MiB)':>12s} {'bits/element':>12s}",
         *(_layer_line(entry) for entry in bits_per_layer(report["rows"])),
     ]
     return "\n".join(lines)
@@ -71,9 +74,9 @@ def table(untouched: dict[str, Any], compressed: dict[str, Any]) -> str:
 
 _MEASURES = (
     ("peak memory, median step (MiB)", "step_peak_median_bytes", MIB, ".1f"),
-    ("peak memory, highest step (MiB)", "peak_bytes", MIB, ".1f"),
+    ("peak memory, worst step (MiB)", "peak_bytes", MIB, ".1f"),
     ("step time, median (s)", "step_time_median_s", 1, ".3f"),
-    ("step time, mean with adapting (s)", "step_time_mean_s", 1, ".3f"),
+    ("step time, mean with adaptations (s)", "step_time_mean_s", 1, ".3f"),
     ("test accuracy (%)", "accuracy", 0.01, ".2f"),
     ("test loss", "test_loss", 1, ".4f"),
 )
@@ -92,21 +95,21 @@ def _compare(
 
 
 def _line(title: str, first: float, second: float, form: str) -> str:
-    return f"{title:34s} {first:12{form}} {second:12{form}}"
+    return f"{title:{TITLE_WIDTH}s} {first:12{form}} {second:12{form}}"
 
 
 def _layer_line(entry: LayerBits) -> str:
     bits = "exact" if math.isnan(entry.bits) else f"{entry.bits:.2f}"
-    return f"{entry.layer:34s} {entry.retained_bytes / MIB:12.2f} {bits:>12s}"
+    return f"{entry.layer:{TITLE_WIDTH}s} {entry.retained_bytes / MIB:12.2f} {bits:>12s}"
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Means over the last `window` values up to each one."""
+    """The moving average: for each value the mean of the last `window` values up to it."""
     return [sum(part) / len(part) for part in (values[max(0, i - window + 1) : i + 1] for i in range(len(values)))]
 
 
 def plot(untouched: dict[str, Any], compressed: dict[str, Any], path: Path) -> None:
-    """Write a picture: both loss curves over one another, and the bits of each layer."""
+    """Draw both loss curves in one diagram and the bits of each layer in another, and write them as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -129,7 +132,7 @@ def _plot_losses(axes: Any, untouched: dict[str, Any], compressed: dict[str, Any
         label = f"{title}: test accuracy {result['accuracy'] * 100:.1f} %"
         axes.plot(steps, smooth(result["losses"], window), style, color=colour, linewidth=1.8, label=label)
     axes.set(xlabel="step", ylabel=f"training loss (bold: mean over {window} steps)")
-    axes.set_title(f"{compressed['config_name']}, {compressed['world_size']} ranks: loss of two runs, same seed")
+    axes.set_title(f"{compressed['config_name']}, {compressed['world_size']} ranks: two runs with the same seed")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
 
@@ -140,7 +143,7 @@ def _plot_bits(axes: Any, layers: Sequence[LayerBits], compressed: dict[str, Any
     axes.bar_label(bars, fmt="%.1f", padding=3, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 9)
-    axes.set_xlabel("bits an element, mean over the layer's quantised tensors")
+    axes.set_xlabel("bits per element, mean over the layer's quantised tensors")
     axes.set_title(
         f"activations {report['exact_bytes'] / MIB:.0f} -> {report['retained_bytes'] / MIB:.0f} MiB "
         f"({report['ratio']:.1f} times smaller)"

@@ -1,6 +1,6 @@
-"""The settings of one training run: a TOML file from configs/, checked in one place.
+"""The settings of one training run: a TOML file of configs/train/, checked in one place.
 
-A mistake a user can make is a `UsageError`, whose text is one line: what was got, what was expected, how to mend it.
+A user's mistake raises `UsageError`. Its message is one line: what was given, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import Any
 
 import tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG_FOLDER = ROOT / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG_FOLDER = ROOT / "configs" / "train"
 TASKS = ("text", "image", "graph", "language")
 OPTIMIZERS = ("adamw", "sgd")
 NETWORKS = ("gcn", "sage", "gat")
 
 
 class UsageError(ValueError):
-    """A mistake of the person who runs the job; its message is one line for the terminal."""
+    """A mistake of the person who runs the job. Its message is one line for the terminal."""
 
 
 def _setting(text: str, default: float | str | None = None, least: float = 1):
-    """A field with its description and the smallest value it takes; one without a default must be given."""
+    """A field with its description and its smallest value. A field without a default is required."""
     metadata = {"help": text, "least": least}
     return field(metadata=metadata) if default is None else field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What a run trains, on what and for how long. Every key of a TOML file is one of these fields."""
+    """What a run trains, on which data and for how long. The keys of a TOML file are these fields."""
 
     task: str = _setting("text, image, graph or language")
     steps: int = _setting("optimizer steps")
-    batch_size: int = _setting("examples in one step, over all ranks together; graph: training nodes")
-    train_examples: int = _setting("examples to train on; graph: training nodes, the same number of each class")
-    test_examples: int = _setting("examples to measure accuracy on, none of them trained on")
-    learning_rate: float = _setting("highest learning rate, after warm-up", least=0)
+    batch_size: int = _setting("examples in one step, summed over all ranks; graph: training nodes")
+    train_examples: int = _setting("examples to train on; graph: training nodes, equally many of each class")
+    test_examples: int = _setting("examples to measure accuracy on; never used for training")
+    learning_rate: float = _setting("peak learning rate, reached at the end of the warm-up", least=0)
     optimizer: str = _setting("adamw or sgd (momentum 0.9)", "adamw")
     weight_decay: float = _setting("weight decay of the optimizer", 0.0, least=0)
-    warmup_fraction: float = _setting("part of the steps in which the learning rate rises, then falls to zero", 0.1, 0)
+    warmup_fraction: float = _setting("fraction of the steps that are warm-up", 0.1, 0)
     dropout: float = _setting("dropout probability", 0.0, least=0)
     adapt_interval: int = _setting("steps between two adaptations of the bits (adaptive levels)", 50)
-    calibration_samples: int = _setting("a rank's examples on which an adaptation measures sensitivity", 8)
-    sequence_length: int = _setting("text: tokens in one example, padded or cut; language: characters", 48)
-    channels: int = _setting("image: channels of the first stage; doubles at each of three stages", 16)
+    calibration_samples: int = _setting("examples on each rank with which an adaptation measures sensitivity", 8)
+    sequence_length: int = _setting("text: tokens in one example, padded or truncated; language: characters", 48)
+    channels: int = _setting("image: channels of the first of three stages; each next one has twice as many", 16)
     blocks_per_stage: int = _setting("image: residual blocks in each of the three stages", 2)
     network: str = _setting("graph: gcn, sage or gat", "gcn")
-    hidden_size: int = _setting("graph and language: width of the hidden layers, over all heads", 64)
+    hidden_size: int = _setting("graph and language: width of the hidden layers, all heads together", 64)
     layers: int = _setting("graph and language: number of layers", 2)
-    heads: int = _setting("gat and language: attention heads of a hidden layer, a divisor of hidden_size", 8)
+    heads: int = _setting("gat and language: attention heads of a hidden layer; must divide hidden_size", 8)
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -74,16 +74,16 @@ class RunConfig:
             )
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise `UsageError` unless every rank gets the same number of examples in every step."""
+        """Raise `UsageError` unless each step has the same number of examples for every rank."""
         if world_size > self.batch_size:
             raise UsageError(
-                f"{world_size} ranks are more than the batch of {self.batch_size} examples: "
-                f"start at most {self.batch_size} ranks or raise batch_size"
+                f"{world_size} ranks are more than the {self.batch_size} examples of a batch: "
+                f"start at most {self.batch_size} ranks, or raise batch_size"
             )
         if self.batch_size % world_size:
             raise UsageError(
                 f"batch_size {self.batch_size} does not split evenly over {world_size} ranks: "
-                f"start a number of ranks that divides it, or set batch_size to a multiple of {world_size}"
+                f"start a number of ranks that divides it, or make batch_size a multiple of {world_size}"
             )
 
 
@@ -99,14 +99,14 @@ def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def config_names() -> list[str]:
-    """Names that `load_config` knows: the TOML files in configs/ without their ending."""
+    """The names that `load_config` knows: those of the TOML files in configs/train/."""
     return sorted(path.stem for path in CONFIG_FOLDER.glob("*.toml"))
 
 
 def load_config(name: str, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read configs/NAME.toml (or the file itself when `name` ends in .toml) and apply `key=value` overrides.
+    """Read configs/train/NAME.toml, or the file `name` if it ends in .toml, and apply `key=value` overrides.
 
-    Raises `UsageError` for an unknown name, an unknown key, or a value that does not fit its key.
+    Raises `UsageError` for an unknown name, an unknown key or an invalid value.
     """
     path = Path(name) if name.endswith(".toml") else CONFIG_FOLDER / f"{name}.toml"
     if not path.is_file():
@@ -126,7 +126,7 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _parse_override(override: str) -> Mapping[str, Any]:
-    """One `key=value`; the value is a TOML value, or plain text where TOML would want quotes."""
+    """One `key=value`. The value is a TOML value; quotes around a string may be left out."""
     key, separator, value = override.partition("=")
     if not separator or not key.strip():
         raise UsageError(f"override {override!r} is not of the form key=value, such as batch_size=16")

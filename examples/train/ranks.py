@@ -1,4 +1,4 @@
-"""Where a process stands in the job: its rank, its device, and the few collectives the example runs need."""
+"""The ranks of a run: this process's rank and device, its process group, and the one collective that the runs need."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from launch.config import UsageError
+from .config import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among all; torchrun sets the environment that `from_environment` reads, one process has none."""
+    """This process among all of the job. The defaults are those of a job of one process."""
 
     rank: int = 0
     local_rank: int = 0
@@ -25,27 +25,27 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """The ranks torchrun announces, or one process."""
+        """Read what torchrun puts into the environment; without it, one process."""
         names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
         return cls(**{name: int(os.environ[key]) for name, key in names.items() if key in os.environ})
 
     def device(self) -> torch.device:
-        """The GPU of this rank, or the CPU where there is none. Raises `UsageError` when GPUs are too few."""
-        # The CUDA branches of this folder are written for GPUs and were never run on one.
+        """The GPU of this rank, or the CPU if the machine has none. Raises `UsageError` for too few GPUs."""
+        # The CUDA branches in this folder have never run on a GPU.
         if not torch.cuda.is_available():
             return torch.device("cpu")
         if self.local_rank >= torch.cuda.device_count():
             raise UsageError(
-                f"{self.local_rank + 1} or more ranks on this machine, but {torch.cuda.device_count()} GPUs: "
-                "start one rank a GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+                f"{self.local_rank + 1} or more ranks, but {torch.cuda.device_count()} GPUs on this machine: "
+                "start one rank for each GPU, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         return torch.device("cuda", self.local_rank)
 
     @contextmanager
     def group(self, device: torch.device) -> Iterator[None]:
-        """The default process group while the block runs; nothing for one process.
+        """A context with the default process group; without one for a single process.
 
-        Models and optimizers must be gone before the block ends: a reducer that outlives gloo's threads aborts.
+        Delete models and optimizers before it ends: a reducer that outlives the threads of gloo aborts the process.
         """
         if self.world_size == 1:
             yield
@@ -59,7 +59,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model under DistributedDataParallel, or as it is in one process."""
+        """The model in DistributedDataParallel, or the model itself in a single process."""
         if self.world_size == 1:
             return model
         return DistributedDataParallel(

@@ -1,4 +1,4 @@
-"""The models of the example runs, written as a user would write them: nothing in them knows of compression."""
+"""The models of the example runs, as a user would write them: they know nothing of compression."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import functional
 
 
 class TextClassifier(nn.Module):
-    """A pretrained encoder, the mean over its token vectors, and a linear layer; the word vectors stay as they are.
+    """A pretrained encoder, the mean over its token vectors, and a linear layer. The word embeddings are frozen.
 
-    Half of the encoder's 22.6 million parameters are word vectors, most of which a few thousand examples never use.
+    Half of the encoder's 22.6 million parameters are word embeddings, and a few thousand examples use few of them.
     """
 
     def __init__(self, folder: Path, classes: int, dropout: float) -> None:

@@ -1,8 +1,9 @@
-"""Write what is generated from the source: the table of settings in docs/configuration.md and configs/gact.schema.json.
+"""Write what is generated from the source: the table of settings in docs/configuration.md and
+configs/deepspeed/gact.schema.json.
 
-    .venv/bin/python docs/generate.py
+    .venv/bin/python tools/generate_docs.py
 
-tests/test_generated.py fails while the files and the source differ.
+tests/test_generated.py fails if the files are out of date.
 """
 
 import ast
@@ -12,6 +13,7 @@ import textwrap
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from gact_dist.config import (
     COMPILE_HOOKS,
@@ -26,11 +28,11 @@ from gact_dist.config import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA = ROOT / "configs" / "gact.schema.json"
+SCHEMA = ROOT / "configs" / "deepspeed" / "gact.schema.json"
 PAGE = ROOT / "docs" / "configuration.md"
 START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
 JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
-LIMITS = {
+LIMITS: dict[str, dict[str, Any]] = {
     "policy": {"enum": list(POLICIES)},
     "compressor": {"enum": list(COMPRESSORS)},
     "estimator": {"enum": list(ESTIMATORS)},
@@ -52,10 +54,10 @@ LIMITS = {
 
 
 def described(cls: type) -> list[tuple[str, str, object, str]]:
-    """(name, type, default, text) of each plain field of a settings class, from the string under it."""
+    """(name, type, default, text) of each plain field of a settings class; the text is the string under the field."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     texts = {
-        statement.target.id: " ".join(following.value.value.split())
+        ast.unparse(statement.target): " ".join(ast.literal_eval(following.value).split())
         for statement, following in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr)
     }
@@ -67,13 +69,13 @@ def described(cls: type) -> list[tuple[str, str, object, str]]:
 
 
 def rows() -> list[tuple[str, str, object, str]]:
-    """Every key of the block, nested ones with a dot."""
+    """All keys of the block; nested ones have a dot."""
     nested = [(f"offload.{name}", kind, default, text) for name, kind, default, text in described(Offload)]
     return [*described(Block), *described(Config), *nested]
 
 
 def table() -> str:
-    """The settings as Markdown."""
+    """The settings as a Markdown table."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, text in rows():
         shown = "" if default is MISSING else f"`{json.dumps(default)}`"
@@ -82,9 +84,9 @@ def table() -> str:
 
 
 def schema() -> dict:
-    """JSON Schema (2020-12) of a DeepSpeed config that may hold a "gact" block."""
-    block = {name: _property(*rest, name) for name, *rest in [*described(Block), *described(Config)]}
-    offload = {name: _property(*rest, name) for name, *rest in described(Offload)}
+    """JSON Schema (2020-12) of a DeepSpeed config with an optional "gact" block."""
+    block = {entry[0]: _property(*entry) for entry in [*described(Block), *described(Config)]}
+    offload = {entry[0]: _property(*entry) for entry in described(Offload)}
     block["offload"] = {"type": "object", "properties": offload, "additionalProperties": False}
     gact = {"type": "object", "properties": block, "additionalProperties": False}
     return {
@@ -95,7 +97,7 @@ def schema() -> dict:
     }
 
 
-def _property(kind: str, default: object, text: str, name: str) -> dict:
+def _property(name: str, kind: str, default: object, text: str) -> dict:
     types = json_types(kind)
     return {
         "type": types if len(types) > 1 else types[0],
@@ -106,18 +108,19 @@ def _property(kind: str, default: object, text: str, name: str) -> dict:
 
 
 def json_types(kind: str) -> list[str]:
-    """JSON's names for an annotation such as "float | None"."""
+    """The JSON types of an annotation such as "float | None"."""
     return [JSON_TYPES[part] for part in kind.split(" | ")]
 
 
 def page(text: str) -> str:
-    """The page with its generated part made anew."""
+    """The page with its generated part replaced."""
     before, rest = text.split(START)
     after = rest.split(END)[1]
     return f"{before}{START}\n{table()}\n{END}{after}"
 
 
 def main() -> None:
+    """Write both files."""
     SCHEMA.write_text(json.dumps(schema(), indent=2) + "\n")
     PAGE.write_text(page(PAGE.read_text()))
 

@@ -1,0 +1,1 @@
+"""Programs to copy from: each `minimal_*.py` is complete; `train` is the application that launch/demo.sh runs."""
