@@ -4,11 +4,12 @@ from importlib import import_module
 from typing import Any
 
 from . import codec
-from .attachment import set_optimization_level
 from .config import LEVELS, Config
 from .controller import Controller, attach
 from .distributed import PlanMismatchError
-from .report import MemoryReport, ReportRow
+from .gact_api import set_optimization_level
+from .hooks import ReportRow
+from .report import MemoryReport
 
 __version__ = "0.1.0"
 

@@ -7,29 +7,32 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from . import codec, distributed, policies
-from .error_budget import ErrorBudget
-from .hooks import Engine, Footprint, has_compiled_parts
-from .policies import EXACT, WIDTHS, Bits, Budget, Costs, SampleCosts, StepBytes, policy_of
-from .sensitivity import GradientError, ProbeBatch, Sensitivity, measure, untouched
+from . import _fields, codec, distributed
+from .hooks import Footprint, SavedTensorHooks, has_compiled_parts
+from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, with_bytes
+from .sensitivity import ProbeBatch, Sensitivity, measure, rounded_moments, untouched
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
 # deviation of 0.08 and more, and allocation favours those that came out too low.
 _PROBES = 4
-# Forwards after which what the engine learns of views and block inputs has settled.
+# Forwards after which what the hooks learn of views and block inputs has settled.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
 _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 _OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
+_DRAW_PASSES = 2
+_OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
+_GRADIENT = "gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Adaptation:
 
     plan: dict[str, Bits]
     """bits of every tensor that was measured; None: stored exactly; with policy actnn also the widths of equal shares
-    of its samples"""
+    of its examples"""
     sensitivity: dict[str, float]
     """c_l of each: the variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4)"""
     predicted_variance: float
@@ -48,9 +51,11 @@ class Adaptation:
     invalid: dict[str, int]
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
     gradient_error: GradientError | None = None
-    """what policy acgc promises and what came of it; None with other policies"""
+    """with policy acgc, the error bound and what was measured of it; None with other policies"""
     kept: bool = False
-    """whether the plan in force was kept, since a fresh one would have gained too little (Config.adapt_tolerance)"""
+    """whether the current plan was kept, since a fresh one would have gained too little (Config.adapt_tolerance)"""
+    default_bits: int | None = None
+    """of tensors whose names are new"""
 
     def to_dict(self, step: int) -> dict[str, Any]:
         """Plain values for a line of JSON."""
@@ -68,87 +73,100 @@ class Adaptation:
         }
 
 
+class LearntByAdapting(NamedTuple):
+    """What a state holds of an Adapter."""
+
+    heaviest_bytes: int
+    example_gradients: Any
+    policy: Any
+
+
+class _Columns(NamedTuple):
+    """Where the numbers about a tensor stand in the row that ranks average.
+
+    The variance comes last: a row whose last number is not finite is left out of the mean.
+    """
+
+    numel: int
+    exact_bits: int
+    examples: slice
+    variance: slice
+    width: int
+
+    @staticmethod
+    def with_examples(columns: int) -> _Columns:
+        """columns: Policy.example_columns."""
+        return _Columns(0, 1, slice(2, 2 + columns), slice(2 + columns, 2 + columns + WIDTHS), 2 + columns + WIDTHS)
+
+
 class Adapter:
     """Adapts the bits of one model. Everything that it decides follows from numbers reduced over the ranks."""
 
-    def __init__(self, model: nn.Module, engine: Engine, data_parallel: Sequence[Any], groups: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, hooks: SavedTensorHooks, data_parallel: Sequence[Any], groups: Sequence[Any]
+    ) -> None:
         """groups: data_parallel and those of tensor parallelism, to reduce over one after the other."""
-        self._model, self.engine, self._config = model, engine, engine.config
-        self._policy = policy_of(engine.config)
+        self._model, self._hooks, self._config = model, hooks, hooks.config
+        self.policy = hooks.policy
+        self._columns = _Columns.with_examples(self.policy.example_columns)
         self._rank = distributed.rank(*data_parallel) if data_parallel else 0
-        self._ranks = math.prod(distributed.world_size(group) for group in data_parallel)
+        ranks = math.prod(distributed.world_size(group) for group in data_parallel)
         self._groups = groups
-        self._draws = max(1, _PROBES // self._ranks)
+        self._draws = max(1, _PROBES // ranks)
         self._heaviest_bytes = 0
         self._warned = False
-        self.most_samples = sys.maxsize
+        self.most_examples = sys.maxsize
         """for which memory may be enough to measure"""
-        self.error_budget: ErrorBudget | None = None
-        """with policy acgc"""
-        if self._policy.budget is Budget.GRADIENT_ERROR:
-            self.error_budget = ErrorBudget(model, engine, groups, self._draws)
 
-    def adapt(self, sample: ProbeBatch, step: int) -> Adaptation:
+    def adapt(self, batch: ProbeBatch, step: int) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
 
-        Raises ValueError when the loss is no scalar with a graph, and on every rank when the budget cannot be reached.
+        Raises on every rank what the loss function or the model raised on any, ValueError when the loss is no scalar
+        with a graph or the budget cannot be reached.
         """
-        if self._config.policy == "actnn":
-            gradients = self.engine.packer.gradients
-            sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
-            gradients.sizes = None if sizes is None else sizes.to(gradients.device)
-        weighed = self._weigh(sample.whole) if self._policy.budget is Budget.RETAINED_BYTES else None
-        if weighed is not None and not self.engine.plan:
-            self.engine.unmeasured_bits = weighed.largest_uniform_bits(self._config)
-        costs, invalid = self._measured(sample, step)
+        self._share_example_gradients()
+        step_bytes = self._weigh(batch.whole) if self.policy.needs_step_bytes else None
+        if step_bytes is not None and not self._hooks.plan.bits:
+            self._hooks.plan = self.policy.first_plan_in(step_bytes)
+        costs, invalid = self._measured(batch, step)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
+        current = self._hooks.plan
         if not costs.names:
-            return Adaptation({}, {}, 0.0, 0.0, invalid)
+            return Adaptation({}, {}, 0.0, 0.0, invalid, default_bits=current.default)
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
-        in_force: Mapping[str, Any] = self.engine.plan
-        split = SampleCosts.build(costs) if self._config.policy == "actnn" else None
-        if split is not None:
-            costs, in_force = split.costs, split.expanded(in_force)
-        error: GradientError | None = None
-        if self.error_budget is not None:
-            within = self.error_budget.allocate(costs, sample, step)
-            if within is None:
-                return Adaptation({}, {}, 0.0, 0.0, invalid)
-            allocation, error, kept = within.allocation, within.error, within.kept
-        else:
-            costs = costs if weighed is None else policies.with_bytes(costs, weighed)
-            allocation = policies.allocate(self._config, costs)
-            settled = policies.settled(self._config, costs, in_force, allocation)
-            kept, allocation = settled is not None, settled or allocation
-        if weighed is not None:
-            # a tensor that is new after this is stored like the average one
-            widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
-            self.engine.unmeasured_bits = math.floor(np.average(widths, weights=costs.sizes))
-        plan: dict[str, Bits] = {**costs.plan(allocation)}
-        if split is not None:
-            plan = split.folded(costs.plan(allocation))
-        return Adaptation(plan, sensitivity, allocation.variance, allocation.average_bits, invalid, error, kept)
+        trial = self._trial(batch.loss_of_whole, step, self._draws + 1, batch.unit)
+        choice = self.policy.choose(costs if step_bytes is None else with_bytes(costs, step_bytes), current, trial)
+        if choice is None:
+            return Adaptation({}, {}, 0.0, 0.0, invalid, default_bits=current.default)
+        return Adaptation(
+            dict(choice.bits), sensitivity, choice.variance, choice.average_bits, invalid,
+            choice.error, choice.kept, choice.default,
+        )  # fmt: skip
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
 
         forward: runs the model as that step will; the largest uniform width at which it fits is used.
         """
-        if self._policy.budget is Budget.RETAINED_BYTES:
-            self.engine.unmeasured_bits = self._weigh(forward).largest_uniform_bits(self._config)
+        if self.policy.needs_step_bytes:
+            self._hooks.plan = self.policy.first_plan_in(self._weigh(forward))
+
+    def draw(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
+        """Look at the gradient of a step's batch. loss, unit: as loss_of_whole, unit of ProbeBatch. Collective."""
+        self.policy.add_draw(self._trial(loss, step, _DRAW_PASSES, unit))
 
     def idle(self, step: int) -> None:
         """A step without a loss function to measure with: warn once of a job that never gives one."""
-        if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self.engine.plan:
+        if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self._hooks.plan.bits:
             _log.warning(
                 "policy %s has chosen no bits in %d steps, for step() was given no loss function: every tensor has %s "
                 "bits; %s",
                 self._config.policy,
                 step,
-                self.engine.unmeasured_bits,
+                self._hooks.plan.default,
                 _HOW_TO_ADAPT,
             )
 
@@ -157,105 +175,117 @@ class Adapter:
         budget = self._config.retained_bytes
         if budget is None:
             return
-        self._heaviest_bytes = max(self._heaviest_bytes, self.engine.ledger.exact_bytes)
-        retained = sum(row.bytes for row in self.engine.ledger.rows)
+        account = self._hooks.account
+        self._heaviest_bytes = max(self._heaviest_bytes, account.exact_bytes)
+        retained = sum(row.bytes for row in account.rows)
         if retained > budget and not self._warned:
             self._warned = True
             why = (
                 "its batch is larger than the one that the bits were chosen with, or saves new tensors; the next "
                 "adaptation makes room, calibrate() does so at once"
             )
-            if not self.engine.plan:
+            if not self._hooks.plan.bits:
                 why = f"no bits have been chosen for it yet; {_HOW_TO_ADAPT}"
             _log.warning("this step keeps %d bytes, more than retained_bytes=%d: %s", retained, budget, why)
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""
-        promised = self.error_budget.state_dict() if self.error_budget is not None else None
-        gradients = self.engine.packer.gradients.state_dict()
-        return {"heaviest_bytes": self._heaviest_bytes, "error_budget": promised, "sample_gradients": gradients}
+        return {
+            "heaviest_bytes": self._heaviest_bytes,
+            "error_budget": self.policy.state_dict(),
+            "sample_gradients": self._hooks.encoder.examples.gradients.state_dict(),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what state_dict() gave, under another policy as well."""
-        self._heaviest_bytes = state.get("heaviest_bytes", 0)
-        self.engine.packer.gradients.load_state_dict(state.get("sample_gradients"))
-        promised = state.get("error_budget")
-        if self.error_budget is not None and promised is not None:
-            self.error_budget.load_state_dict(promised)
+    def parse_state(self, state: Mapping[str, Any]) -> LearntByAdapting:
+        """What load_state() takes, from what state_dict() gave, under another policy as well. Raises StateError."""
+        gradients = self._hooks.encoder.examples.gradients
+        return LearntByAdapting(
+            _fields.read(state, "heaviest_bytes", _fields.integer(0), 0),
+            _fields.read(state, "sample_gradients", gradients.parse_state, None),
+            self.policy.parse_state(state.get("error_budget")),
+        )
+
+    def load_state(self, learnt: LearntByAdapting) -> None:
+        """Go on with what parse_state() returned."""
+        self._heaviest_bytes = learnt.heaviest_bytes
+        self._hooks.encoder.examples.gradients.load_state(learnt.example_gradients)
+        self.policy.load_state(learnt.policy)
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, sample: ProbeBatch, step: int) -> tuple[Costs, dict[str, int]]:
-        """What all ranks measured, on fewer samples where the memory of one was too little, or without a second
+    def _measured(self, batch: ProbeBatch, step: int) -> tuple[Costs, dict[str, int]]:
+        """What all ranks measured, on fewer examples where the memory of one was too little, or without a second
         derivative; and how many ranks were left out of it, by name."""
-        estimator = self._policy.estimator
+        estimator = self._config.estimator
         while True:
-            measured = self._measure(sample, step, estimator)
-            costs, invalid, fits = self._reduced(measured, sample.fraction)
-            half = None if fits else sample.half()
+            measured = self._measure(batch, step, estimator)
+            costs, invalid, fits = self._reduced(measured, batch.fraction)
+            half = None if fits else batch.half()
             if half is not None:
-                sample, self.most_samples = half, half.count
-                _log.warning("memory is too little: from now on sensitivity is measured on %d samples", half.count)
+                batch, self.most_examples = half, half.count
+                _log.warning("memory is too little: from now on sensitivity is measured on %d examples", half.count)
             elif not fits and estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
                 _log.warning("memory is too little for second derivatives: sensitivity is measured by perturbation")
             else:
                 return costs, invalid
 
-    def _measure(self, sample: ProbeBatch, step: int, estimator: str) -> list[Sensitivity] | None:
+    def _measure(self, batch: ProbeBatch, step: int, estimator: str) -> list[Sensitivity] | None:
         """What this rank sees; None where memory is too little."""
-        try:
-            return measure(
-                self.engine, self._model, sample.loss, seed=self._seed(step), fraction=sample.fraction,
-                probes=self._draws, estimator=estimator,
-            )  # fmt: skip
-        except RuntimeError as error:
-            # The job itself may well go on, with the plan it has. The rank still takes part in the collectives that
-            # follow, with nothing to add, so that the others do not wait for it.
-            # Its text alone: a handler that keeps its records would keep the failed forward's frames, and so its graph.
-            _log.warning(
-                "sensitivity could not be measured on this rank, its plan comes from the other ranks: %s",
-                str(error).split("\n", 1)[0],
-            )
-            return None if isinstance(error, torch.OutOfMemoryError) else []
+        with distributed.raises_on_all(self._groups, "measuring sensitivity"):
+            try:
+                return measure(
+                    self._hooks, self._model, batch.loss, seed=self._seed(step), fraction=batch.fraction,
+                    probes=self._draws, estimator=estimator,
+                )  # fmt: skip
+            except torch.OutOfMemoryError as error:
+                # The job itself may well go on, with the plan it has. The rank still takes part in the collectives
+                # that follow, with nothing to add, so that the others do not wait for it. The error's text alone is
+                # logged: a handler that keeps its records would keep the failed forward's frames, and so its graph.
+                _log.warning("memory is too little to measure sensitivity on this rank: %s", _first_line(error))
+        return None
 
     def _seed(self, step: int) -> int:
         return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
 
     def _footprint(self, forward: Callable[[], Any]) -> Footprint:
-        """What a step of this rank keeps. See [Note: weighing] in footprint.py."""
+        """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py."""
         footprint = Footprint()
-        try:
-            for _ in range(_WEIGHINGS):
-                known = self.engine.state_dict()
-                with untouched(self._model), self.engine.rehearsal(all_bits=1) as footprint:
-                    forward()
-                if self.engine.state_dict() == known:
-                    break
-        except RuntimeError as error:
-            _log.warning(
-                "the bytes of a step could not be found on this rank, its plan comes from the other ranks: %s",
-                str(error).split("\n", 1)[0],
-            )
+        narrowest = Plan(default=1)
+        with distributed.raises_on_all(self._groups, "weighing a step"):
+            try:
+                for _ in range(_WEIGHINGS):
+                    known = self._hooks.state_dict()
+                    with untouched(self._model), self._hooks.rehearsal(narrowest) as footprint:
+                        forward()
+                    if self._hooks.state_dict() == known:
+                        break
+            except torch.OutOfMemoryError as error:
+                _log.warning("memory is too little to find the bytes of a step on this rank: %s", _first_line(error))
         return footprint
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
+
+    def _share_example_gradients(self) -> None:
+        if self.policy.example_columns:
+            gradients = self._hooks.encoder.examples.gradients
+            sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
+            gradients.sizes = None if sizes is None else sizes.to(gradients.device)
 
     def _reduced(self, measured: Sequence[Sensitivity] | None, fraction: float) -> tuple[Costs, dict[str, int], bool]:
         """The mean over ranks, of the tensors that have one; how many ranks were left out of it, by name; and whether
         the memory of all ranks was enough. measured: None if that of this one was not.
 
-        A mean loss over n of N samples has N/n times the variance of the whole batch, and n/N of its elements.
+        A mean loss over n of N examples has N/n times the variance of the whole batch, and n/N of its elements.
         """
-        columns = policies.COLUMNS if self._config.policy == "actnn" else 0
-        found = measured or []
+        columns, found = self._columns, measured or []
         labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
-        values = torch.zeros(len(labels), 10 + columns, dtype=torch.float64)
+        values = torch.zeros(len(labels), columns.width, dtype=torch.float64)
         for row, item in zip(values, found, strict=False):
-            row[0], row[1] = item.numel / fraction, item.itemsize_bits
-            row[-WIDTHS:] = item.variance * fraction
-            if columns and item.examples is not None:
-                row[2:-WIDTHS] = torch.from_numpy(item.examples)
+            row[columns.numel], row[columns.exact_bits] = item.numel / fraction, item.itemsize_bits
+            row[columns.variance] = item.variance * fraction
+            if item.examples is not None:
+                row[columns.examples] = torch.from_numpy(item.examples)
         statistics = distributed.reduce_over(labels, values, self._groups)
         fits = _OUT_OF_MEMORY not in statistics.names
         valid = (statistics.valid_ranks > 0) & torch.tensor(
@@ -263,10 +293,15 @@ class Adapter:
         )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
-        sizes, exact_bits, variance = mean[:, 0], mean[:, 1], mean[:, -WIDTHS:]
         metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
-        samples = mean[:, 2:-WIDTHS] if columns else None
-        costs = Costs(names, variance, sizes, exact_bits, metadata_bits, samples=samples)
+        costs = Costs(
+            names,
+            variance=mean[:, columns.variance],
+            sizes=mean[:, columns.numel],
+            exact_bits=mean[:, columns.exact_bits],
+            metadata_bits=metadata_bits,
+            examples=mean[:, columns.examples] if self.policy.example_columns else None,
+        )
         return costs, dict(statistics.invalid), fits
 
     def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
@@ -281,3 +316,34 @@ class Adapter:
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)
+
+    def _trial(self, forward: Callable[[], Any], step: int, passes: int, unit: float | None) -> Trial:
+        """Measures plans on a batch. forward, unit: as loss_of_whole, unit of ProbeBatch."""
+        return Trial(partial(self._moments, forward, step, passes, unit), step, relative=unit is not None)
+
+    def _moments(
+        self,
+        forward: Callable[[], Any],
+        step: int,
+        passes: int,
+        unit: float | None,
+        bits: Mapping[str, Bits] | None,
+    ) -> tuple[Moments, float]:
+        """See Trial.measure."""
+        plan = None if bits is None else self._hooks.plan.updated(bits)
+        unit = 1.0 if unit is None else unit
+        row = [math.nan] * 3
+        with distributed.raises_on_all(self._groups, "measuring the gradient's error"):
+            try:
+                moments = rounded_moments(self._hooks, self._model, forward, plan, passes=passes, draw=step)
+                noise = moments.noise / unit if math.isfinite(moments.noise) else _OVERFLOW
+                row = [noise, moments.square / unit, unit]
+            except torch.OutOfMemoryError as error:
+                _log.warning("memory is too little to measure the gradient's error: %s", _first_line(error))
+        values: Tensor = torch.tensor([row], dtype=torch.float64)
+        noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
+        return Moments(noise, square), unit
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

@@ -258,6 +258,25 @@ def from_block(block: Mapping[str, Any]) -> Config | None:
     return config if chosen.enabled else None
 
 
+def settings_of(level: str | None, config: Config | None, default_level: str) -> Config:
+    """The settings of a level or of a config, of the default level without either. Raises TypeError or ValueError."""
+    if isinstance(level, Config):
+        raise TypeError(
+            "level is a gact_dist.Config, expected a level's name; settings go in as attach(model, config=...)"
+        )
+    if level is not None and config is not None:
+        raise ValueError(
+            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) has both"
+        )
+    if config is None:
+        return Config.from_level(level if level is not None else default_level)
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"config is a {type(config).__name__}, expected a gact_dist.Config; a dict goes through Config.from_dict"
+        )
+    return config
+
+
 def _check_mapping(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a block of keys and values")

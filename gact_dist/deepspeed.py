@@ -2,9 +2,8 @@
 
     engine, optimizer, loader, scheduler = gact_dist.deepspeed.initialize(model=model, config="ds_config.json")
 
-The loop stays as it is. Sensitivities come from the engine's own forwards and backwards (see
-sensitivity/observation.py), the plan travels in the engine's checkpoints, and engine.gact is the controller (report(),
-plan, detach()).
+The loop stays as it is. Sensitivities come from the engine's own forwards and backwards (see sensitivity/probe.py), the
+plan travels in the engine's checkpoints, and engine.gact is the controller (report(), plan, detach()).
 """
 
 import base64

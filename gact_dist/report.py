@@ -1,34 +1,11 @@
 """What a step kept for backward: the memory report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from .hooks import SavedTensorRow
+from .hooks import ReportRow
 from .offload import OffloadStatistics
-from .sensitivity import GradientError
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRow:
-    """One saved tensor of the last step."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    codec: str
-    """quantised, mixed, mask, binary, narrow or exact"""
-    bits: float
-    """payload bits for an element"""
-    bytes: int
-    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
-    sensitivity: float | None
-    """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
-    host_bytes: int = 0
-    """of the bytes, those in pinned host memory"""
-    one_width_bytes: int = 0
-    """compressor error-bounded: what the tensor would take at one width with the same error (fixed-point); else 0"""
+from .policies import GradientError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +18,7 @@ class MemoryReport:
     """what was kept instead: payloads, metadata, masks, statistics and all that is stored exactly"""
     rows: tuple[ReportRow, ...]
     gradient_error: GradientError | None = None
-    """policy acgc: what was promised of the gradient and what the last adaptation measured"""
+    """policy acgc: the error bound, and what the last adaptation measured of the gradient"""
     offload: OffloadStatistics | None = None
     """copies and stalls of the last step whose backward is over; None without offload"""
 
@@ -90,27 +67,14 @@ class MemoryReport:
 
 
 def build_report(
-    rows: Sequence[SavedTensorRow],
+    rows: Sequence[ReportRow],
     exact_bytes: int,
     sensitivity: Mapping[str, float],
     gradient_error: GradientError | None = None,
     offload: OffloadStatistics | None = None,
 ) -> MemoryReport:
-    """The report on a step from what its engine noted, what was measured last and the copies of offload."""
-    full = tuple(
-        ReportRow(
-            row.name,
-            row.shape,
-            row.dtype,
-            row.codec,
-            row.bits,
-            row.bytes,
-            sensitivity.get(row.name),
-            row.host_bytes,
-            row.one_width_bytes,
-        )
-        for row in rows
-    )
+    """The report on a step from what its hooks noted, what was measured last and the copies of offload."""
+    full = tuple(replace(row, sensitivity=sensitivity.get(row.name)) for row in rows)
     return MemoryReport(exact_bytes, sum(row.bytes for row in rows), full, gradient_error, offload)
 
 

@@ -102,7 +102,8 @@ def test_exact_level_trains_bitwise_as_without(use, make):
 def test_adaptation_leaves_the_loop_bitwise_untouched(use):
     untouched = getattr(Loop(None, cnn), use)(4)
     ours = Loop({"config": ADAPTIVE}, cnn)
-    ours.controller._engine._encode = lambda tensor, *_: tensor.detach()  # measure as L2 does, store exactly
+    # measure as L2 does, store exactly
+    ours.controller._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
     ours.install()
     getattr(ours, use)(4)
     assert ours.controller.plan
@@ -188,7 +189,11 @@ def test_a_measurement_frees_its_graph(make, fails):
     controller = Controller(model, config=ADAPTIVE)
     for module in model.modules():
         module.register_forward_hook(lambda *call: outputs.append(StorageWeakRef(call[2].untyped_storage())))
-    controller.calibrate(measured, batch)
+    try:
+        controller.calibrate(measured, batch)
+    except RuntimeError as error:
+        # not pytest.raises, which would keep the frames of the error, and so the graph
+        assert str(error) == "out of memory, say" * fails  # noqa: PT017
     assert len(outputs) > 5
     assert all(storage.expired() for storage in outputs)
 
@@ -352,10 +357,10 @@ def test_a_controller_that_is_dropped_while_installed_takes_no_other_hook_off():
     packed = []
     controller = gact_dist.Controller(nn.Linear(4, 4), level="L1")
     controller.install_hook()
-    known = weakref.ref(controller)
+    known = weakref.ref(controller._iterations)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         del controller
         gc.collect()
         torch.randn(3, requires_grad=True).exp()
     assert len(packed) == 1
-    known().uninstall_hook()
+    known().close()

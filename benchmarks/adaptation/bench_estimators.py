@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks.adaptation.acgc_bounds import LayerBounds
 from examples.train.models import GraphNetwork, LanguageModel, ResNet
 from gact_dist import Config, codec
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.hooks.handles import Recorded
 from gact_dist.sensitivity.isolation import untouched
 from gact_dist.sensitivity.measuring_mode import MeasuringMode
@@ -128,10 +128,10 @@ KINDS: dict[str, Callable[[], Job]] = {
 
 def direct(job: Job, bits: int, draws: int) -> tuple[dict[str, float], dict[str, float]]:
     """({name: squared error of the gradient with that tensor alone rounded}, {name: the layer-wise bound of it})."""
-    engine = Engine(job.model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(job.model, Config(min_numel=0), 0)
     truth, bounds = {}, {}
     with untouched(job.model), LayerBounds(job.model) as layers:
-        with engine.recording(MeasuringMode()) as records:
+        with hooks.recording(MeasuringMode()) as records:
             loss = job.loss()
         exact = gradient(job.model, loss)
         compressible = [record for record in records if record.compressible]
@@ -143,7 +143,7 @@ def direct(job: Job, bits: int, draws: int) -> tuple[dict[str, float], dict[str,
                 total += float((gradient(job.model, loss) - exact).square().sum())
             record.replacement = None
             truth[record.name] = total / draws
-    engine.close()
+    hooks.close()
     return truth, bounds
 
 
@@ -162,9 +162,9 @@ def estimated(job: Job, estimator: str, bits: int, repeats: int, **options: Any)
     """{name: variance at a width}, the mean of some measurements."""
     found = []
     for repeat in range(repeats):
-        engine = Engine(job.model, Config(min_numel=0, bits=8), 0)
-        found.append(measure(engine, job.model, job.loss, seed=1000 * repeat + 1, estimator=estimator, **options))
-        engine.close()
+        hooks = SavedTensorHooks(job.model, Config(min_numel=0, bits=8), 0)
+        found.append(measure(hooks, job.model, job.loss, seed=1000 * repeat + 1, estimator=estimator, **options))
+        hooks.close()
     return {
         items[0].name: statistics.fmean(float(item.variance[bits - 1]) for item in items)
         for items in zip(*found, strict=True)

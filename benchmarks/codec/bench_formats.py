@@ -31,8 +31,7 @@ import gact_dist
 from benchmarks.codec import format_times, formats
 from benchmarks.codec.formats import Options, Saved, allocated
 from benchmarks.gradient.bench_variance import trained
-from gact_dist.hooks.encoder import Packer
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import Encoder, SavedTensorHooks
 from gact_dist.sensitivity import one_pass as sensitivity
 
 BUDGETS = (2.5, 3.0, 4.2, 8.2)
@@ -110,16 +109,16 @@ def saved_tensors(model_name: str, steps: int) -> list[Saved]:
     model, loss_fn, batch = trained(model_name, steps)
     found: list[tuple[Tensor, Tensor]] = []
 
-    def keep(tensor: Tensor, weight: Tensor | None, packer: Packer) -> Tensor:
+    def keep(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tensor:
         if weight is not None:
             values = tensor.detach().float().clone()
             found.append((values, torch.empty_like(values).copy_(weight.detach())))
         return torch.zeros(8, dtype=torch.float64)
 
-    engine = Engine(model, gact_dist.Config(bits=8), 0)
-    with mock.patch.object(sensitivity, "_rounding", keep):
-        measured = sensitivity.measure(engine, model, lambda: loss_fn(batch), seed=1, probes=2)
-    engine.close()
+    hooks = SavedTensorHooks(model, gact_dist.Config(bits=8), 0)
+    with mock.patch.object(sensitivity, "rounding_of", keep):
+        measured = sensitivity.measure(hooks, model, lambda: loss_fn(batch), seed=1, probes=2)
+    hooks.close()
     names = [each.name for each in measured if not each.by_perturbation]
     return [Saved(kind_of(name), *pair) for name, pair in zip(names, found, strict=True)]
 

@@ -15,6 +15,7 @@ from benchmarks.codec import formats
 from gact_dist.codec import mixed_widths, ops
 from gact_dist.codec import reference as ops_reference
 from gact_dist.codec.reference import from_groups, to_groups
+from gact_dist.hooks.per_example import ranked
 
 BITS = 4
 SHAPE = (2048, 1536)  # what a GELU of the text model saves
@@ -68,7 +69,7 @@ def _at_three_widths(kernels, units: Tensor, keys: Tensor) -> Tensor:
     share = len(units) // 4
     counts = (0, 0, 0, share, len(units) - 2 * share, share, 0, 0, 0)  # 3, 4 and 5 bits
     with mock.patch.object(mixed_widths, "ops", kernels):
-        buffer = mixed_widths.pack(units.view(-1), mixed_widths.ranked(keys, counts), 128, 0)
+        buffer = mixed_widths.pack(units.view(-1), ranked(keys, counts), 128, 0)
         return mixed_widths.unpack(buffer, counts, 128, units.numel(), units.dtype, 0).view(units.shape)
 
 

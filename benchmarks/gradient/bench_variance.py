@@ -21,7 +21,7 @@ import gact_dist
 from benchmarks.gradient.gradients import Point
 from examples.train.config import load_config
 from examples.train.tasks import batch_rows, build_task, select
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.policies.allocation import minimum_variance
 from gact_dist.sensitivity.one_pass import measure
 
@@ -56,9 +56,9 @@ def rows_of(name, steps, draws, probes):
     point = Point(model, loss_fn, [batch])
     size = point.second_moment
     # the exact point as nearly as widths allow: what a 4-bit allocation could reach at best is asked of linear costs
-    engine = Engine(model, gact_dist.Config(bits=8), 0)
-    found = measure(engine, model, lambda: point.loss(0), seed=1, probes=probes)
-    engine.close()
+    hooks = SavedTensorHooks(model, gact_dist.Config(bits=8), 0)
+    found = measure(hooks, model, lambda: point.loss(0), seed=1, probes=probes)
+    hooks.close()
     costs = np.array([item.variance.numpy() for item in found])
     sizes = np.array([item.numel for item in found], dtype=float)
     bound = minimum_variance(costs, sizes, average_bits=4, exact_bits=32).lower_bound / size

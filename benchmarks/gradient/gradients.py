@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import gact_dist
-from gact_dist.error_budget import ErrorBudget
-from gact_dist.hooks.engine import Engine
-from gact_dist.hooks.per_sample import SampleGradients
-from gact_dist.policies.actnn import COLUMNS, Bits, SampleCosts
-from gact_dist.policies.base import Costs, policy_of
+from gact_dist.hooks import SavedTensorHooks
+from gact_dist.hooks.per_example import ExampleGradients
+from gact_dist.policies import Bits, Plan, policy_of
+from gact_dist.policies.actnn import COLUMNS, ExampleCosts
+from gact_dist.policies.base import Costs
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
 PROBES = 1  # random directions for each batch
@@ -85,13 +85,13 @@ class Point:
         )
 
     def _adapt(self, gact: gact_dist.Controller) -> None:
-        """Twice, for the second adaptation measures where the first plan has led; between them samples for a promise,
-        as a job takes them."""
-        promise, samples = error_budget(gact), gact.config.calibration_samples
+        """Twice, for the second adaptation measures where the first plan has led; between them draws of the gradient
+        for an error bound, as a job takes them."""
+        adapter, samples = gact._schedule.adapter, gact.config.calibration_samples
         gact.calibrate(self._fixed(0), self._batches[0], samples=samples)
-        if promise is not None:
+        if adapter is not None and adapter.policy.follows_gradient:
             for number in range(len(self._batches)):
-                promise.sample(number, partial(self.loss, number))
+                adapter.draw(number, partial(self.loss, number))
         gact.calibrate(self._fixed(0), self._batches[0], samples=samples)
 
     def _distance(self, gact: gact_dist.Controller, number: int, draws: int) -> float:
@@ -105,14 +105,15 @@ class Point:
         return total / draws
 
     def _predicted(self, config: gact_dist.Config, plan: dict[str, Bits], sizes: Tensor | None) -> float:
-        engine = Engine(self._model, config, 0)
-        engine.plan, engine.packer.gradients.sizes = plan, sizes
+        hooks = SavedTensorHooks(self._model, config, 0)
+        hooks.plan = Plan(plan, hooks.plan.default)
+        hooks.encoder.examples.gradients.sizes = sizes
         total = 0.0
         for number, batch in enumerate(self._batches):
-            engine.packer.begin(self._indices[number], batch)
-            found = measure(engine, self._model, partial(self.loss, number), seed=number, probes=PROBES)
-            total += variance_of(found, {item.name: engine.bits_of(item.name) for item in found})
-        engine.close()
+            hooks.encoder.examples.begin(self._indices[number], batch)
+            found = measure(hooks, self._model, partial(self.loss, number), seed=number, probes=PROBES)
+            total += variance_of(found, {item.name: hooks.plan.bits_of(item.name) for item in found})
+        hooks.close()
         return total / len(self._batches)
 
     def loss(self, number: int) -> Tensor:
@@ -129,14 +130,9 @@ class Point:
         return loss_fn
 
 
-def error_budget(gact: gact_dist.Controller) -> ErrorBudget | None:
-    """What policy acgc promises, and the samples behind it."""
-    return None if gact._adapter is None else gact._adapter.error_budget
-
-
-def sample_gradients(gact: gact_dist.Controller) -> SampleGradients:
+def sample_gradients(gact: gact_dist.Controller) -> ExampleGradients:
     """What a controller knows of the gradients of samples."""
-    return gact._engine.packer.gradients
+    return gact._schedule.hooks.encoder.examples.gradients
 
 
 def sample_sizes(gact: gact_dist.Controller) -> Tensor | None:
@@ -149,8 +145,10 @@ def variance_of(found: Sequence[Sensitivity], plan: dict[str, Bits]) -> float:
     """What sensitivities predict of a plan; equal shares of a tensor's samples may have widths of their own in it."""
     zeros = np.zeros(len(found))
     variance = np.stack([item.variance.numpy() for item in found])
-    samples = np.stack([np.zeros(COLUMNS) if item.samples is None else item.samples for item in found])
-    split = SampleCosts.build(Costs(tuple(item.name for item in found), variance, zeros, zeros, zeros, samples=samples))
+    samples = np.stack([np.zeros(COLUMNS) if item.examples is None else item.examples for item in found])
+    split = ExampleCosts.build(
+        Costs(tuple(item.name for item in found), variance, zeros, zeros, zeros, examples=samples)
+    )
     widths = split.expanded(plan)
     rows = zip(split.costs.names, split.costs.variance, strict=True)
     return sum(float(curve[widths[name] - 1]) for name, curve in rows if widths[name] is not None)

@@ -5,7 +5,7 @@ Knows nothing of autograd, plans or jobs. docs/codec.md describes the stored byt
 
 from .error_bounded import pack_error_bounded
 from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MAX_BITS
-from .mixed_widths import UnitWidths, columns_within, ranked, squared_ranges
+from .mixed_widths import UnitWidths, columns_within
 from .ops import rounding_variance
 from .packed import (
     Packed,
@@ -30,6 +30,6 @@ from .packed import (
 __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "Packed", "Scheme", "UnitWidths", "borrow", "columns_of",
     "columns_within", "exact", "from_tensors", "metadata_bits", "pack", "pack_binary", "pack_error_bounded",
-    "pack_mask", "pack_narrow", "ranked", "rounding_variance", "squared_ranges", "stored_bytes", "stored_values",
+    "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values",
     "to_tensors", "unpack", "with_payload", "without_payload",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ keep the one width that allows the same variance. Ranking groups into shares tha
 would not wait either, but would keep to no bound.
 """
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -21,17 +22,27 @@ from .mixed_widths import COUNTS, UnitWidths
 from .packed import Packed, columns_of, in_parts, pack, stored_values
 from .reference import to_groups
 
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
 # Steps to try, as multiples of the root mean square of the steps at one width, largest first.
 _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))
 
 
-def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed | None:
+def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
     """Store ``tensor`` with widths for its groups that keep to one error bound, at most the variance of ``bits`` bits.
 
-    None where one width takes no more bytes, where the tensor's memory is not whole groups, and on an accelerator; use
-    ``pack`` there, which has the same arguments and raises the same errors.
+    As ``pack`` does, which has the same arguments and raises the same errors, where one width takes no more bytes,
+    where the tensor's memory is not whole groups, and on an accelerator, with a warning once.
     """
-    if tensor.device.type != "cpu" or not in_parts(tensor):
+    if tensor.device.type != "cpu":
+        _warn_of_one_width(tensor.device)
+        return pack(tensor, bits, seed, group_size)
+    return _in_groups(tensor, bits, seed, group_size) or pack(tensor, bits, seed, group_size)
+
+
+def _in_groups(tensor: Tensor, bits: int, seed: int, group_size: int) -> Packed | None:
+    """With widths for its groups; None where one width takes no more bytes."""
+    if not in_parts(tensor):
         return None
     values = stored_values(tensor)
     size = unit_size(values.numel(), group_size)
@@ -41,6 +52,16 @@ def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int
     packed = pack(tensor, found[0], seed, size)
     one_width_bytes = sections(values.numel(), bits, group_size, columns_of(tensor, group_size)).total_bytes
     return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
+
+
+def _warn_of_one_width(device: torch.device) -> None:
+    if device.type not in _warned:
+        _warned.add(device.type)
+        _log.warning(
+            "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as with "
+            "'fixed-point', for the size of a payload would have to wait for the device",
+            device,
+        )
 
 
 def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -> tuple[UnitWidths, float] | None:

@@ -151,31 +151,3 @@ def unpack(
             decoded = ops.unpack(segment.of(buffer), *form, segment.columns)
             rows.index_copy_(0, order[segment.units], decoded.view(-1, rows.shape[1]))
     return out
-
-
-def ranked(keys: Tensor, counts: tuple[int, ...]) -> UnitWidths:
-    """As many units of each width as ``counts`` says, the widest for the units with the largest keys.
-
-    keys: float [units] on any device; nothing waits for it. Among equal keys the first unit comes first.
-    """
-    by_rank = torch.empty(len(keys), dtype=torch.uint8, device=keys.device)
-    last = len(keys)
-    for width, count in enumerate(counts):
-        by_rank[last - count : last] = width
-        last -= count
-    order = torch.argsort(keys, descending=True, stable=True)
-    return UnitWidths(torch.empty_like(by_rank).index_copy_(0, order, by_rank), counts)
-
-
-def squared_ranges(values: Tensor, units: int, group_size: int) -> Tensor:
-    """float32 [units]: the sum over the groups of a unit of (max - min)^2, to which its rounding variance is about
-    proportional at any width (ActNN, Chen et al., ICML 2021, section 4.1).
-
-    values: flat [N]. Elements beyond the last full group of a unit are left out.
-    """
-    rows = values.view(units, -1)
-    size = min(group_size, rows.shape[1])
-    groups = rows.shape[1] // size
-    grouped = rows[:, : groups * size].unflatten(1, (groups, size))
-    # two reductions: together (aminmax) they take twenty times as long on a CPU
-    return (grouped.amax(2).float() - grouped.amin(2).float()).square().sum(1)

@@ -4,14 +4,14 @@ from .collectives import (
     PlanMismatchError,
     all_ranks,
     check_agreement,
-    data_parallel_group,
+    data_parallel_groups,
     max_over_groups,
     mean_of_positive,
+    raises_on_all,
     rank,
     reduce_over,
     world_size,
 )
-from .framework import replaced
 from .pipeline import learning_shapes
 from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
 from .wrappers import (
@@ -30,7 +30,8 @@ from .wrappers import (
 
 __all__ = [
     "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
-    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_group", "distributed_again", "forwarding_nodes",
+    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups", "distributed_again", "forwarding_nodes",
     "learning_shapes", "local_part", "max_over_groups", "mean_of_positive", "operator_aliases", "own_part",
-    "plumbing", "rank", "reduce_over", "replaced", "sharding", "tensor_parallel_groups", "unwrap", "user_path", "world_size",
+    "plumbing", "raises_on_all", "rank", "reduce_over", "sharding", "tensor_parallel_groups", "unwrap",
+    "user_path", "world_size",
 ]  # fmt: skip

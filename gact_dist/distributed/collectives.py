@@ -1,14 +1,15 @@
 """What ranks tell each other: the mean of their statistics, that they hold the same plan, and that one has failed.
 
-The only file of the package that calls collectives. An adaptation takes two for the statistics and one for the plan.
-A budget in bytes or the gradients of samples take two more; a tolerated error takes two for each plan that is tried
-and two for each sample of its error. No other step has any. Without torch.distributed, or in a group of one rank, the
-results are the same without a collective.
+The only file of the package that calls collectives. An adaptation takes one to learn that no rank failed, two for the
+statistics and one for the plan. A budget in bytes takes three more, the gradients of examples two; an error bound takes
+three for each plan that is tried and three for each draw of the gradient. No other step has any. Without
+torch.distributed, or in a group of one rank, the results are the same without a collective.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -62,6 +63,18 @@ def data_parallel_group(process_group: ProcessGroup | DeviceMesh | None) -> Proc
             'all of them are data-parallel (HSDP), mesh._flatten("dp"), or leave it out if they are all ranks'
         )
     return process_group.get_group()
+
+
+def data_parallel_groups(process_group: Any, tensor_parallel: list[Any]) -> list[Any]:
+    """The data-parallel group in a list, which is empty where every rank belongs to one tensor-parallel group."""
+    if process_group is None and tensor_parallel:
+        if math.prod(world_size(group) for group in tensor_parallel) == world_size():
+            return []
+        raise ValueError(
+            "the model's parameters are split over a tensor-parallel mesh and process_group was not given, expected "
+            'the data-parallel part of that mesh: attach(model, process_group=mesh["dp"]), with the name you gave it'
+        )
+    return [data_parallel_group(process_group)]
 
 
 def rank(group: ProcessGroup | None = None) -> int:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from .framework import Framework, replaced
+from .._patches import replaced
+from .framework import Framework
 
 
 class Ddp(Framework):

@@ -4,8 +4,8 @@ A framework that is optional or slow to import is never imported for this: what 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +79,6 @@ class OptionalClass:
     def made(self, candidate: object) -> bool:
         """Whether an object is an instance."""
         return self.loaded() and isinstance(candidate, self.get())
-
-
-@contextmanager
-def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """An attribute of a class replaced; a class, because the model attached to may lie inside a wrapper."""
-    own = name in vars(owner)
-    original = vars(owner).get(name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from .framework import Framework, OptionalClass, cast_floating, replaced
+from .._patches import replaced
+from .framework import Framework, OptionalClass, cast_floating
 
 _WRAPPER = OptionalClass("torch.distributed.fsdp", "FullyShardedDataParallel")
 

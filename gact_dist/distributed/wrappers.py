@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch_internals import ORIGINAL_MODULE
 from .ddp import Ddp
 from .framework import Framework, cast_floating
 from .fsdp1 import Fsdp1
@@ -26,7 +27,7 @@ class _TorchWrappers(Framework):
     """Wrappers of torch that have nothing to do with ranks: checkpoint_wrapper and torch.compile."""
 
     name = "torch"
-    path_parts = ("_checkpoint_wrapped_module", "_orig_mod")
+    path_parts = ("_checkpoint_wrapped_module", ORIGINAL_MODULE)
 
 
 _FRAMEWORKS: tuple[Framework, ...] = (Ddp(), Fsdp1(), Fsdp2(), Zero(), TensorParallel(), _TorchWrappers())

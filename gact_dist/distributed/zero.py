@@ -1,9 +1,8 @@
 """DeepSpeed: its engine, ZeRO-3's partitioned parameters, and its checkpoint()."""
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from os import sep
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .framework import Framework, OptionalClass, replaced
+from .._patches import SharedPatch, replaced
+from .._torch_internals import innermost_hooks
+from .framework import Framework, OptionalClass
 
 _ENGINE = OptionalClass("deepspeed", "DeepSpeedEngine")
 _CHECKPOINT = OptionalClass("deepspeed.runtime.activation_checkpointing.checkpointing", "CheckpointFunction")
@@ -50,17 +51,9 @@ class Zero(Framework):
 
         return replaced(_CHECKPOINT.get(), "apply", staticmethod(apply)) if _CHECKPOINT.loaded() else nullcontext()
 
-    @contextmanager
-    def offering_inputs(self, pack: Callable[[Tensor], Any]) -> Iterator[None]:
-        """DeepSpeed's checkpoint keeps block inputs past all hooks: see _Offer."""
-        if not _CHECKPOINT.loaded():
-            yield
-            return
-        _offer.open(pack)
-        try:
-            yield
-        finally:
-            _offer.close(pack)
+    def offering_inputs(self, pack: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
+        """DeepSpeed's checkpoint keeps block inputs past all hooks: see _offering."""
+        return _OFFER.listening(_CHECKPOINT.get(), pack) if _CHECKPOINT.loaded() else nullcontext()
 
 
 def _partitioned(model: nn.Module) -> list[nn.Parameter]:
@@ -75,44 +68,21 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
 
 
-class _Offer:
-    """The pack hooks, of all threads, that take the inputs of DeepSpeed's checkpoints; replaces forward while any do.
+def _offering(forward: Callable[..., Any], packs: list[Any]) -> Any:
+    """The forward of DeepSpeed's checkpoint, which hands block inputs to the innermost hooks if packs has them."""
 
-    Counted rather than nested: contexts of two threads may end in any order.
-    """
+    @wraps(forward)
+    def keeping(ctx: Any, *args: Any) -> Any:
+        outputs = forward(ctx, *args)
+        innermost = innermost_hooks()
+        if innermost is not None and innermost[0] in packs and not _stores_inputs_itself():
+            ctx.deepspeed_saved_tensors = _BlockInputs.packed(ctx.deepspeed_saved_tensors, innermost[0])
+        return outputs
 
-    def __init__(self) -> None:
-        self._packs: list[Callable[[Tensor], Any]] = []
-        self._lock = threading.Lock()
-        self._original: Any = None
-
-    def open(self, pack: Callable[[Tensor], Any]) -> None:
-        function = _CHECKPOINT.get()
-        with self._lock:
-            if not self._packs:
-                self._original = vars(function)["forward"]
-                function.forward = staticmethod(self._offering(function.forward))
-            self._packs.append(pack)
-
-    def close(self, pack: Callable[[Tensor], Any]) -> None:
-        with self._lock:
-            self._packs.remove(pack)
-            if not self._packs:
-                _CHECKPOINT.get().forward = self._original
-
-    def _offering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def keeping(ctx: Any, *args: Any) -> Any:
-            outputs = forward(ctx, *args)
-            innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            if innermost is not None and innermost[0] in self._packs and not _stores_inputs_itself():
-                ctx.deepspeed_saved_tensors = _BlockInputs.packed(ctx.deepspeed_saved_tensors, innermost[0])
-            return outputs
-
-        return keeping
+    return staticmethod(keeping)
 
 
-_offer = _Offer()
+_OFFER = SharedPatch("forward", _offering)
 
 
 def _stores_inputs_itself() -> bool:

@@ -1,70 +1,103 @@
-"""What a step keeps of each saved tensor, and what the untouched job would keep."""
+"""What a step keeps of each saved tensor, and what the untouched job would keep.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+[Note: weighing] How much a step keeps follows from its shapes, from views that share memory, and from what is a mask, a
+statistic or noise; no formula over the tensors of a part of the batch gives it. So the whole batch's forward is run
+once with every compressible tensor at one bit, through the same hooks as a step, and what they keep is noted. That
+takes no more memory than the narrowest plan.
+"""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-from .. import codec
-from .aliases import Memory
-from .footprint import Footprint
-from .handles import SavedTensorRow
+from ..codec import MAX_BITS, Packed, Scheme
+from .aliases import StorageRecord
 
 
-class Ledger:
-    """The account of one step of one rank."""
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One saved tensor of the last step."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: str
+    """quantised, mixed, mask, binary, narrow or exact"""
+    bits: float
+    """payload bits for an element"""
+    bytes: int
+    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
+    sensitivity: float | None = None
+    """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
+    host_bytes: int = 0
+    """of the bytes, those in pinned host memory"""
+    one_width_bytes: int = 0
+    """compressor error-bounded: what the tensor would take at one width with the same error (fixed-point); else 0"""
+
+
+class Footprint:
+    """Bytes that one step of this rank keeps, for every width of every tensor. See [Note: weighing]."""
 
     def __init__(self) -> None:
-        self.rows: list[SavedTensorRow] = []
+        self.tensors: dict[str, Tensor] = {}
+        """float64 [9] for each compressible tensor: bytes at 1 to 8 bits, and at most this many when stored exactly"""
+        self.other_bytes = 0
+        """masks, statistics, small tensors and all else that has no choice"""
         self.exact_bytes = 0
         """what the untouched job would keep"""
-        self._footprint: Footprint | None = None
+
+    def add(self, name: str, tensor: Tensor, payload: Tensor | Packed, retained_bytes: int) -> None:
+        """Note what was kept of one saved tensor."""
+        if isinstance(payload, Tensor) or payload.scheme is not Scheme.QUANTISED:
+            self.other_bytes += retained_bytes
+            return
+        widths = [payload.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
+        # stored exactly it may keep all of its storage alive
+        exact = tensor.untyped_storage().nbytes() if tensor.grad_fn is not None else tensor.nbytes
+        row = torch.tensor([*widths, exact], dtype=torch.float64)
+        self.tensors[name] = self.tensors[name] + row if name in self.tensors else row
+
+
+class Account:
+    """The account of one step of one rank. footprint: to be told of all that is kept as well."""
+
+    def __init__(self, footprint: Footprint | None = None) -> None:
+        self.rows: list[ReportRow] = []
+        self.exact_bytes = 0
+        """what the untouched job would keep"""
+        self._footprint = footprint
 
     def begin(self) -> None:
         """Start empty."""
         self.rows = []
         self.exact_bytes = 0
 
-    @contextmanager
-    def set_aside(self, footprint: Footprint | None = None) -> Iterator[None]:
-        """Account for something that is no step of the job: the last step's account is there again afterwards.
-
-        footprint: to be told of all that is kept meanwhile.
-        """
-        report = self.rows, self.exact_bytes
-        self._footprint = footprint
-        try:
-            yield
-        finally:
-            self._footprint = None
-            self.rows, self.exact_bytes = report
-
     def add(
-        self, tensor: Tensor, name: str, memory: Memory, payload: Tensor | codec.Packed, host_bytes: int = 0
+        self, tensor: Tensor, name: str, record: StorageRecord, payload: Tensor | Packed, host_bytes: int = 0
     ) -> None:
         """Note what is kept of a saved tensor; an alias of it, or a codec's payload. host_bytes: of it, on the host."""
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()
         own = tensor.numel() * tensor.element_size()
-        seen = whole if tensor.grad_fn is not None else min(whole, memory.seen_bytes + own)
-        new_bytes = max(0, seen - memory.seen_bytes)
-        memory.seen_bytes += new_bytes
+        seen = whole if tensor.grad_fn is not None else min(whole, record.seen_bytes + own)
+        new_bytes = max(0, seen - record.seen_bytes)
+        record.seen_bytes += new_bytes
         self.exact_bytes += new_bytes
-        bits = 8.0 * tensor.element_size()
+        kind, bits, one_width = "exact", 8.0 * tensor.element_size(), 0
         if isinstance(payload, Tensor) and host_bytes:
-            kind, retained = "exact", host_bytes
+            retained = host_bytes
         elif isinstance(payload, Tensor):
-            kind = "exact"
             if tensor.grad_fn is not None:
-                retained = 0 if memory.aliased else memory.seen_bytes
+                retained = 0 if record.aliased else record.seen_bytes
             else:  # what was seen before may have been encoded
-                retained = new_bytes if memory.aliased else min(whole, own)
-            memory.aliased = True
+                retained = new_bytes if record.aliased else min(whole, own)
+            record.aliased = True
         else:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
-        one_width = 0 if isinstance(payload, Tensor) else payload.one_width_bytes
+            one_width = payload.one_width_bytes
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        self.rows.append(SavedTensorRow(name, shape, dtype, kind, bits, retained, host_bytes, one_width))
+        self.rows.append(ReportRow(name, shape, dtype, kind, bits, retained, None, host_bytes, one_width))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)

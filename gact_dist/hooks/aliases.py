@@ -5,23 +5,22 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from .handles import View
+from .._torch_internals import storage_id, storage_reference
 
 # A small view of a quantised tensor is stored by itself: decoding all of the larger one for it would cost more.
 _VIEW_FRACTION = 4
 
 
-class Memory:
+class StorageRecord:
     """What a step knows of one storage."""
 
     __slots__ = (
         "aliased", "bypassing", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak",
     )  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.weak = StorageWeakRef(storage)  # pins the address, not the memory: no other storage can take it
+    def __init__(self, tensor: Tensor) -> None:
+        self.weak = storage_reference(tensor)  # no other storage can take its place
         self.stored: list[tuple[int, torch.dtype, int, int, ref]] = []
         self.relu_versions: set[int] = set()
         self.partial_numel = 0
@@ -31,40 +30,69 @@ class Memory:
         self.bypassing: set[tuple[int, int]] = set()  # (offset, span) of what checkpoints keep past all hooks
 
 
-def find(tensor: Tensor, memory: Memory) -> View | None:
-    """A handle on memory that this step has stored already and that holds this tensor too."""
+class StorageRecords:
+    """The records of one step, by storage."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, StorageRecord] = {}
+
+    def of(self, tensor: Tensor) -> StorageRecord:
+        """The record of a tensor's storage, a new one where the step meets it for the first time."""
+        key = storage_id(tensor)
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = StorageRecord(tensor)
+        return record
+
+    def clear(self) -> None:
+        """At the end of a step."""
+        self._records.clear()
+
+
+def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int] | None:
+    """(handle, the tensor's offset in its elements) of memory that is stored already and holds this tensor too."""
     version, start = tensor._version, int(tensor.storage_offset())
     stop = start + span(tensor)
-    for known_version, dtype, first, last, weak in memory.stored:
+    for known_version, dtype, first, last, weak in record.stored:
         if known_version != version or dtype != tensor.dtype or start < first or stop > last:
             continue
         stored = weak()
         if stored is not None and tensor.numel() * _VIEW_FRACTION >= last - first:
-            return View(stored, tensor, start - first)
+            return stored, start - first
     return None
 
 
-def remember(tensor: Tensor, memory: Memory, stored: Any) -> None:
+def note_stored(tensor: Tensor, record: StorageRecord, handle: Any) -> None:
+    """A tensor's memory is stored now. The handle is held weakly."""
     length = span(tensor)
     if length <= tensor.numel():
         start = int(tensor.storage_offset())
-        memory.stored.append((tensor._version, tensor.dtype, start, start + length, ref(stored)))
+        record.stored.append((tensor._version, tensor.dtype, start, start + length, ref(handle)))
 
 
 def span(tensor: Tensor) -> int:
     """Elements of storage between a tensor's first and last element, both included."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def is_own_relu_save(tensor: Tensor, memory: Memory) -> bool:
-    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
+class SharedBases:
+    """Which views are stored as their base, because the views of it that are saved would take more than it does."""
 
-    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
-    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
-    """
-    node: Any = tensor.grad_fn
-    if node is None or node.name() != "ReluBackward0" or tensor._version in memory.relu_versions:
-        return False
-    return node._saved_result is None
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """of the first view of each such base, learnt in an earlier step"""
+
+    def what_to_store(self, tensor: Tensor, name: str, record: StorageRecord) -> Tensor:
+        """The tensor itself, or its base."""
+        base = tensor._base if tensor._is_view() else None
+        if base is None or base.dtype != tensor.dtype or span(base) != base.numel():
+            return tensor
+        if tensor.numel() >= base.numel():
+            return tensor
+        record.partial_numel += tensor.numel()
+        record.first_partial = record.first_partial or name
+        if record.partial_numel > base.numel():
+            self.names.add(record.first_partial)  # from the next step on, it stores the base at once
+        return base if name in self.names else tensor

@@ -7,13 +7,11 @@ freed at once, would be packed for nothing. So hooks that are opened inside a ch
 nothing is packed while a backward runs.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.autograd.function as autograd_function
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
@@ -21,25 +19,19 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import distributed
-from .._paths import PACKAGE_ROOT
+from .._torch_internals import KeepingMode, in_backward, innermost_hooks
 
 _FILES = (torch_checkpoint.__file__, *distributed.checkpoint_files())
-_PACKAGES = (os.path.dirname(torch.__file__) + os.sep, PACKAGE_ROOT)
-_SAVERS = {
+SAVERS = {
     torch_checkpoint.__file__,
     autograd_function.__file__,
     *distributed.checkpoint_savers(),
 }
 
 
-def in_backward() -> bool:
-    """Whether a backward pass is running in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def inside_checkpoint() -> bool:
     """Whether the function of a non-reentrant checkpoint is running: its hooks are the innermost then."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = innermost_hooks()
     return top is not None and getattr(top[0], "__module__", "") == torch_checkpoint.__name__
 
 
@@ -57,31 +49,13 @@ def refuse_inside_checkpoint() -> None:
         )
 
 
-def saving_checkpoint(frame: FrameType) -> FrameType | None:
-    """The call of checkpoint() whose block's input is being saved; None where something else saves.
-
-    frame: of the caller of a pack hook.
-    """
-    caller: FrameType | None = frame
-    if frame.f_code.co_filename not in _SAVERS:
-        return None
-    while caller is not None:
-        if _is_checkpoint_call(caller):
-            return caller
-        path = caller.f_code.co_filename
-        if not path.startswith(_PACKAGES) and not path.endswith(_FILES):
-            return None
-        caller = caller.f_back
-    return None
-
-
-def running_checkpoints() -> list[int]:
-    """The id of the frame of every checkpoint() call that is running, innermost first."""
+def running_checkpoints() -> list[FrameType]:
+    """The frame of every checkpoint() call that is running, innermost first."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_checkpoint_call(frame):
-            found.append(id(frame))
+        if is_checkpoint_call(frame):
+            found.append(frame)
         frame = frame.f_back
     return found
 
@@ -89,12 +63,13 @@ def running_checkpoints() -> list[int]:
 def checkpoint_call(frame: FrameType) -> FrameType | None:
     """The call of checkpoint() that a frame belongs to."""
     caller: FrameType | None = frame
-    while caller is not None and not _is_checkpoint_call(caller):
+    while caller is not None and not is_checkpoint_call(caller):
         caller = caller.f_back
     return caller
 
 
-def _is_checkpoint_call(frame: FrameType) -> bool:
+def is_checkpoint_call(frame: FrameType) -> bool:
+    """Whether a frame is that of a call of checkpoint()."""
     return frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename.endswith(_FILES)
 
 
@@ -127,9 +102,9 @@ def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> No
     That bypasses every hook: it stays exact, in a cache of the checkpoint. frame: of the caller of a pack hook.
     """
     caller: FrameType | None = frame
-    while caller is not None and not _is_checkpoint_call(caller):
+    while caller is not None and not is_checkpoint_call(caller):
         mode = caller.f_locals.get("forward_context") if caller.f_code.co_filename == _FILES[0] else None
-        if isinstance(mode, torch_checkpoint._CachingTorchDispatchMode):
+        if isinstance(mode, KeepingMode):
             if not isinstance(mode.policy_fn, _WatchedPolicy):
                 mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
             return

@@ -9,73 +9,59 @@ positional tensor at all, so it is met where it saves its inputs; a reentrant on
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial, wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
-import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from .._patches import SharedPatch
+from .._torch_internals import CheckpointFrame, in_backward, untraced
 from ..distributed import local_part
-from .accounting import Ledger
-from .aliases import Memory, span
-from .checkpoint import checkpoint_call, in_backward, inside_checkpoint, watch_selective
-from .naming import Namer
-from .parameters import ParameterIdentity
+from .aliases import span
+from .checkpoint import checkpoint_call, inside_checkpoint, watch_selective
+from .parameters import ParameterRecognition
 
 
-class _Listeners(threading.local):
-    def __init__(self) -> None:
-        self.notes: list[Callable[[FrameType], None]] = []
+def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType], None]]]) -> Any:
+    """A checkpoint's save_inputs, which tells the innermost listener of its thread."""
 
-
-_listeners = _Listeners()
-
-
-@contextmanager
-def told_of_checkpoints(note: Callable[[FrameType], None]) -> Iterator[None]:
-    """Have note(frame) called for every non-reentrant checkpoint that opens in this thread and is not inside another.
-
-    frame: of the code that saves the checkpoint's inputs; its block has yet to run. The innermost context is told.
-    """
-    _tell()
-    _listeners.notes.append(note)
-    try:
-        yield
-    finally:
-        _listeners.notes.remove(note)
-
-
-@cache
-def _tell() -> None:
-    """Let checkpoints tell: once, for the rest of the process, and without effect while nobody listens.
-
-    A torch whose checkpoints have no such method has them met by their positional tensors alone.
-    """
-    save_inputs = getattr(torch_checkpoint._CheckpointFrame, "save_inputs", None)
-    if save_inputs is None:
-        return
-
-    @torch._disable_dynamo
+    @untraced
     @wraps(save_inputs)
     def saving(self: Any, *args: Any) -> None:
         save_inputs(self, *args)
-        if _listeners.notes and not in_backward() and not inside_checkpoint():
-            _listeners.notes[-1](sys._getframe(1))
+        thread = threading.get_ident()
+        note = next((note for owner, note in reversed(listeners) if owner == thread), None)
+        if note is not None and not in_backward() and not inside_checkpoint():
+            note(sys._getframe(1))
 
-    torch_checkpoint._CheckpointFrame.save_inputs = saving  # type: ignore[method-assign]
+    return saving
+
+
+_SAVE_INPUTS = "save_inputs"
+_TELL = SharedPatch(_SAVE_INPUTS, _telling)
+
+
+def told_of_checkpoints(note: Callable[[FrameType], None]) -> AbstractContextManager[None]:
+    """Have note(frame) called for every non-reentrant checkpoint that opens in this thread and is not inside another.
+
+    frame: of the code that saves the checkpoint's inputs; its block has yet to run. The innermost context is told. A
+    torch whose checkpoints have no such method has them met by their positional tensors alone.
+    """
+    if not hasattr(CheckpointFrame, _SAVE_INPUTS):
+        return nullcontext()
+    return _TELL.listening(CheckpointFrame, (threading.get_ident(), note))
 
 
 class Bypassing:
     """Rows of the report for what checkpoints keep exactly, out of reach of hooks."""
 
-    def __init__(
-        self, parameters: ParameterIdentity, namer: Namer, ledger: Ledger, memory_of: Callable[[Tensor], Memory]
-    ) -> None:
-        self._parameters, self._namer, self._ledger, self._memory_of = parameters, namer, ledger, memory_of
+    def __init__(self, parameters: ParameterRecognition, note: Callable[[Tensor, str, tuple[int, int]], None]) -> None:
+        """note: is given a tensor, the operator to name it after, and the part of its storage: (offset, span)."""
+        self._parameters, self._note = parameters, note
 
     def note(self, frame: FrameType) -> None:
         """Add what a checkpoint holds, and what its policy will keep. frame: as told_of_checkpoints gives it."""
@@ -93,10 +79,7 @@ class Bypassing:
         local = tensor if type(tensor) is Tensor else local_part(tensor)
         if local is None or self._parameters.is_parameter(tensor, None):
             return
-        memory, part = self._memory_of(local), (int(local.storage_offset()), span(local))
-        if part not in memory.bypassing:
-            memory.bypassing.add(part)
-            self._ledger.add(local, self._namer.bypassing(operator), memory, local)
+        self._note(local, operator, (int(local.storage_offset()), span(local)))
 
 
 def held_tensors(call: FrameType) -> Iterator[tuple[str, Tensor]]:

@@ -11,30 +11,30 @@ from collections import defaultdict
 from collections.abc import Iterator
 from types import FrameType
 
-import torch
 import torch.autograd.function as autograd_function
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from .._torch_internals import COMPILED_RUNTIME, COMPILER, ORIGINAL_MODULE, is_compiled, storage_id
 from ..distributed import own_part
 from .roles import Role
 
-_RUNTIME = os.path.join(os.path.dirname(torch.__file__), "_functorch", "_aot_autograd")
-_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo")
 _INLINED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inlined.py")
 _MODULE = nn.modules.module.__file__
 # Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
 _SHORTEST_ROW = 8
+BETWEEN_HOOK_AND_REGION = (COMPILER, _INLINED)
+"""where the functions stand by which the compiler keeps off a hook"""
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Whether the model or one of its modules was given to torch.compile, or its compile() was called."""
-    return any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules())
+    return any(is_compiled(module) for module in model.modules())
 
 
 def behind_compiler(frame: FrameType) -> FrameType:
     """The frame that called a hook, behind those by which the compiler keeps off it."""
-    while frame.f_code.co_filename.startswith((_DYNAMO, _INLINED)) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(BETWEEN_HOOK_AND_REGION) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -47,7 +47,7 @@ def compiled_region(frame: FrameType) -> nn.Module | None:
     caller = frame.f_back
     if frame.f_code.co_filename != autograd_function.__file__ or caller is None:
         return None
-    if not caller.f_code.co_filename.startswith(_RUNTIME):
+    if not caller.f_code.co_filename.startswith(COMPILED_RUNTIME):
         return None
     return running_region(caller)
 
@@ -58,7 +58,7 @@ def running_region(frame: FrameType | None) -> nn.Module | None:
         if frame.f_code.co_filename == _MODULE and frame.f_code.co_name == "_wrapped_call_impl":
             module = frame.f_locals["self"]
             if not isinstance(module, GraphModule):  # one that the compiler made
-                return module._modules.get("_orig_mod", module)
+                return module._modules.get(ORIGINAL_MODULE, module)
         frame = frame.f_back
     return None
 
@@ -99,8 +99,8 @@ class RegionParameters:
         """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
         if region is not self._region:
             self._region = region
-            self._storages = {part.untyped_storage()._cdata for part in _parameter_parts(region)}
-        return tensor.untyped_storage()._cdata in self._storages
+            self._storages = {storage_id(part) for part in _parameter_parts(region)}
+        return storage_id(tensor) in self._storages
 
     def forget(self) -> None:
         """At the end of a step: in the next one they may lie elsewhere."""

@@ -1,134 +1,88 @@
-"""Packing saved tensors as a plan says: at one width, their samples at widths of their own, or within a bound.
+"""What is kept of a saved tensor: which codec it gets, at which bits, with which random numbers."""
 
-See [Note: widths by rank] in per_sample.py, and error_bounded.py.
-"""
-
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import hashlib
 
 import torch
 from torch import Tensor, nn
 
 from .. import codec
 from ..config import Config
-from ..distributed import unwrap
-from ..policies import Bits, counts_of, one_width
-from .batches import batch_size
-from .per_sample import SampleGradients, numbers_of
-
-_log = logging.getLogger(__name__)
+from ..policies import Bits, Plan, Policy, one_width
+from .per_example import Examples
+from .roles import Role
 
 
-def made_of_samples(tensor: Tensor, samples: int | None) -> bool:
-    """Whether a tensor's memory is `samples` equal parts, one for each sample of the batch.
+class Encoder:
+    """Encodes the saved tensors of one model."""
 
-    So it is where the first dimension is the batch, flattened with the next one ([samples * length, channels]) or not,
-    and has the widest stride. Dimensions of one are passed over.
-    """
-    dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    if samples is None or samples < 2 or not dimensions or tensor.numel() == 0 or tensor.is_conj():
-        return False
-    (stride, rows), inner = dimensions[0], dimensions[1:]
-    if rows != samples and (len(inner) != 1 or rows % samples):
-        return False
-    span = 1  # elements between the first and the last of one row
-    for inner_stride, size in sorted(inner):
-        if inner_stride < span:
-            return False
-        span += inner_stride * (size - 1)
-    return stride >= span
-
-
-class Packer:
-    """Packs the saved tensors of one model; it learns the size of the batch from the inputs of each forward."""
-
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    def __init__(self, model: nn.Module, config: Config, policy: Policy, rank: int) -> None:
         self.group_size = config.group_size
-        self._error_bounded = config.compressor == "error-bounded"
-        self._warned = False
-        self._per_sample = config.policy == "actnn"
-        self.samples: int | None = None
-        """of the forward that runs or ran last; None where its inputs share no first dimension"""
-        self.gradients = SampleGradients(model)
-        self._gradient_sizes: Tensor | None = None
-        self._handle = None
-        if self._per_sample:
-            self._handle = unwrap(model).register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
+        self.examples = Examples(model, config.group_size, ranked=policy.example_columns > 0)
+        self.keys = RoundingKeys(config.seed, rank)
+        self._min_numel = max(config.min_numel, 1)
+        self._rounds = policy.rounds
+        self._pack = codec.pack_error_bounded if config.compressor == "error-bounded" else codec.pack
 
-    def _note(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self.samples = batch_size((args, kwargs))
+    def rounds(self, tensor: Tensor) -> bool:
+        """Whether a tensor may be rounded, as far as its type and size tell."""
+        if not self._rounds or tensor.numel() < self._min_numel:
+            return False
+        return tensor.is_floating_point() or tensor.is_complex()
 
-    def begin(self, sample_index: Tensor | Sequence[int] | None, batch: Any) -> AbstractContextManager[None]:
-        """Start a step: what is known of its samples, if it says which they are. Within the context more is learnt, and
-        after it the numbers are forgotten.
+    def encode(self, tensor: Tensor, name: str, role: Role | None, plan: Plan) -> Tensor | codec.Packed:
+        """What to keep of a tensor that is neither a parameter nor an alias. This is where its codec is chosen.
 
-        Raises ValueError or TypeError for numbers that are none of the batch's.
+        role: of a floating tensor that is large enough to be rounded, or Role.SIGN; else None.
         """
-        self._gradient_sizes = None
-        if not self._per_sample or sample_index is None:
-            return nullcontext()
-        index = numbers_of(sample_index, None if batch is None else batch_size(batch))
-        self._gradient_sizes = self.gradients.of(index)
-        return self._watched(index)
-
-    @contextmanager
-    def _watched(self, index: Tensor) -> Iterator[None]:
-        try:
-            with self.gradients.watched(index):
-                yield
-        finally:
-            self._gradient_sizes = None
-
-    def remove(self) -> None:
-        """Take the hook off the model."""
-        if self._handle is not None:
-            self._handle.remove()
+        if not self._rounds:
+            return tensor.detach()
+        if tensor.numel() < self._min_numel:
+            return codec.exact(tensor)
+        if tensor.dtype == torch.bool or role is Role.SIGN:
+            return codec.pack_mask(tensor)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return codec.pack_narrow(tensor) or codec.exact(tensor)
+        if role is Role.BINARY:
+            return codec.pack_binary(tensor)
+        bits = plan.bits_of(name) if role is Role.ACTIVATION else None
+        if bits is None:
+            return codec.exact(tensor)
+        return self.pack(tensor, bits, self.keys.seed(name))
 
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
-        """Store a tensor as its bits say: their average where they are for samples and it is not made of samples."""
-        if isinstance(bits, tuple) and self.applies_to(tensor):
-            units = codec.ranked(self.keys(tensor), counts_of(bits, self.samples or 1))
-            return codec.pack(tensor, units, seed, self.group_size)
+        """Round a tensor as its bits say: at their average where they are for examples and it is not made of those."""
+        if isinstance(bits, tuple) and self.examples.make_up(tensor):
+            return codec.pack(tensor, self.examples.widths_of(tensor, bits), seed, self.group_size)
         width = one_width(bits)
-        bounded = self._within_bound(tensor, width, seed) if self._error_bounded and width is not None else None
-        return bounded or codec.pack(tensor, width, seed, self.group_size)
+        if width is None:
+            return codec.pack(tensor, None)
+        return self._pack(tensor, width, seed, self.group_size)
 
-    def _within_bound(self, tensor: Tensor, width: int, seed: int) -> codec.Packed | None:
-        """A tensor's groups at widths of their own, where that takes fewer bytes than one width."""
-        if tensor.device.type != "cpu":
-            self._warn_of_one_width(tensor)
-            return None
-        return codec.pack_error_bounded(tensor, width, seed, self.group_size)
 
-    def _warn_of_one_width(self, tensor: Tensor) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as "
-                "with 'fixed-point', for the size of a payload would have to wait for the device",
-                tensor.device,
-            )
+class RoundingKeys:
+    """The seeds of one rank's rounding, from the job's seed, the rank, the step and the tensor's name alone: the same
+    after a resume, others in every step, on every rank and for every name."""
 
-    def applies_to(self, tensor: Tensor) -> bool:
-        """Whether the samples of a tensor may have widths of their own."""
-        return self._per_sample and made_of_samples(tensor, self.samples)
+    def __init__(self, seed: int, rank: int) -> None:
+        self._rank_key = _mix(seed, rank)
+        self._step_key = 0
+        self._hashes: dict[str, int] = {}
 
-    def columns_of(self, tensor: Tensor) -> int:
-        """By which a tensor is grouped, as codec.columns_of says, or its samples with widths of their own."""
-        columns = codec.columns_of(tensor, self.group_size)
-        if not self.applies_to(tensor):
-            return columns
-        numel = tensor.numel() * (2 if tensor.is_complex() else 1)
-        return codec.columns_within(numel, self.samples or 1, self.group_size, columns)
+    def begin(self, step: int) -> None:
+        """From now on the seeds are those of a step."""
+        self._step_key = _mix(self._rank_key, step)
 
-    def keys(self, tensor: Tensor) -> Tensor:
-        """float32 [samples] by which the samples are ranked: about proportional to what rounding each adds to the
-        gradient's variance. The tensor must be made of samples."""
-        keys = codec.squared_ranges(codec.stored_values(tensor), self.samples or 1, self.group_size)
-        sizes = self._gradient_sizes
-        if sizes is None or len(sizes) < len(keys):
-            return keys
-        return keys * sizes[: len(keys)]  # a measurement sees the batch's first samples
+    def seed(self, name: str) -> int:
+        """A signed 64-bit integer for a tensor's name."""
+        key = self._hashes.get(name)
+        if key is None:
+            key = self._hashes[name] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        return _mix(self._step_key, key) - 2**63
+
+
+def _mix(key: int, value: int) -> int:
+    """A 64-bit key from two (the finaliser of SplitMix64, Steele et al., 2014)."""
+    mixed = (key ^ value * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return mixed ^ mixed >> 31

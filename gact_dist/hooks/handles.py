@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .. import codec
 from ..offload import HostOffload, Payload
-from .parameters import version_witness
 
 
 class Stored:
@@ -23,21 +22,21 @@ class Stored:
     __slots__ = ("__weakref__", "name", "offloaded", "payload", "version", "witness")
 
     def __init__(
-        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, storage: HostOffload | None = None
+        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, offload: HostOffload | None = None
     ) -> None:
         self.name = name
         self.offloaded: Payload | None = None
-        self.payload = payload if storage is None else self._place(payload, storage)
+        self.payload = payload if offload is None else self._place(payload, offload)
         self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
-    def _place(self, payload: Tensor | codec.Packed, storage: HostOffload) -> Tensor | codec.Packed:
-        """What to keep of a payload beside what the storage has of it."""
+    def _place(self, payload: Tensor | codec.Packed, offload: HostOffload) -> Tensor | codec.Packed:
+        """What to keep of a payload beside what is offloaded of it."""
         buffer = payload if isinstance(payload, Tensor) else payload.payload
         nbytes = codec.stored_bytes(buffer)
-        if not storage.takes(buffer.device, nbytes):
+        if not offload.takes(buffer.device, nbytes):
             return payload
-        self.offloaded = storage.place(self.name, nbytes)
+        self.offloaded = offload.place(self.name, nbytes)
         if not self.offloaded.leaves:
             return payload
         packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
@@ -159,20 +158,17 @@ class Kept:
         return self.tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensorRow:
-    """What a step kept of one saved tensor."""
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    codec: str
-    """quantised, mixed, mask, binary, narrow or exact"""
-    bits: float
-    """payload bits for an element"""
-    bytes: int
-    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
-    host_bytes: int = 0
-    """of these, in pinned host memory"""
-    one_width_bytes: int = 0
-    """what the tensor would take at one width with the same error, where it was stored within a bound; else 0"""
+
+def version_witness(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares a tensor's version counter but not its memory.
+
+    It lets unpack see that the original was modified in place after all of the original's memory has been freed.
+    """
+    key = (tensor.dtype, tensor.device)
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness = tensor.detach()
+    witness.data = _EMPTY[key]
+    return witness

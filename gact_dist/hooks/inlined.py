@@ -14,14 +14,31 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from .. import codec
+from .._torch_internals import graphs_being_made, hooks_in_graphs, is_being_noted, static_inputs, storage_id
+from ..config import Config
+from ..distributed import sharding
+
+
+def check_inlined(config: Config, model: nn.Module) -> None:
+    """Raise ValueError where hooks that are traced into compiled graphs cannot do what is asked."""
+    if config.compile_hooks == "inlined" and config.offload.enabled:
+        raise ValueError(
+            "compile_hooks is 'inlined' and offload.enabled is true, expected one of them: what a compiled graph packs "
+            "it keeps among its own tensors, where no copy to the host can take its place; use 'eager' with offload"
+        )
+    by = sharding(model) if config.compile_hooks == "inlined" else None
+    if by is not None:
+        raise ValueError(
+            f"compile_hooks is 'inlined' and {by} splits the model's parameters, expected 'eager' there: which of a "
+            "graph's inputs are parameters is known only where they stay in place"
+        )
 
 
 class _Packer(NamedTuple):
@@ -46,11 +63,9 @@ _serving = _Serving()
 @contextmanager
 def serving(around: Callable[[Tensor], Any], inside: Callable[[Tensor, str, bool], codec.Packed]) -> Iterator[None]:
     """Within the context hooks() hand tensors to these two (see _Packer), and regions are compiled accordingly."""
-    import torch._functorch.config as settings
-
     _serving.packers.append(_Packer(around, inside))
     try:
-        with settings.patch(saved_tensors_hooks_filtering_mode="no_static"):
+        with hooks_in_graphs():
             yield
     finally:
         _serving.packers.pop()
@@ -74,7 +89,7 @@ def _graph_module(function: Callable[[Any], Any], mark: Any) -> GraphModule:
 
 
 def _pack(tensor: Tensor) -> Any:
-    graphs = _being_inlined()
+    graphs = graphs_being_made()
     if graphs is None:
         return _serving.packers[-1].around(tensor)
     saved = graphs["_node"]
@@ -85,7 +100,7 @@ def _pack(tensor: Tensor) -> Any:
 
 
 def _unpack(packed: Any) -> Tensor:
-    graphs = _being_inlined()
+    graphs = graphs_being_made()
     if graphs is None:
         return packed.restore()
     _place(graphs["_node"], graphs["_bw_graph"])
@@ -93,13 +108,6 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     buffer, header, dtype, size, stride = packed
     return _UNPACK(buffer, header, dtype, size, stride)
-
-
-def _being_inlined() -> dict[str, Any] | None:
-    """The node of a region's graph that is being given hooks, and both graphs; None while no graph is made."""
-    from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
-
-    return _get_saved_tensor_hook_context()
 
 
 def _place(saved: Node, backward: Graph) -> None:
@@ -121,7 +129,7 @@ def _place(saved: Node, backward: Graph) -> None:
 
 def _is_static(saved: Node) -> bool:
     """Whether a value is computed from the graph's static inputs alone, which are parameters and buffers."""
-    static = _static_inputs()
+    static = static_inputs(sys._getframe(1))
     inputs = {node: number for number, node in enumerate(saved.graph.find_nodes(op="placeholder"))}
     pending, seen, found = [saved], {saved}, False
     while pending:
@@ -134,19 +142,6 @@ def _is_static(saved: Node) -> bool:
         seen.update(fresh)
         pending += fresh
     return found
-
-
-def _static_inputs() -> set[int]:
-    """The numbers of the static inputs of the graph that is being given hooks: torch's context does not have them."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and "static_input_indices" not in frame.f_locals:
-        frame = frame.f_back
-    if frame is None:
-        raise RuntimeError(
-            f"torch {torch.__version__} does not tell hooks which inputs of a graph are parameters; use "
-            "compile_hooks='eager'"
-        )
-    return set(frame.f_locals["static_input_indices"])
 
 
 def _handed_out(graph: Graph) -> list[Node]:
@@ -173,7 +168,7 @@ def _is_alias(saved: Node) -> bool:
         other = node.meta["val"]
         if isinstance(other, Tensor) and other.numel() == value.numel() and other.dtype == value.dtype:
             same_start = other.storage_offset() == value.storage_offset()
-            if same_start and other.untyped_storage()._cdata == value.untyped_storage()._cdata:
+            if same_start and storage_id(other) == storage_id(value):
                 return True
     return False
 
@@ -198,11 +193,9 @@ def _unpack_saved(buffer: Tensor, header: Tensor, dtype: torch.dtype, size: list
 
 
 def _fake_pack_saved(tensor: Any, label: str, alias: bool) -> tuple[Tensor, Tensor]:
-    from torch.fx.experimental import proxy_tensor
-
     shapes = tensor.fake_mode.shape_env
     # besides tracing a hook, the compiler calls it twice without noting what it returns
-    unnoted = _being_inlined() is not None and proxy_tensor._CURRENT_MAKE_FX_TRACER is None
+    unnoted = graphs_being_made() is not None and not is_being_noted()
     with shapes.ignore_fresh_unbacked_symbols() if unnoted else nullcontext():
         size = shapes.create_unbacked_symint()
     torch._check(size >= 0)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import codec
+from .._torch_internals import saved_handle
 from .handles import Stored, View
 
 _aten = torch.ops.aten
@@ -81,7 +82,7 @@ class LogsumexpFit:
         if operator is None:
             return
         node: Any = output.grad_fn
-        query, key, kept = (_handle(node, name) for name in ("query", "key", operator.logsumexp))
+        query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
         payloads = dict(self._latest)
         operands = payloads.get(_stored(query)), payloads.get(_stored(key))
         if None in operands or not any(map(_is_coarse, operands)) or not isinstance(kept, Stored):
@@ -90,11 +91,6 @@ class LogsumexpFit:
             q, k = (_decoded(handle, payloads) for handle in (query, key))
             bias = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
             kept.replace(operator.run(q, k, bias, node._saved_is_causal, node._saved_scale))
-
-
-def _handle(node: Any, name: str) -> Any:
-    """What the graph holds of a saved tensor, None where torch does not show it."""
-    return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
 
 
 def _stored(handle: Any) -> Any:

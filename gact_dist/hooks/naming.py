@@ -6,28 +6,16 @@ agree in all of these, so a branch that is taken in one step and not in the next
 (outside every module of the model) the line is left out: the job's loop and its loss function then give one name.
 """
 
-import os
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._paths import PACKAGE_ROOT
-from ..distributed import forwarding_nodes, operator_aliases, plumbing, unwrap, user_path
-
-_TORCH = os.path.dirname(torch.__file__)
-_PLUMBING = (
-    *(f"{_TORCH}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
-    *(f"{_TORCH}/{part}" for part in ("utils/", "_jit_internal.py", "amp/", "_dynamo/", "_compile.py", "_functorch/")),
-    PACKAGE_ROOT,
-)
-
-_WRAPPERS = plumbing()
+from ..distributed import forwarding_nodes, operator_aliases, unwrap, user_path
+from .call_stack import CallSite, current_line
 
 _ALIASES = {
     "CudnnBatchNorm": "BatchNorm",
@@ -111,35 +99,32 @@ class Namer:
         self._counts.clear()
         self.scope.stack.clear()
 
-    def block_input(self) -> str:
+    def block_input(self, site: CallSite) -> str:
         """The name of a checkpointed block's input that is being saved right now: compiled or not, reentrant or not."""
-        path = self.scope.stack[-1][0] if self.scope.stack else None
-        return self._numbered(path, "BlockInput", call_site())
+        return self._numbered(self._path, "BlockInput", site.line)
 
     def bypassing(self, operator: str) -> str:
         """The name of what a checkpoint keeps past all hooks, of a call or an operator that is running right now."""
-        return self._numbered(self.scope.stack[-1][0] if self.scope.stack else None, operator, call_site())
+        return self._numbered(self._path, operator, current_line())
 
-    def name(self, tensor: Tensor, region: nn.Module | None = None) -> str:
-        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names].
-
-        region: the module whose compiled forward saves it, None outside of compiled regions.
-        """
-        if region is not None:
+    def name(self, tensor: Tensor, site: CallSite) -> str:
+        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names]."""
+        if site.region is not None:
             # In order of saving, which a compiled graph fixes, among those that look alike: what else it saves (views
             # of parameters), and what produced its inputs, differs between wrappers.
             last = tensor.shape[-1] if tensor.dim() else 1
-            path, operator, site = self.scope.paths.get(id(region)), f"Compiled{tensor.dim()}D{last}", None
-        else:
-            node = _producer(origin(tensor))
-            operator = operator_name(node.name()) if node is not None else "Input"
-            path = self.scope.stack[-1][0] if self.scope.stack else None
-            site = call_site() if path is not None else None
-        return self._numbered(path, operator, site)
+            return self._numbered(self.scope.paths.get(id(site.region)), f"Compiled{tensor.dim()}D{last}", None)
+        node, path = _producer(origin(tensor)), self._path
+        operator = operator_name(node.name()) if node is not None else "Input"
+        return self._numbered(path, operator, None if path is None else site.line)
 
     def name_in_graph(self, region: nn.Module | None, label: str) -> str:
         """The name of a tensor that the graph of a compiled region packs itself. label: its own within that graph."""
         return self._numbered(self.scope.paths.get(id(region)), label, None)
+
+    @property
+    def _path(self) -> str | None:
+        return self.scope.stack[-1][0] if self.scope.stack else None
 
     def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
         key = (path, operator, site)
@@ -169,34 +154,3 @@ def origin(tensor: Tensor) -> Tensor:
     """The tensor that an operator computed and of which this one is a view; the tensor itself if it is no view."""
     base = tensor._base if tensor._is_view() else None
     return base if base is not None and base.grad_fn is not None else tensor
-
-
-# keyed by id, with the code object kept beside it: hashing a code object walks all of its constants every time
-_plumbing: dict[int, tuple[CodeType, bool]] = {}
-_sites: dict[tuple[int, int], tuple[CodeType, str]] = {}
-
-
-def _is_plumbing(code: CodeType) -> bool:
-    known = _plumbing.get(id(code))
-    if known is None:
-        path = code.co_filename
-        known = _plumbing[id(code)] = (code, path.startswith(_PLUMBING) or any(part in path for part in _WRAPPERS))
-    return known[1]
-
-
-def _site(code: CodeType, instruction: int) -> str:
-    known = _sites.get((id(code), instruction))
-    if known is None:
-        line = next((row for start, stop, row in code.co_lines() if start <= instruction < stop and row), None)
-        offset = (line or code.co_firstlineno) - code.co_firstlineno
-        text = str(offset) if code.co_name == "forward" else f"{code.co_name}+{offset}"
-        known = _sites[id(code), instruction] = (code, text)
-    return known[1]
-
-
-def call_site() -> str | None:
-    """The line, counted from the start of its function, that calls the operator: the first frame outside plumbing."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_plumbing(frame.f_code):
-        frame = frame.f_back
-    return _site(frame.f_code, frame.f_lasti) if frame is not None else None

@@ -1,13 +1,12 @@
-"""What a tensor is: a parameter (or made from parameters only), a twin of one already stored, still unmodified."""
+"""Which saved tensors are parameters or buffers, or made from parameters only: they are kept as they are."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch_internals import storage_id, storage_reference
 from ..distributed import own_part, unwrap
 from .naming import operator_name
 
@@ -39,21 +38,21 @@ def made_from_parameters(node: Any, depth: int = _DEPTH) -> bool:
     return False
 
 
-class ParameterIdentity:
+class ParameterRecognition:
     """Recognises parameters and buffers, and what is made of them, among the tensors that autograd saves."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owned: set[int] = set()
-        self._weak: list[StorageWeakRef] = []
+        self._weak: list[Any] = []
         self.remember([*model.parameters(), *model.buffers()])
 
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
         for tensor in tensors:
-            storage = own_part(tensor).untyped_storage()  # this is what a compiled region saves, without a graph
-            if storage.nbytes():
-                self._weak.append(StorageWeakRef(storage))
-                self._owned.add(storage._cdata)
+            part = own_part(tensor)  # this is what a compiled region saves, without a graph
+            if part.untyped_storage().nbytes():
+                self._weak.append(storage_reference(part))
+                self._owned.add(storage_id(part))
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
@@ -72,11 +71,13 @@ class ParameterIdentity:
         module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
         recognised by shape and type against its own parameters.
         """
-        if isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None:
-            return isinstance(tensor, nn.Parameter) or made_from_parameters(tensor.grad_fn)
+        if isinstance(tensor, nn.Parameter):
+            return True
+        if tensor.grad_fn is not None:
+            return made_from_parameters(tensor.grad_fn)
         if tensor.requires_grad or isinstance(tensor._base, nn.Parameter):
             return True
-        if tensor.untyped_storage()._cdata in self._owned:
+        if storage_id(tensor) in self._owned:
             return True
         return module is not None and _is_cast_of_frozen(tensor, module)
 
@@ -88,19 +89,3 @@ def _is_cast_of_frozen(tensor: Tensor, module: nn.Module) -> bool:
         if sorted(own_part(parameter).shape) == sorted(tensor.shape):
             return True
     return False
-
-
-_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-
-def version_witness(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares a tensor's version counter but not its memory.
-
-    It lets unpack see that the original was modified in place after all of the original's memory has been freed.
-    """
-    key = (tensor.dtype, tensor.device)
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    witness = tensor.detach()
-    witness.data = _EMPTY[key]
-    return witness

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch_internals import saves_own_result, storage_id
+
 
 class Role(Enum):
     """What a saved tensor without a graph is to its operator."""
@@ -24,6 +26,7 @@ class Role(Enum):
     ACTIVATION = "activation"  # an operand: compressible
     STATISTIC = "statistic"  # made inside the operator, or an attention mask: kept exactly
     BINARY = "binary"  # dropout noise: zero or one other value
+    SIGN = "sign"  # what relu itself saves: only where it is positive is read
 
 
 def _with_interception(function: Callable) -> FunctionType:
@@ -68,6 +71,16 @@ def role_of_itself(tensor: Tensor) -> Role | None:
     return Role.STATISTIC if statistic else Role.ACTIVATION
 
 
+def is_own_relu_save(tensor: Tensor) -> bool:
+    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
+
+    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
+    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
+    """
+    node: Any = tensor.grad_fn
+    return node is not None and node.name() == "ReluBackward0" and saves_own_result(node)
+
+
 class OperatorObserver(TorchFunctionMode):
     """Knows the operator that is being called and its operands."""
 
@@ -101,8 +114,8 @@ class OperatorObserver(TorchFunctionMode):
             return Role.STATISTIC  # a custom autograd function: nothing is known, so nothing is lost
         function, args, kwargs = self._calls[-1]
         operands = list(_tensors((args, kwargs)))
-        storage = tensor.untyped_storage()._cdata
-        if any(operand.untyped_storage()._cdata == storage for operand in operands):
+        storage = storage_id(tensor)
+        if any(storage_id(operand) == storage for operand in operands):
             return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
         if _draws_noise(function) and _is_binary(tensor):
             return Role.BINARY
@@ -136,7 +149,7 @@ def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: 
     if function is not F.scaled_dot_product_attention:
         return False
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-    return isinstance(mask, Tensor) and mask.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return isinstance(mask, Tensor) and storage_id(mask) == storage_id(tensor)
 
 
 def _draws_noise(function: Callable) -> bool:

@@ -1,13 +1,13 @@
-"""How many bits: pure functions from what was measured to a plan, one file a published policy."""
+"""How many bits each saved tensor gets: pure functions from what the ranks measured to a plan, one file a policy."""
 
-from .actnn import COLUMNS, Bits, SampleCosts, counts_of, one_width, plan_from, statistics
-from .allocation import EXACT, WIDTHS, Allocation
-from .base import Budget, Costs, StepBytes, allocate, policy_of, settled, with_bytes
-from .gradient_samples import SAMPLES, GradientSamples
-from .plan_search import Found, fewest_bits
+from .actnn import counts_of, statistics
+from .allocation import WIDTHS
+from .base import Costs, GradientError, Moments, Policy, StepBytes, Trial
+from .gact import with_bytes
+from .plan import Bits, Plan, bits_from_state, one_width
+from .registry import policy_of
 
 __all__ = [
-    "COLUMNS", "EXACT", "SAMPLES", "WIDTHS", "Allocation", "Bits", "Budget", "Costs", "Found", "GradientSamples",
-    "SampleCosts", "StepBytes", "allocate", "counts_of", "fewest_bits", "one_width", "plan_from",
-    "policy_of", "settled", "statistics", "with_bytes",
+    "WIDTHS", "Bits", "Costs", "GradientError", "Moments", "Plan", "Policy", "StepBytes", "Trial",
+    "bits_from_state", "counts_of", "one_width", "policy_of", "statistics", "with_bytes",
 ]  # fmt: skip

@@ -1,30 +1,33 @@
-"""Bits for each sample of each tensor (ActNN, Chen et al., ICML 2021, section 4), as a plan that all ranks can share.
+"""Policy actnn: bits for each example of each tensor (Chen et al., ICML 2021, section 4), as a plan for all
+ranks.
 
-[Note: widths by rank] A plan is made before the samples are known that it will meet. So it says what share of a
-tensor's samples gets each width: a tuple with the widths of QUANTILES equal parts of them, in falling order. Which
-samples these are is decided when the tensor is packed, on the device: they are ranked by a key, ActNN's estimate of
+[Note: widths by rank] A plan is made before the examples are known that it will meet. So it says what share of a
+tensor's examples gets each width: a tuple with the widths of QUANTILES equal parts of them, in falling order. Which
+examples these are is decided when the tensor is packed, on the device: they are ranked by a key, ActNN's estimate of
 what rounding them does (squared ranges of their groups times the size of their gradient). The size of the payload
 follows from the plan, and nothing waits; ActNN solves for the widths at this point, on the host.
 
-[Note: shares] What a tensor's samples add to the gradient's variance is split between the quantiles by the keys of the
-samples that an adaptation measures on. Keys are estimates (of the gradient they know what the last visit showed, or
+[Note: shares] What a tensor's examples add to the gradient's variance is split between the quantiles by the keys of the
+examples that an adaptation measures on. Keys are estimates (of the gradient they know what the last visit showed, or
 nothing), and bits that follow from noise are lost. So several splits are held against the variance that is measured of
-each sample: by powers of the keys, mixed with equal shares. The one whose widths would have cost least, over all
+each example: by powers of the keys, mixed with equal shares. The one whose widths would have cost least, over all
 tensors and ranks, is used. On the image model with gradient sizes of an epoch ago the keys alone would have cost up to
 twice what equal widths do, and the best split 0.08 to 0.9 of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .allocation import WIDTHS
-from .base import Costs
+from .base import Choice, Costs, Trial
+from .gact import Gact
+from .plan import Bits, Plan, one_width
 
 QUANTILES = 8
 _EXPONENTS = (1.0, 0.75, 0.5, 0.25)
@@ -32,8 +35,23 @@ _EXPONENTS = (1.0, 0.75, 0.5, 0.25)
 _SPLITS = ((0, 0.0), *((number, part) for number in range(len(_EXPONENTS)) for part in (1.0, 0.9, 0.75)))
 _ACTNN = 1
 COLUMNS = len(_EXPONENTS) * QUANTILES + len(_SPLITS)
-Bits = int | tuple[int, ...] | None
-"""of one tensor in a plan: its width, the widths of equal shares of its samples, or None for exact"""
+
+
+class Actnn(Gact):
+    """Least variance within Config.bits on average, over shares of the examples of each tensor."""
+
+    example_columns = COLUMNS
+
+    def choose(self, costs: Costs, current: Plan, trial: Trial) -> Choice:
+        """See Policy.choose."""
+        split = ExampleCosts.build(costs)
+        rows = Plan(split.expanded(current.bits), current.default)
+        choice = super().choose(split.costs, rows, trial)
+        return replace(choice, bits=split.folded(choice.bits))
+
+    def restored_plan(self, plan: Plan) -> Plan:
+        """See Policy.restored_plan."""
+        return plan
 
 
 @cache
@@ -52,40 +70,29 @@ def counts_of(widths: tuple[int, ...], units: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def one_width(bits: Bits | Sequence[int]) -> int | None:
-    """A tensor's bits where its samples cannot have widths of their own: the average, rounded down."""
-    return sum(bits) // len(bits) if isinstance(bits, Sequence) else bits
-
-
-def plan_from(loaded: Mapping[str, int | Sequence[int] | None], shares: bool) -> dict[str, Bits]:
-    """A plan as it comes out of JSON. shares: whether it may go on to hold widths for shares of the samples."""
-    kept = {name: tuple(bits) if isinstance(bits, Sequence) else bits for name, bits in loaded.items()}
-    return kept if shares else {name: one_width(bits) for name, bits in kept.items()}
-
-
 def statistics(keys: ArrayLike, variance: ArrayLike | None, average_bits: float) -> NDArray[np.float64]:
-    """What the ranks average of one tensor's samples: float64 [COLUMNS].
+    """What the ranks average of one tensor's examples: float64 [COLUMNS].
 
-    keys: [S] by which the samples are ranked. variance: [S] that rounding each adds to the gradient, None where it is
-    not known. The result is the shares that equal parts of the samples have, largest first, of the sums of several
+    keys: [S] by which the examples are ranked. variance: [S] that rounding each adds to the gradient, None where it is
+    not known. The result is the shares that equal parts of the examples have, largest first, of the sums of several
     powers of the keys; then what the variance becomes with the widths of each split, relative to equal widths (0 where
     it is not known).
     """
     powers = np.stack([_shares_of(_shares_of(keys) ** exponent) for exponent in _EXPONENTS])
-    samples = powers.shape[1]
+    examples = powers.shape[1]
     cumulative = np.cumsum(np.sort(powers, axis=1)[:, ::-1], axis=1)
-    places = np.linspace(0.0, samples, QUANTILES + 1)
-    quantiles = [np.diff(np.interp(places, np.arange(samples + 1.0), [0.0, *row])) for row in cumulative]
+    places = np.linspace(0.0, examples, QUANTILES + 1)
+    quantiles = [np.diff(np.interp(places, np.arange(examples + 1.0), [0.0, *row])) for row in cumulative]
     costs = np.zeros(len(_SPLITS))
     if variance is not None:
-        splits = np.stack([part * powers[number] + (1.0 - part) / samples for number, part in _SPLITS])
+        splits = np.stack([part * powers[number] + (1.0 - part) / examples for number, part in _SPLITS])
         widths = _fractional_widths(splits, average_bits)
         costs = (2.0**widths - 1.0) ** -2 @ _shares_of(variance) * (2.0**average_bits - 1.0) ** 2
     return np.concatenate([*quantiles, costs])
 
 
 def _fractional_widths(shares: NDArray[np.float64], average_bits: float) -> NDArray[np.float64]:
-    """[K, S]: widths from 1 to 8 with the least variance where the samples have these shares of it, K times."""
+    """[K, S]: widths from 1 to 8 with the least variance where the examples have these shares of it, K times."""
     wanted = 0.5 * np.log2(np.maximum(shares, 1e-12))  # one bit more for four times the variance
     low, high = np.full((len(shares), 1), -8.0), np.full((len(shares), 1), 40.0)
     for _ in range(24):
@@ -103,8 +110,8 @@ def _shares_of(values: ArrayLike) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, eq=False)
-class SampleCosts:
-    """Costs with a row for each quantile of the samples of a tensor, for those that are made of samples."""
+class ExampleCosts:
+    """Costs with a row for each quantile of the examples of a tensor, for those that are made of examples."""
 
     costs: Costs
     rows: dict[str, tuple[str, ...]]
@@ -113,14 +120,14 @@ class SampleCosts:
     """exponent of the keys and the part of the variance that follows it; see [Note: shares]"""
 
     @staticmethod
-    def build(costs: Costs) -> SampleCosts:
-        """Split what was measured of whole tensors by costs.samples."""
-        table = np.zeros((len(costs.names), COLUMNS)) if costs.samples is None else costs.samples
+    def build(costs: Costs) -> ExampleCosts:
+        """Split what was measured of whole tensors by costs.examples."""
+        table = np.zeros((len(costs.names), COLUMNS)) if costs.examples is None else costs.examples
         costs_of_splits = table[:, -len(_SPLITS) :].sum(axis=0)
         number, part = _SPLITS[int(np.argmin(costs_of_splits)) if costs_of_splits.any() else _ACTNN]
         quantiles = table[:, number * QUANTILES : (number + 1) * QUANTILES]
         shares = part * quantiles + (1.0 - part) / QUANTILES
-        # a tensor that is made of samples on some ranks only has one width
+        # a tensor that is made of examples on some ranks only has one width
         many_rows = quantiles.sum(axis=1) > 1.0 - 1e-6
         repeats = np.where(many_rows, QUANTILES, 1)
         weights = np.concatenate([row if many else [1.0] for row, many in zip(shares, many_rows, strict=True)])
@@ -135,24 +142,24 @@ class SampleCosts:
             np.repeat(costs.exact_bits, repeats),
             np.repeat(costs.metadata_bits, repeats),
         )
-        return SampleCosts(expanded, rows, (_EXPONENTS[number], part))
+        return ExampleCosts(expanded, rows, (_EXPONENTS[number], part))
 
-    def expanded(self, plan: Mapping[str, Bits]) -> dict[str, int | None]:
-        """A plan's bits for the rows; tensors that it lacks, or has other shares for, are left out."""
+    def expanded(self, known: Mapping[str, Bits]) -> dict[str, int | None]:
+        """Known bits for the rows; tensors that they lack, or has other shares for, are left out."""
         found: dict[str, int | None] = {}
         for name, rows in self.rows.items():
-            bits = plan.get(name)
-            if name in plan and not isinstance(bits, tuple):
+            bits = known.get(name)
+            if name in known and not isinstance(bits, tuple):
                 found.update(dict.fromkeys(rows, bits))
             elif isinstance(bits, tuple) and len(bits) == len(rows):
                 found.update(zip(rows, bits, strict=True))
         return found
 
-    def folded(self, plan: Mapping[str, int | None]) -> dict[str, Bits]:
+    def folded(self, of_rows: Mapping[str, Bits]) -> dict[str, Bits]:
         """The inverse: bits of tensors. A quantile that would be stored exactly among others is stored in 8 bits."""
         found: dict[str, Bits] = {}
         for name, rows in self.rows.items():
-            bits = {plan[row] for row in rows}
-            several = tuple(sorted((plan[row] or WIDTHS for row in rows), reverse=True))
-            found[name] = several if len(bits) > 1 else plan[rows[0]]
+            bits = {of_rows[row] for row in rows}
+            several = tuple(sorted((one_width(of_rows[row]) or WIDTHS for row in rows), reverse=True))
+            found[name] = several if len(bits) > 1 else of_rows[rows[0]]
         return found

@@ -3,11 +3,9 @@
 from .isolation import untouched
 from .one_pass import Sensitivity, measure
 from .probe import Observation, ProbeBatch
-from .second_moment import GradientError, Moments, rounded_moments
+from .second_moment import rounded_moments
 
 __all__ = [
-    "GradientError",
-    "Moments",
     "Observation",
     "ProbeBatch",
     "Sensitivity",

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from ..distributed import checkpoints_as, replaced
+from .._patches import replaced
+from .._torch_internals import CheckpointFrame, KeptMode, is_ignored_by_selective, selective_key, untraced
+from ..distributed import checkpoints_as
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def measurable(mode: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
         stack.enter_context(checkpoints_as(_as_non_reentrant))
-        original_init = torch_checkpoint._CheckpointFrame.__init__
+        original_init = CheckpointFrame.__init__
 
         def under_mode(self: Any, recompute_fn: Callable[..., None], *rest: Any) -> None:
             def recompute(*args: Any) -> None:
@@ -33,8 +34,8 @@ def measurable(mode: Any) -> Iterator[None]:
 
             original_init(self, recompute, *rest)
 
-        stack.enter_context(replaced(torch_checkpoint._CheckpointFrame, "__init__", under_mode))
-        stack.enter_context(replaced(torch_checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", _dispatch_again))
+        stack.enter_context(replaced(CheckpointFrame, "__init__", under_mode))
+        stack.enter_context(replaced(KeptMode, "__torch_dispatch__", _dispatch_again))
         yield
 
 
@@ -59,17 +60,15 @@ def _as_non_reentrant(function: Callable[..., Any], *args: Any, preserve_rng_sta
     return tree_map_only(Tensor, CheckpointFunction.apply, outputs)
 
 
-_dispatch_once = torch_checkpoint._CachedTorchDispatchMode.__torch_dispatch__
-# an older torch keys its storage by the operator alone
-_storage_key: Callable[[Any, tuple], Any] = getattr(torch_checkpoint, "_sac_storage_key", lambda func, _: func)
+_dispatch_once = KeptMode.__torch_dispatch__
 
 
-@torch._disable_dynamo
+@untraced
 def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     """As selective checkpoint does it, but what was cached stays in the cache."""
-    if func in torch_checkpoint.SAC_IGNORED_OPS:
+    if is_ignored_by_selective(func):
         return func(*args, **(kwargs or {}))
-    key = _storage_key(func, args)
+    key = selective_key(func, args)
     number = self.func_counter[key]
     cached = self.storage.get(key, {}).get(number)
     result = _dispatch_once(self, func, types, args, kwargs)

@@ -15,6 +15,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from .._torch_internals import attention_kernel
+
 _BLOCK = 2**23  # scores, in float32 32 MiB; the derivative holds some ten times as much
 
 
@@ -166,7 +168,7 @@ def attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    backend = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, **options)
+    backend = attention_kernel(query, key, value, attn_mask, dropout_p, **options)
     if backend == SDPBackend.MATH.value or dropout_p > 0.0:
         # the math backend is differentiable twice; fused dropout cannot be replayed and is left to perturbation
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)

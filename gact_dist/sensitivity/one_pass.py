@@ -8,7 +8,7 @@ v ~ N(0, I) over the parameters with all J_l gives every (J_l^T v)_i at once, an
 
 [Note: double backward] With create_graph, a saved tensor that is unpacked is wired to the node that produced it. The
 derivative of <v, g> with respect to that edge is J_l^T v plus what flows back through the forward graph from saved
-tensors further down; a prehook on every producing node cuts this flow, after the engine has captured the edge.
+tensors further down; a prehook on every producing node cuts this flow, after the hooks has captured the edge.
 
 [Note: operating point] J_l is taken where the job will run: in the first backward every tensor is rounded to the width
 that the current plan gives it. In the limit of many bits this is the derivative at the exact tensors; at 2 or 3 bits
@@ -32,8 +32,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from .. import codec
+from .._torch_internals import keeps_tensors
 from ..codec import MAX_BITS
-from ..hooks import Engine, Recorded, has_compiled_parts
+from ..hooks import Recorded, SavedTensorHooks, has_compiled_parts
 from ..policies import Bits, one_width, statistics
 from .autograd_graph import scalar
 from .checkpoint import measurable
@@ -62,7 +63,7 @@ class Sensitivity:
 
 
 def measure(
-    engine: Engine,
+    hooks: SavedTensorHooks,
     model: nn.Module,
     forward: Callable[[], Tensor | None],
     *,
@@ -81,40 +82,40 @@ def measure(
     fraction might fit.
     """
     if has_compiled_parts(model):
-        rerun = measure_by_rerun(engine, model, forward, seed, fraction)
+        rerun = measure_by_rerun(hooks, model, forward, seed, fraction)
         return [_sensitivity_of(record, variance, by_perturbation=True) for record, variance in rerun.items()]
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
-        with engine.recording(mode, fraction) as records:
+        with hooks.recording(mode, fraction) as records:
             result = forward()
-        graph = RecordedGraph(scalar(mode.root_of(result)), records, engine.packer, seed)
+        graph = RecordedGraph(scalar(mode.root_of(result)), records, hooks.encoder, seed)
         if estimator == "one-pass":
-            return _by_one_pass(graph, engine, probes)
-        return list(_perturbed(engine, perturb(graph, graph.compressible)).values())
+            return _by_one_pass(graph, hooks, probes)
+        return list(_perturbed(hooks, perturb(graph, graph.compressible)).values())
 
 
-def _by_one_pass(graph: RecordedGraph, engine: Engine, probes: int) -> list[Sensitivity]:
+def _by_one_pass(graph: RecordedGraph, hooks: SavedTensorHooks, probes: int) -> list[Sensitivity]:
     """Of all compressible tensors; by perturbation of those that the pass does not reach."""
-    squares = _OnePass(graph).squared_products(engine.bits_of, probes)
+    squares = _OnePass(graph).squared_products(hooks.plan.bits_of, probes)
     found = {}
     for record in graph.compressible:
         weight = None if record.tensor.is_complex() else squares.get((record.node, record.output_number))
         if weight is not None:
             weight = _seen_through(record, weight)
-            variance = rounding_of(record.tensor, weight, engine.packer)
-            found[record] = _sensitivity_of(record, variance, False, _example_statistics(engine, record.tensor, weight))
+            variance = rounding_of(record.tensor, weight, hooks.encoder)
+            found[record] = _sensitivity_of(record, variance, False, _example_statistics(hooks, record.tensor, weight))
     missed = [record for record in graph.compressible if record not in found]
     if missed:
         _log.debug("measured by perturbation: %s", ", ".join(record.name for record in missed))
         # if all are missed, draws would cost more than GACT's procedure
-        how: tuple = (partial(_own_bits, engine), probes) if found else ()
-        found |= _perturbed(engine, perturb(graph, missed, *how))
+        how: tuple = (partial(_own_bits, hooks), probes) if found else ()
+        found |= _perturbed(hooks, perturb(graph, missed, *how))
     return [found[record] for record in graph.compressible]
 
 
-def _perturbed(engine: Engine, variances: dict[Recorded, Tensor]) -> dict[Recorded, Sensitivity]:
+def _perturbed(hooks: SavedTensorHooks, variances: dict[Recorded, Tensor]) -> dict[Recorded, Sensitivity]:
     return {
-        record: _sensitivity_of(record, variance, True, _example_statistics(engine, record.tensor))
+        record: _sensitivity_of(record, variance, True, _example_statistics(hooks, record.tensor))
         for record, variance in variances.items()
     }
 
@@ -126,23 +127,25 @@ def _sensitivity_of(
     return Sensitivity(record.name, tensor.numel(), 8 * tensor.element_size(), variance, by_perturbation, examples)
 
 
-def _example_statistics(engine: Engine, tensor: Tensor, weight: Tensor | None = None) -> NDArray[np.float64] | None:
+def _example_statistics(
+    hooks: SavedTensorHooks, tensor: Tensor, weight: Tensor | None = None
+) -> NDArray[np.float64] | None:
     """What policies.statistics says of the examples in a tensor; None unless they have widths of their own."""
-    packer, average_bits = engine.packer, engine.config.bits or 0.0
-    if not packer.applies_to(tensor):
+    encoder, average_bits = hooks.encoder, hooks.config.bits or 0.0
+    if not encoder.examples.make_up(tensor):
         return None
-    keys = packer.keys(tensor).cpu().numpy()
+    keys = encoder.examples.keys(tensor).cpu().numpy()
     if weight is None:
         return statistics(keys, None, average_bits)
     values, weights = (codec.stored_values(t).view(len(keys), -1) for t in (tensor, weight))
-    form = packer.group_size, packer.columns_of(tensor)
+    form = encoder.group_size, encoder.examples.columns_of(tensor)
     variance = [codec.rounding_variance(x, w, *form)[_EXAMPLE_BITS - 1] for x, w in zip(values, weights, strict=True)]
     return statistics(keys, torch.stack(variance).cpu().numpy(), average_bits)
 
 
-def _own_bits(engine: Engine, name: str) -> int:
+def _own_bits(hooks: SavedTensorHooks, name: str) -> int:
     """The width of a tensor in the current plan, or the nearest one at which its effect can be told."""
-    return max(_LEAST_PROBE_BITS, one_width(engine.bits_of(name) or MAX_BITS) or MAX_BITS)
+    return max(_LEAST_PROBE_BITS, one_width(hooks.plan.bits_of(name) or MAX_BITS) or MAX_BITS)
 
 
 class _OnePass:
@@ -250,7 +253,7 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 underivable = result.grad_fn.name() in _ERROR_NODES
             else:
                 varies = any(gradient is not None and gradient.requires_grad for gradient in given)
-                varies = varies or (isinstance(node, BackwardCFunction) and bool(node._raw_saved_tensors))
+                varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
                 underivable = varies and not result.requires_grad and bool(result.any())
             if underivable:
                 opaque.append(node.name())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from ..hooks import Engine, OperatorObserver, Packer, Recorded
+from ..hooks import Encoder, OperatorObserver, Recorded, SavedTensorHooks
 from ..policies import Bits
 from .autograd_graph import nodes_below, parameters_among, scalar
 from .checkpoint import measurable
@@ -32,8 +32,8 @@ PROBE_BITS = 4  # of a perturbation of all tensors
 class RecordedGraph:
     """The graph of one recorded forward, whose backward can be run with some saved tensors rounded."""
 
-    def __init__(self, loss: Tensor, records: Sequence[Recorded], packer: Packer, seed: int) -> None:
-        self.loss, self.records, self.packer, self.seed = loss, records, packer, seed
+    def __init__(self, loss: Tensor, records: Sequence[Recorded], encoder: Encoder, seed: int) -> None:
+        self.loss, self.records, self.encoder, self.seed = loss, records, encoder, seed
         self.compressible = [record for record in records if record.compressible]
         self.nodes = nodes_below([loss])
         self.leaves = parameters_among(self.nodes)
@@ -53,7 +53,7 @@ class RecordedGraph:
 
     def round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
         """One tensor rounded to some bits; another number rounds differently."""
-        return codec.unpack(self.packer.pack(record.tensor, bits, self.seed + number))
+        return codec.unpack(self.encoder.pack(record.tensor, bits, self.seed + number))
 
     def gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
         """Gradients of the leaves with some tensors in place of those that backward sees now."""
@@ -77,7 +77,7 @@ def perturb(
 
     bits_of: the width to which a tensor is rounded. draws: roundings of each, every one compared with that before.
     """
-    roundings = {record.name: rounding_of(record.tensor, None, graph.packer) for record in wanted}
+    roundings = {record.name: rounding_of(record.tensor, None, graph.encoder) for record in wanted}
     names = [record.name for record in graph.compressible]
     bits = {name: _widest_inexact(bits_of(name), roundings.get(name)) for name in names}
     others = {record: number for number, record in enumerate(graph.compressible, start=len(names))}
@@ -101,7 +101,7 @@ def perturb(
 
 
 def measure_by_rerun(
-    engine: Engine, model: nn.Module, forward: Callable[[], Tensor | None], seed: int, fraction: float
+    hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Tensor | None], seed: int, fraction: float
 ) -> dict[Recorded, Tensor]:
     """The same of every compressible tensor, with a forward and a backward for each and one besides, as GACT has it.
 
@@ -110,7 +110,7 @@ def measure_by_rerun(
 
     def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
         # every forward draws the same random numbers
-        with generators_restored(), engine.recording(None, fraction, rounded) as records:
+        with generators_restored(), hooks.recording(None, fraction, rounded) as records:
             return scalar(forward()), records
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
@@ -120,12 +120,12 @@ def measure_by_rerun(
     with untouched(model), measurable(nullcontext()):
         # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
         eager = torch.compiler.set_stance("force_eager")
-        with eager, engine.recording(OperatorObserver(), fraction), generators_restored():
+        with eager, hooks.recording(OperatorObserver(), fraction), generators_restored():
             forward()
         run({})  # the roles of what a region saves are known once it has been seen
         loss, records = run({})
         # before its backward, which may write into what was saved
-        measured = [(r, rounding_of(r.tensor, None, engine.packer)) for r in records if r.compressible]
+        measured = [(r, rounding_of(r.tensor, None, hooks.encoder)) for r in records if r.compressible]
         del loss
         seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
         base = gradients(run(seeds)[0])
@@ -151,11 +151,11 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return sum(float((a - b).float().square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
-def rounding_of(tensor: Tensor, weight: Tensor | None, packer: Packer) -> Tensor:
+def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tensor:
     """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    return codec.rounding_variance(values, weights, packer.group_size, packer.columns_of(tensor)).cpu()
+    return codec.rounding_variance(values, weights, encoder.group_size, encoder.examples.columns_of(tensor)).cpu()
 
 
 def _widest_inexact(bits: int, rounding: Tensor | None) -> int:

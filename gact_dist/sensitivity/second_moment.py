@@ -1,87 +1,50 @@
-"""What compression adds to the gradient's second moment, measured: AC-GC's error bound.
-
-AC-GC (Evans and Aamodt, NeurIPS 2021; equation 16 of its supplement): if the compressed gradient is unbiased and its
-variance is at most e^2 V^2, where V^2 = E|g|^2 is the second moment of the stochastic gradient g, then the second
-moment of the compressed gradient is at most (1 + e^2) V^2, and SGD's bound on the loss grows by no more than that.
+"""What compression adds to the gradient's second moment, measured; policy acgc bounds it (policies/acgc.py).
 
 [Note: units] All numbers here are of the gradient g of one rank's batch, in the units of its loss: V^2 is the mean of
 |g|^2 over the ranks, the variance is the sum over all parameters. With g of n examples, mean mu and variance s^2 / n,
 rounding that adds r increases the second moment by r / (|mu|^2 + s^2 / n). A gradient averaged over A ranks and
 micro-batches has r / A, for each is rounded by itself, and so an increase of r / (A |mu|^2 + s^2 / n), which is no
-larger. A bound that holds for a rank's batch therefore holds for what the optimizer gets, at any number of ranks and
+larger. What holds for a rank's batch therefore holds for what the optimizer gets, at any number of ranks and
 micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..hooks import Engine, has_compiled_parts
-from ..policies import Bits
+from ..hooks import SavedTensorHooks, has_compiled_parts
+from ..policies import Moments, Plan
 from .autograd_graph import nodes_below, parameters_among, scalar
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 
 
-@dataclass(frozen=True, slots=True)
-class GradientError:
-    """Increase of the gradient's second moment through compression, relative to V^2; the same on every rank."""
-
-    tolerated: float
-    """e^2, the configuration's error"""
-    predicted: float
-    """under the plan, from the sensitivities"""
-    measured: float
-    """under the plan: the variance of differently rounded gradients of the adaptation's batch, over V^2; scaled by what
-    rounding added to the batches before, relative to this one"""
-    measured_before: float
-    """under the plan until the adaptation: the mean of what was measured since it was made"""
-    second_moment: float
-    """V^2 of one rank's batch, in the square of the loss's units"""
-
-    @property
-    def holds(self) -> bool:
-        """Whether the measured increase is within the tolerated one."""
-        return self.measured <= self.tolerated
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Estimates from several roundings of one gradient, both without bias."""
-
-    noise: float
-    """variance that rounding adds, summed over all parameters"""
-    square: float
-    """squared norm of the exact gradient; negative now and then where noise is larger"""
-
-
 def rounded_moments(
-    engine: Engine,
+    hooks: SavedTensorHooks,
     model: nn.Module,
     forward: Callable[[], Any],
-    plan: Mapping[str, Bits] | None = None,
+    plan: Plan | None = None,
     *,
     passes: int,
     draw: int,
 ) -> Moments:
     """Moments of the gradient of one rank's batch from forwards and backwards as a step's, with the job left untouched.
 
-    forward: runs the model and returns the scalar loss, or calls backward on it. plan: bits by name, None for the
-    current ones. passes: at least two, each rounded with other random numbers and all else the same. draw: names the
-    random numbers; passes of another draw are independent. Nothing is kept exactly, so a pass takes the memory of a
-    step. Of rounded gradients g_i with mean m, noise is sum |g_i - m|^2 / (passes - 1), square |m|^2 - noise / passes.
+    forward: runs the model and returns the scalar loss, or calls backward on it. plan: None for the current one.
+    passes: at least two, each rounded with other random numbers and all else the same. draw: names the random numbers;
+    passes of another draw are independent. Nothing is kept exactly, so a pass takes the memory of a step.
+    With rounded gradients g_i of mean m, noise is sum |g_i - m|^2 / (passes - 1) and square |m|^2 - noise / passes.
     """
-    mean = _rounded_gradient(engine, model, forward, plan, draw * passes)
+    mean = _rounded_gradient(hooks, model, forward, plan, draw * passes)
     scatter = 0.0
     for number in range(2, passes + 1):
-        gradient = _rounded_gradient(engine, model, forward, plan, draw * passes + number - 1)
+        gradient = _rounded_gradient(hooks, model, forward, plan, draw * passes + number - 1)
         apart = [rounded - part for rounded, part in zip(gradient, mean, strict=True)]
         scatter += _square(apart) * (number - 1) / number
         mean = [part + distance / number for part, distance in zip(mean, apart, strict=True)]
@@ -90,13 +53,13 @@ def rounded_moments(
 
 
 def _rounded_gradient(
-    engine: Engine, model: nn.Module, forward: Callable[[], Any], plan: Mapping[str, Bits] | None, draw: int
+    hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Any], plan: Plan | None, draw: int
 ) -> list[Tensor]:
     # what is compiled is compiled anew under a mode, and has no closure that calls backward
     mode = None if has_compiled_parts(model) else MeasuringMode(differentiable=False)
     context: Any = mode or nullcontext()
     with untouched(model), measurable(context):
-        with engine.rehearsal(plan, draw=draw), context:
+        with hooks.rehearsal(plan, draw=draw), context:
             result = forward()
         return _gradient(result if mode is None else mode.root_of(result))
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from benchmarks.adaptation import bench_estimators
 from benchmarks.adaptation.acgc_bounds import LayerBounds
 from gact_dist import Config
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity.measuring_mode import MeasuringMode
 
 
@@ -35,8 +35,8 @@ def layer_bound(layer, x, error_of):
     """
     first = nn.Linear(x.shape[1], x.shape[1]) if x.dim() == 2 else nn.Conv2d(x.shape[1], x.shape[1], 1)
     model = nn.Sequential(first, layer)
-    engine = Engine(model, Config(min_numel=0), 0)
-    with LayerBounds(model) as layers, engine.recording(MeasuringMode()) as records:
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
+    with LayerBounds(model) as layers, hooks.recording(MeasuringMode()) as records:
         y = model(x)
         loss = functional.softplus(y).square().mean()
     error = error_of(torch.autograd.grad(loss, y, retain_graph=True)[0])
@@ -45,7 +45,7 @@ def layer_bound(layer, x, error_of):
     (bound,) = layers.bounds(loss, [record], lambda _: error).values()
     record.replacement = record.tensor + error
     moved = bench_estimators.gradient(model, loss)
-    engine.close()
+    hooks.close()
     return bound, float((moved - exact).square().sum())
 
 

@@ -10,7 +10,7 @@ from gact_dist import codec
 from gact_dist.codec import format as payload_format
 from gact_dist.codec import mixed_widths, ops, reference
 from gact_dist.codec.mixed_widths import UnitWidths
-from gact_dist.hooks.encoder import made_of_samples
+from gact_dist.hooks.per_example import made_of_examples, ranked, squared_ranges
 
 SEED = 2**40 + 7
 
@@ -105,7 +105,7 @@ def test_rounding_is_unbiased_at_every_width() -> None:
 )
 def test_shape_strides_and_dtype_come_back_in_private_memory(shaped) -> None:
     x = shaped(random_tensor(960, torch.float32))
-    assert made_of_samples(x, 4)
+    assert made_of_examples(x, 4)
     packed = codec.pack(x, units_of([8, 1, 8, 4]), SEED, 64)
     first, second = codec.unpack(packed), codec.unpack(packed)
     assert (first.shape, first.stride(), first.dtype) == (x.shape, x.stride(), x.dtype)
@@ -134,22 +134,22 @@ def test_shape_strides_and_dtype_come_back_in_private_memory(shaped) -> None:
         (torch.empty(6, 0), 6, False),
     ],
 )
-def test_a_tensor_is_made_of_samples_where_its_memory_is(tensor: Tensor, samples: int | None, expected: bool) -> None:
-    assert made_of_samples(tensor, samples) is expected
+def test_a_tensor_is_made_of_examples_where_its_memory_is(tensor: Tensor, samples: int | None, expected: bool) -> None:
+    assert made_of_examples(tensor, samples) is expected
 
 
 def test_the_largest_keys_get_the_widest() -> None:
     keys = torch.tensor([0.5, 3.0, 0.5, 2.0, 9.0])
-    assert mixed_widths.ranked(keys, (0, 1, 2, 1, 0, 0, 0, 0, 1)).widths.tolist() == [2, 3, 1, 2, 8]
+    assert ranked(keys, (0, 1, 2, 1, 0, 0, 0, 0, 1)).widths.tolist() == [2, 3, 1, 2, 8]
 
 
 def test_keys_are_squared_ranges_of_the_groups_of_a_unit() -> None:
     x = random_tensor(3 * 300, torch.bfloat16)
     groups = x.view(3, 300)[:, :256].reshape(3, 2, 128).float()
     expected = (groups.amax(2) - groups.amin(2)).square().sum(1)
-    assert torch.equal(mixed_widths.squared_ranges(x, 3, 128), expected)
+    assert torch.equal(squared_ranges(x, 3, 128), expected)
     short = (x.view(9, 100).amax(1).float() - x.view(9, 100).amin(1).float()).square()
-    assert torch.equal(mixed_widths.squared_ranges(x, 9, 128), short)
+    assert torch.equal(squared_ranges(x, 9, 128), short)
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = (0, 3, 2, 0, 1, 0, 0, 0, 2)
     with FakeTensorMode():
         x = torch.empty(8, 40, 10)
-        keys = mixed_widths.squared_ranges(codec.stored_values(x), 8, 256)
-        packed = codec.pack(x, mixed_widths.ranked(keys, counts), SEED)
+        keys = squared_ranges(codec.stored_values(x), 8, 256)
+        packed = codec.pack(x, ranked(keys, counts), SEED)
         assert codec.unpack(packed).shape == x.shape
     assert packed.nbytes == mixed_widths.total_bytes(counts, 3200, codec.DEFAULT_GROUP_SIZE)
 

@@ -30,7 +30,7 @@ def trained_on_a_rank(follow: bool) -> tuple:
     gact, noise, square = job.train(acgc(), follow, ddp=True)
     gact.detach()
     _, _, retained_bytes = job.increase(acgc(), gact.state_dict(), batches=1, draws=1)
-    samples = gact._promise.state_dict()
+    samples = gact._schedule.policy.state_dict()
     return (gact.plan, gact.report().gradient_error, samples), noise, square, retained_bytes, job.uniform_bytes(ERROR)
 
 
@@ -127,7 +127,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], follow: bool, steps: int = 1
         for optimizer in optimizers:
             optimizer.step()
     gact.detach()
-    result.known = gact.plan, gact.history, gact._promise.state_dict()
+    result.known = gact.plan, gact.history, gact._schedule.policy.state_dict()
     return result
 
 

@@ -54,7 +54,7 @@ def trained():
         plans.append(gact.plan)
         collectives.append(count.total)
     gact.calibrate(loss_fn, batch)
-    sizes = gact._engine.packer.gradients.sizes
+    sizes = gact._schedule.hooks.encoder.examples.gradients.sizes
     return plans, collectives, sizes, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -11,8 +11,9 @@ from gact_dist import Config
 
 EXACT = Config.from_level("exact")
 ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16)
-# one all_gather of name digests and one all_reduce of statistics, then one all_gather of plan digests
-ADAPTATION_COLLECTIVES = 3
+# one all_reduce to learn that no rank failed, one all_gather of name digests and one all_reduce of statistics, then one
+# all_gather of plan digests
+ADAPTATION_COLLECTIVES = 4
 # ranks that saw different tensors exchange the names as well, and all_gather_object is two all_gathers
 NAMES_COLLECTIVES = 2
 

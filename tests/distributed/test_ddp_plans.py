@@ -7,6 +7,7 @@ import json
 import logging
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -56,8 +57,8 @@ def sensitivity_of_rank_and_group():
     model = build("gpt")
     gact = gact_dist.attach(model, config=ADAPTIVE)
     measured = []
-    measure = gact._adapter._measure
-    gact._adapter._measure = lambda *arguments: measured.extend(measure(*arguments)) or measured
+    measure = gact._schedule.adapter._measure
+    gact._schedule.adapter._measure = lambda *arguments: measured.extend(measure(*arguments)) or measured
     gact.calibrate(loss_of(model), batch_of("gpt", 0, dist.get_rank()), samples=WHOLE_BATCH)
     # c_l (2^8 - 1)^-2 is the variance at 8 bits (GACT, section 4)
     return {item.name: 255.0**2 * float(item.variance[7]) for item in measured}, gact.adaptation.sensitivity
@@ -265,46 +266,72 @@ def test_ranks_with_different_settings_are_told(ranks):
     assert "rank 1" in first
 
 
-def trained_with_a_failing_measurement(failing_ranks):
-    """(plan, messages, losses) of three steps; on failing ranks the loss function raises while it is measured."""
+def trained_with_a_failing_measurement(failing_ranks, error):
+    """(plan, messages, losses, weights, errors) of three steps; on failing ranks the loss function raises while it is
+    measured. A step that raises is run again without a loss function, as a job that catches the error might."""
     session = Session(Job(kind="gpt"), ADAPTIVE)
-    gact, real, losses = session.gact, session.loss_fn, []
+    gact, real, losses, errors = session.gact, session.loss_fn, [], []
 
     def measured(batch):
         if dist.get_rank() in failing_ranks:
             real(batch)  # the forward has left its traces when the failure comes
-            raise RuntimeError("out of memory, say")
+            raise error("as it happens")
         return real(batch)
 
     with Warnings() as warnings:
         for step in range(3):
             batch = batch_of("gpt", step, dist.get_rank())
             session.optimizer.zero_grad()
-            with gact.step(measured, batch):
-                loss = real(batch)
+            try:
+                with gact.step(measured, batch):
+                    loss = real(batch)
+            except (RuntimeError, KeyError) as raised:
+                errors.append(f"{type(raised).__name__}: {raised}")
+                with gact.step():
+                    loss = real(batch)
             loss.backward()
             session.optimizer.step()
             losses.append(float(loss))
-    return gact.plan, warnings.messages, losses, [float(p.sum()) for p in session.model.parameters()]
+    weights = [float(p.sum()) for p in session.model.parameters()]
+    return gact.plan, warnings.messages, losses, weights, errors
 
 
-def test_measurement_that_fails_on_one_rank_stops_nobody(ranks):
-    (plan, quiet, losses, weights), (other_plan, messages, other_losses, other_weights) = ranks(
-        trained_with_a_failing_measurement, [1]
-    )
+TOO_LITTLE_HERE = "memory is too little to measure sensitivity on this rank"
+
+
+def test_a_measurement_that_runs_out_of_memory_on_one_rank_stops_nobody(ranks):
+    (
+        (plan, messages, losses, weights, errors),
+        (other_plan, other_messages, other_losses, other_weights, other_errors),
+    ) = ranks(trained_with_a_failing_measurement, [1], torch.OutOfMemoryError)
     assert plan == other_plan
     assert plan
     assert weights == other_weights
-    assert quiet == []
-    assert any("out of memory, say" in message for message in messages)
+    assert errors == other_errors == []
+    assert not any(TOO_LITTLE_HERE in message for message in messages)
+    assert any(TOO_LITTLE_HERE in message and "as it happens" in message for message in other_messages)
     assert all(math.isfinite(loss) for loss in losses + other_losses)
 
 
-def test_measurement_that_fails_everywhere_leaves_the_uniform_plan(ranks):
-    for plan, messages, losses, _ in ranks(trained_with_a_failing_measurement, [0, 1]):
+def test_a_measurement_that_runs_out_of_memory_everywhere_leaves_the_uniform_plan(ranks):
+    for plan, messages, losses, _, errors in ranks(trained_with_a_failing_measurement, [0, 1], torch.OutOfMemoryError):
         assert plan == {}
         assert messages
+        assert errors == []
         assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError])
+def test_an_error_of_the_users_own_is_raised_on_every_rank_and_names_the_one_that_failed(ranks, error):
+    first, second = ranks(trained_with_a_failing_measurement, [1], error)
+    own = f"{error.__name__}: {error('as it happens')}"
+    for message in first[-1]:
+        assert message.startswith("RuntimeError: measuring sensitivity failed on other ranks")
+        assert f"{own} on rank 1" in message
+    assert second[-1] == [own] * 3
+    assert len(first[-1]) == 3
+    assert first[0] == second[0] == {}
+    assert first[3] == second[3]  # the job went on, on ranks that are still in step
 
 
 def straight_and_resumed(job):

@@ -215,7 +215,7 @@ def partitioned_by_deepspeed(setting: str) -> bool:
     try:
         inputs, targets = batch_of(0, 0)
         with gact.step():
-            loss = loss_of(gact._model(inputs), targets)
+            loss = loss_of(gact._schedule.model(inputs), targets)
     finally:
         setattr(checkpointing, setting, before)
     loss.backward()

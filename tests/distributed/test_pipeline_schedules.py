@@ -70,7 +70,7 @@ def train(kind: str, each: int, replicas: int, config: Config | None, exactly: b
         if config is not None:
             controllers.append(gact_dist.attach(module, config=config, process_group=mesh["dp"]).follow())
             if exactly:
-                controllers[-1]._engine._encode = lambda tensor, *_: tensor.detach()
+                controllers[-1]._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
     group, cpu = mesh["pp"].get_group(), torch.device("cpu")
     parts = [
         pipelining.PipelineStage(module, number, stages, cpu, group=group)

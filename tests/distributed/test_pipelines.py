@@ -36,7 +36,7 @@ def _follow(checkpoint):
             losses.append(float(job.forward_backward(*batch_of(step, 0)).detach()))
             job.update()
         gact.detach()
-        return gact._step, gact.plan, losses, warnings.texts
+        return gact._schedule.step, gact.plan, losses, warnings.texts
     finally:
         torch.use_deterministic_algorithms(False)
         logging.getLogger("gact_dist").removeHandler(warnings)

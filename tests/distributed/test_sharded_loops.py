@@ -179,7 +179,7 @@ def train(build: Any, wrap: Any, loop: Any, config: Config | None, exactly: bool
     model = wrap(model)
     gact = gact_dist.attach(model, config=config).follow() if config is not None else None
     if gact is not None and exactly:
-        gact._engine._encode = lambda tensor, *_: tensor.detach()
+        gact._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
     torch.manual_seed(7 + dist.get_rank())
     loop(model)
     weights = [getattr(p, "ds_tensor", local_part(p)).detach().clone() for p in model.parameters()]

@@ -152,7 +152,7 @@ def measured(row: str | None) -> dict[str, float]:
     gact = gact_dist.attach(model, config=Config(min_numel=16))
     inputs, targets = batch_of(0, dist.get_rank())
     gact.calibrate(lambda batch: loss_of(model(batch[0]), batch[1]), (inputs, targets), samples=8)
-    found = dict(gact._sensitivity)
+    found = dict(gact._schedule.sensitivity)
     gact.detach()
     if job is not None:
         job.close()
@@ -213,7 +213,7 @@ def sequence_parallel(config: Config | None, exactly: bool) -> tuple[list[torch.
     model = parallelize_module(SequenceParallelMLP(), mesh["tp"], plan)
     gact = gact_dist.attach(model, config=config, process_group=mesh["dp"]).follow() if config is not None else None
     if exactly:
-        gact._engine._encode = lambda tensor, *_: tensor.detach()
+        gact._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     torch.manual_seed(7 + dist.get_rank())
     for _ in range(4):

@@ -144,7 +144,7 @@ def test_graphs_that_are_dropped_leave_no_memory():
             loss.backward()
         model.zero_grad()
     del loss
-    place = gact._engine._storage
+    place = gact._schedule.hooks._job.offload
     place.statistics()
     assert (place.device_bytes, place.pool.used_bytes) == (0, 0)
     gact.detach()

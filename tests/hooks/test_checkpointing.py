@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from small_models import Mixture, TinyGPT, loss_of
+from small_models import Mixture, Routed, TinyGPT, loss_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -141,6 +141,36 @@ def test_inputs_of_a_routing_block_stay_exact(reentrant, policy):
         loss.backward()  # a routing that changed would raise here, or give another gradient without a word
     codecs = [row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")]
     assert codecs == ["exact", "quantised"]  # the first beside what tanh saves of the same tensor, rounded
+
+
+class OneRouter(nn.Module):
+    """[tokens, 64] -> [tokens, 64]: a block that routes before five that do not, each under a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.routed = nn.Linear(64, 64), Routed()
+        self.plain = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.routed, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
+        for block in self.plain:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@ANY_MODE
+def test_blocks_after_one_that_routes_are_not_taken_for_it(reentrant):
+    """Frames of checkpoint() calls that are over leave their addresses to later ones."""
+    torch.manual_seed(0)
+    model, x = OneRouter(reentrant), torch.randn(256, 64)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=2, min_numel=16))
+    for _ in range(2):
+        with gact.step():
+            loss = model(x).square().mean()
+        loss.backward()
+    codecs = [row.codec for row in gact.report().rows if row.name.startswith(":BlockInput")]
+    assert codecs == ["exact", *["quantised"] * 5]
 
 
 def joined(x: Tensor, given: object = None, *, weight: Tensor, **rest: object) -> Tensor:

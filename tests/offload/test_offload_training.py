@@ -48,7 +48,7 @@ def attached(model: nn.Module, level: str, **settings) -> gact_dist.Controller:
 
 
 def storage_of(gact: gact_dist.Controller):
-    return gact._engine._storage
+    return gact._schedule.hooks._job.offload
 
 
 def assert_empty(gact: gact_dist.Controller) -> None:
@@ -210,7 +210,7 @@ def test_several_graphs_in_flight_and_a_sum_of_losses(gpt):
 
     def gradients(order):
         """One flat gradient a graph, of three graphs that are run back in this order."""
-        gact._step = 1  # the rounding of each turn is that of the last one
+        gact._schedule.step = 1  # the rounding of each turn is that of the last one
         losses = [gpt_step(gact, loss_fn, batch) for _ in range(3)]
         found = {n: torch.cat([g.flatten() for g in torch.autograd.grad(losses[n], parameters)]) for n in order}
         return [found[n] for n in range(3)]
@@ -219,7 +219,7 @@ def test_several_graphs_in_flight_and_a_sum_of_losses(gpt):
     for order in ((2, 1, 0), (1, 2, 0)):
         assert all(torch.equal(a, b) for a, b in zip(gradients(order), expected, strict=True))
     assert_empty(gact)
-    gact._step = 1
+    gact._schedule.step = 1
     total = torch.autograd.grad(sum(gpt_step(gact, loss_fn, batch) for _ in range(3)), parameters)
     # float32 sums in another order: 1e-5 is a hundred times their rounding
     torch.testing.assert_close(torch.cat([g.flatten() for g in total]), sum(expected), rtol=1e-5, atol=1e-6)

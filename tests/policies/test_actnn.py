@@ -1,6 +1,7 @@
 """Policy actnn: bits for each sample, on any operator."""
 
 import copy
+import json
 import math
 from functools import partial
 
@@ -15,9 +16,10 @@ import gact_dist
 from examples.train.config import load_config
 from examples.train.models import ResNet
 from gact_dist import Config, codec
-from gact_dist.policies import actnn as per_sample
-from gact_dist.policies.actnn import QUANTILES, SampleCosts, counts_of, plan_from, statistics
+from gact_dist.policies import Plan, bits_from_state, policy_of
+from gact_dist.policies.actnn import COLUMNS, QUANTILES, ExampleCosts, counts_of, statistics
 from gact_dist.policies.base import Costs
+from gact_dist.policies.plan import one_width
 
 SETTINGS = {"min_numel": 64, "calibration_samples": 64, "adapt_tolerance": 0.0}
 
@@ -39,7 +41,7 @@ def test_units_get_their_shares_and_never_more_bits(widths):
 def costs_of(names, variance, sizes, samples):
     count = len(names)
     exact_bits, metadata_bits = np.full(count, 32.0), np.zeros(count)
-    return Costs(tuple(names), np.array(variance), np.array(sizes), exact_bits, metadata_bits, samples=samples)
+    return Costs(tuple(names), np.array(variance), np.array(sizes), exact_bits, metadata_bits, examples=samples)
 
 
 def test_costs_are_split_by_the_shares_of_the_quantiles():
@@ -48,8 +50,8 @@ def test_costs_are_split_by_the_shares_of_the_quantiles():
     by_key = np.array([(31 - 4 * part - 2) / 120 for part in range(QUANTILES)])
     assert row[:QUANTILES] == pytest.approx(by_key)
     curves = np.outer([1.0, 3.0], (2.0 ** np.arange(1, 9) - 1) ** -2)
-    table = np.stack([row, np.zeros(per_sample.COLUMNS)])
-    split = SampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0], table))
+    table = np.stack([row, np.zeros(COLUMNS)])
+    split = ExampleCosts.build(costs_of(["a", "b"], curves, [80.0, 40.0], table))
     assert split.split == (1.0, 1.0)
     assert len(split.costs.names) == 9
     assert split.costs.variance[:8, 1] == pytest.approx(curves[0, 1] * by_key)
@@ -78,7 +80,7 @@ KEYS = 1.3 ** np.arange(16)  # at 5 bits widths from 1 to 8 can follow, and 2^b 
 )
 def test_keys_count_for_as_much_as_they_explain(variance, expected):
     costs = costs_of(["a"], np.ones((1, 8)), [80.0], statistics(KEYS, variance, 5.0)[None])
-    split = SampleCosts.build(costs)
+    split = ExampleCosts.build(costs)
     assert split.split == expected
     assert split.costs.variance.sum(axis=0) == pytest.approx(1.0)
     if expected[1] == 0.0:
@@ -95,13 +97,16 @@ def test_the_cost_of_a_split_is_that_of_its_widths():
 @pytest.mark.parametrize("keys", [[0.0] * 6, [math.nan, 1.0, 2.0], [math.inf, 1.0]])
 def test_keys_that_say_nothing_make_equal_shares(keys):
     row = statistics(keys, None, 2.0)
-    assert row == pytest.approx([1 / QUANTILES] * (4 * QUANTILES) + [0.0] * (per_sample.COLUMNS - 4 * QUANTILES))
+    assert row == pytest.approx([1 / QUANTILES] * (4 * QUANTILES) + [0.0] * (COLUMNS - 4 * QUANTILES))
 
 
 def test_a_plan_goes_through_json_and_to_other_policies():
-    loaded = {"a": [4, 3, 2, 2, 2, 2, 1, 1], "b": 2, "c": None}
-    assert plan_from(loaded, shares=True) == {"a": (4, 3, 2, 2, 2, 2, 1, 1), "b": 2, "c": None}
-    assert plan_from(loaded, shares=False) == {"a": 2, "b": 2, "c": None}
+    plan = Plan({"a": (4, 3, 2, 2, 2, 2, 1, 1), "b": 2, "c": None}, 2)
+    written = json.loads(json.dumps(plan.bits))
+    read = Plan({name: bits_from_state(name, bits) for name, bits in written.items()}, 2)
+    assert read == plan
+    assert policy_of(Config(policy="actnn")).restored_plan(read) == plan
+    assert policy_of(Config()).restored_plan(read) == Plan({"a": 2, "b": 2, "c": None}, 2)
 
 
 # -- fewer errors in the same bytes --------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_the_size_of_a_samples_gradient_is_learnt_with_its_number():
     variance, kept, gact = measured(confident, "actnn", 2, draws=12, index=index)
     assert kept <= 1.02 * budget
     assert variance < 0.5 * expected
-    sizes = gact._engine.packer.gradients.sizes[index]
+    sizes = gact._schedule.hooks.encoder.examples.gradients.sizes[index]
     model, (inputs, labels) = confident()
     output = model(inputs)
     gradient = torch.autograd.grad(nn.functional.cross_entropy(output, labels), output)[0]
@@ -187,12 +192,12 @@ def test_the_size_of_a_samples_gradient_is_learnt_with_its_number():
 def test_a_sample_that_was_not_seen_counts_as_an_average_one():
     model, batch = small_models.mlp(batch=8)
     gact = gact_dist.attach(model, config=Config(policy="actnn", **SETTINGS))
-    gradients = gact._engine.packer.gradients
+    gradients = gact._schedule.hooks.encoder.examples.gradients
     assert gradients.of(torch.arange(8)) is None
     with gact.step(sample_index=[5, 3, 0, 1, 2, 4, 6, 7]):
         loss = small_models.loss_of(model)(batch)
     loss.backward()
-    assert gact._engine.packer._gradient_sizes is None  # another batch may be measured with now
+    assert gact._schedule.hooks.encoder.examples._sizes is None  # another batch may be measured with now
     known = gradients.of(torch.arange(8))
     found = gradients.of(torch.tensor([3, 20, 0]))
     assert torch.equal(found[[0, 2]], known[[3, 0]])
@@ -359,7 +364,7 @@ def test_bits_are_an_average_and_no_other_budget_is_taken():
     assert Config(policy="actnn", bits=2.5).bits == 2.5
     with pytest.raises(ValueError, match="expected policy 'gact', which chooses"):
         Config(policy="actnn", retained_bytes=1000)
-    assert per_sample.one_width((3, 2, 2, 2, 2, 2, 2, 2)) == 2
+    assert one_width((3, 2, 2, 2, 2, 2, 2, 2)) == 2
     assert codec.Scheme.MIXED.name.lower() == "mixed"
 
 

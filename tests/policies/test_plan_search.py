@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from gact_dist import Config
+from gact_dist.policies.acgc import GradientDraws, fewest_bits
 from gact_dist.policies.base import Costs
-from gact_dist.policies.gradient_samples import GradientSamples
-from gact_dist.policies.plan_search import fewest_bits
 
 CONFIG = Config(policy="acgc", error=0.1)
 WIDTHS = np.arange(1, 9)
@@ -39,7 +38,7 @@ def noise_like(costs, factor, measured):
 def test_the_search_ends_close_to_the_limit_wherever_it_starts(factor):
     costs = costs_of(1.0, 3.0, 10.0, 30.0, 0.1, 0.3, 2.0, 5.0)
     limit, measured = 0.5, []
-    found = fewest_bits(CONFIG, costs, limit, noise_like(costs, factor, measured), start=limit)
+    found = fewest_bits(costs, limit, noise_like(costs, factor, measured), start=limit)
     assert found.noise <= limit
     # one bit less for the tensor that loses least by it would be over the limit, or the search stopped within a tenth
     bits = found.allocation.bits
@@ -56,7 +55,7 @@ def test_a_uniform_width_that_keeps_to_the_limit_is_taken_where_it_takes_fewer_b
     def noise_of(allocation):
         return float(CURVE[np.where(allocation.bits == 0, 8, allocation.bits) - 1].sum())
 
-    found = fewest_bits(CONFIG, costs, 4 * CURVE[1], noise_of, start=4 * CURVE[1])
+    found = fewest_bits(costs, 4 * CURVE[1], noise_of, start=4 * CURVE[1])
     assert found.uniform
     assert found.allocation.bits.tolist() == [2, 2, 2, 2]
 
@@ -69,11 +68,11 @@ def test_what_no_width_reaches_ends_with_the_least_that_was_found():
         measured.append(allocation)
         return 1.0 + 1.0 / len(measured)
 
-    assert fewest_bits(CONFIG, costs, 0.1, noise_of, start=0.1).noise == 1.0 + 1.0 / len(measured)
+    assert fewest_bits(costs, 0.1, noise_of, start=0.1).noise == 1.0 + 1.0 / len(measured)
 
 
 def samples_of(squares, noise=0.1):
-    samples = GradientSamples()
+    samples = GradientDraws()
     for square in squares:
         samples.add(square, noise, relative=False)
     return samples
@@ -83,8 +82,7 @@ def test_the_second_moment_is_the_mean_of_the_last_ten():
     samples = samples_of(1.0 + 0.01 * np.arange(20))
     assert samples.second_moment == pytest.approx(1.145)
     assert samples.increase == pytest.approx(0.1 / 1.145)
-    resumed = GradientSamples()
-    resumed.load_state_dict(samples.state_dict())
+    resumed = GradientDraws.from_state(samples.state_dict())
     assert resumed.increase == samples.increase
     assert resumed.standard_error == samples.standard_error
 
@@ -126,7 +124,7 @@ def test_what_is_not_finite_or_zero_is_left_out_and_kinds_are_not_mixed():
 
 def test_noise_that_falls_with_the_gradient_breaks_no_promise():
     """Both to a hundredth, between the fourth and the fifth sample: the increase is a tenth before and after."""
-    samples = GradientSamples()
+    samples = GradientDraws()
     samples.renew(10.0)
     for size in (100.0, 110.0, 90.0, 100.0, 1.0, 1.1, 0.9, 1.0, 1.1, 0.9):
         samples.add(size, size / 10, relative=False)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.policies import base as policies
-from gact_dist.policies.base import Costs
+from gact_dist.policies import Costs, Plan, policy_of
+from gact_dist.policies.acgc import settled
+from gact_dist.policies.allocation import minimum_bits
 
 VARIANCE = (2.0 ** np.arange(1, 9) - 1) ** -2
 
@@ -26,36 +27,41 @@ def costs_of(sensitivities, sizes, retained_bytes=None):
     return Costs(names, curves, np.array(sizes, dtype=np.float64), full, np.zeros(count), retained_bytes)
 
 
+def kept(config, costs, bits):
+    """The current bits where a policy keeps them, None where it does not; and the fresh ones."""
+    policy = policy_of(config)
+    fresh = policy.allocate(costs)
+    return policy.settled(costs, Plan(bits), fresh), fresh
+
+
 def test_a_plan_is_kept_that_fits_and_that_a_fresh_one_hardly_betters():
     config = Config(bits=3, adapt_tolerance=0.2)
     costs = costs_of([1.0, 1.3], [100, 100])
-    fresh = policies.allocate(config, costs)
-    assert fresh.bits.tolist() == [3, 3]
-    assert policies.settled(config, costs, {"a": 3, "b": 3}, fresh).bits.tolist() == [3, 3]
+    found, fresh = kept(config, costs, {"a": 3, "b": 3})
+    assert fresh.bits.tolist() == found.bits.tolist() == [3, 3]
     # 2 and 4 bits for 3 and 3: 1/9 + 1.3/225 over 2.3/49 is 2.5 times the variance
-    assert policies.settled(config, costs, {"a": 2, "b": 4}, fresh) is None
-    assert policies.settled(Config(bits=3, adapt_tolerance=2.0), costs, {"a": 2, "b": 4}, fresh) is not None
-    assert policies.settled(config, costs, {"a": 4, "b": 4}, fresh) is None  # over the budget
-    assert policies.settled(config, costs, {"a": 3}, fresh) is None  # a tensor is new
-    assert policies.settled(Config(bits=3, adapt_tolerance=0), costs, {"a": 3, "b": 3}, fresh) is None
+    assert kept(config, costs, {"a": 2, "b": 4})[0] is None
+    assert kept(Config(bits=3, adapt_tolerance=2.0), costs, {"a": 2, "b": 4})[0] is not None
+    assert kept(config, costs, {"a": 4, "b": 4})[0] is None  # over the budget
+    assert kept(config, costs, {"a": 3})[0] is None  # a tensor is new
+    assert kept(Config(bits=3, adapt_tolerance=0), costs, {"a": 3, "b": 3})[0] is None
 
 
 def test_a_plan_that_no_longer_fits_its_bytes_is_not_kept():
     table = np.array([[13.0 * bits for bits in range(1, 9)] + [400.0]] * 2)
     costs = costs_of([1.0, 1.0], [100, 100], table)
-    for budget, kept in ((78, True), (77, False)):
+    for budget, expected in ((78, True), (77, False)):
         config = Config(retained_bytes=budget, adapt_tolerance=100.0)
-        fresh = policies.allocate(config, costs)
-        assert (policies.settled(config, costs, {"a": 3, "b": 3}, fresh) is not None) == kept
+        assert (kept(config, costs, {"a": 3, "b": 3})[0] is not None) == expected
 
 
 def test_with_an_error_the_fewer_bits_count():
-    config = Config(policy="acgc", error=0.1, adapt_tolerance=0.2)
     costs = costs_of([1.0, 1.0], [100, 100])
-    fresh = policies.allocate(config, costs, 2 / 49)
+    exact, metadata = costs.exact_bits, costs.metadata_bits
+    fresh = minimum_bits(costs.variance, costs.sizes, variance_budget=2 / 49, exact_bits=exact, metadata_bits=metadata)
     assert fresh.bits.tolist() == [3, 3]
-    assert policies.settled(config, costs, {"a": 4, "b": 3}, fresh) is not None  # 3.5 bits
-    assert policies.settled(config, costs, {"a": 4, "b": 4}, fresh) is None
+    assert settled(0.2, costs, Plan({"a": 4, "b": 3}), fresh) is not None  # 3.5 bits
+    assert settled(0.2, costs, Plan({"a": 4, "b": 4}), fresh) is None
 
 
 def adapted_at(kind, steps, change_at=None, **settings):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gact_dist import Config
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import rounded_moments
 from gact_dist.sensitivity.one_pass import measure
 
@@ -71,7 +71,8 @@ class Interrupted(BaseException):
 def deepspeed(monkeypatch):
     """Its module, as far as measuring looks at it."""
     module = types.ModuleType(DEEPSPEED)
-    module.CheckpointFunction = type("CheckpointFunction", (torch.autograd.Function,), {})
+    own = {"forward": staticmethod(lambda ctx, *tensors: tensors)}
+    module.CheckpointFunction = type("CheckpointFunction", (torch.autograd.Function,), own)
     monkeypatch.setitem(sys.modules, DEEPSPEED, module)
 
 
@@ -92,15 +93,15 @@ def test_torch_is_as_before_once_a_measurement_ends(raised_in, compiled, deepspe
     batch, loss_fn = (torch.randn(16, 32), torch.randint(0, 10, (16,))), small_models.loss_of(model)
     if raised_in == "a loss that is no scalar":
         loss_fn = lambda batch: model(batch[0])  # noqa: E731
-    engine = Engine(model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     for run in (partial(measure, seed=1), partial(rounded_moments, passes=2, draw=0)):
         if raised_in == "nothing":
-            assert run(engine, model, lambda: loss_fn(batch))
+            assert run(hooks, model, lambda: loss_fn(batch))
         else:
             with pytest.raises(ValueError if raised_in.endswith("scalar") else Interrupted):
-                run(engine, model, lambda: loss_fn(batch))
+                run(hooks, model, lambda: loss_fn(batch))
         assert same(before, state_of_torch())
         assert seen
         assert not any(seen)  # so the comparison sees what is replaced
         seen.clear()
-    engine.close()
+    hooks.close()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gact_dist import Config
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import influence
 from gact_dist.sensitivity.one_pass import measure
 
@@ -30,13 +30,13 @@ def measured(monkeypatch, model, batch, loss_fn=None, apart=False):
         backwards.append(1)
         return gradients(*arguments, **options)
 
-    engine = Engine(model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd, "grad", counted)
         if apart:
             patch.setattr("gact_dist.sensitivity.perturbation.disjoint", alone)
-        found = measure(engine, model, lambda: loss_fn(batch), seed=3, estimator="perturbation")
-    engine.close()
+        found = measure(hooks, model, lambda: loss_fn(batch), seed=3, estimator="perturbation")
+    hooks.close()
     return {item.name: item.variance for item in found}, len(backwards)
 
 

@@ -12,7 +12,7 @@ from scarce_memory import Scarce
 
 import gact_dist
 from gact_dist import Config, adaptation
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import one_pass
 
 BATCH = 16
@@ -48,7 +48,7 @@ def test_an_adaptation_takes_as_many_samples_as_fit(follow, caplog):
     assert scarce.seen[:3] == [8, 4, 2]
     assert len(scarce.seen) > 3
     assert set(scarce.seen[3:]) == {2}  # what did not fit is not tried again
-    assert "from now on sensitivity is measured on 2 samples" in caplog.text
+    assert "from now on sensitivity is measured on 2 examples" in caplog.text
     assert len(gact.history) == len(scarce.seen) - 2
     assert len(set(gact.plan.values())) > 1
     assert losses[-1] < losses[0]
@@ -111,8 +111,8 @@ def test_too_little_memory_is_not_taken_for_a_missing_derivative(monkeypatch):
 
     model, batch = small_models.mlp()
     loss_of = small_models.loss_of(model)
-    engine = Engine(model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     monkeypatch.setattr(one_pass._OnePass, "_products", products)
     with pytest.raises(torch.OutOfMemoryError):
-        one_pass.measure(engine, model, lambda: loss_of(batch), seed=1)
-    engine.close()
+        one_pass.measure(hooks, model, lambda: loss_of(batch), seed=1)
+    hooks.close()

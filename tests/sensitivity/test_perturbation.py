@@ -13,7 +13,7 @@ from torch import nn
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity.one_pass import measure
 
 
@@ -52,11 +52,11 @@ def test_layers_that_python_or_numpy_drop_are_the_same_in_every_pass(generator):
     for kept in (fixed, lambda: draw() < 0.5):
         model = LayerDrop(kept)
         loss_fn = small_models.loss_of(model)
-        engine = Engine(model, Config(min_numel=0), 0)
+        hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
         seed(3)
-        measured = measure(engine, model, lambda loss_fn=loss_fn: loss_fn(batch), seed=1)
+        measured = measure(hooks, model, lambda loss_fn=loss_fn: loss_fn(batch), seed=1)
         found.append({item.name: item.variance.tolist() for item in measured})
-        engine.close()
+        hooks.close()
     assert found[0] == found[1]
     assert len(found[0]) > sum(decisions)
 
@@ -139,7 +139,7 @@ def flat(model, loss):
 )
 def test_a_backward_that_fails_for_another_reason_is_not_taken_for_one_without_a_derivative(function, error, text):
     model, loss_fn, batch = function_job(function)
-    engine = Engine(model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     with pytest.raises(error, match=text):
-        measure(engine, model, lambda: loss_fn(batch), seed=1)
-    engine.close()
+        measure(hooks, model, lambda: loss_fn(batch), seed=1)
+    hooks.close()

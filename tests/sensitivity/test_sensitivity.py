@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
 from gact_dist import Config, codec
-from gact_dist.hooks.engine import Engine
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import differentiable_attention, one_pass
 from gact_dist.sensitivity.differentiable_attention import ScaledDotProductAttention
 from gact_dist.sensitivity.differentiable_norms import BatchNorm, GroupNorm, LayerNorm
@@ -29,9 +29,9 @@ KINDS = ["gpt", "cnn", "mlp"]
 
 
 def measured(model, loss_fn, batch, probes, seed=1, bits=8, estimator="one-pass"):
-    engine = Engine(model, Config(min_numel=0, bits=bits), 0)
-    found = measure(engine, model, lambda: loss_fn(batch), seed=seed, probes=probes, estimator=estimator)
-    engine.close()
+    hooks = SavedTensorHooks(model, Config(min_numel=0, bits=bits), 0)
+    found = measure(hooks, model, lambda: loss_fn(batch), seed=seed, probes=probes, estimator=estimator)
+    hooks.close()
     return found
 
 
@@ -77,10 +77,10 @@ def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backe
 def variance_of_each(kind, bits, draws):
     """{name: squared distance of the gradient with one tensor rounded from the exact one}, the mean of some draws."""
     model, batch, loss_fn = job(kind)
-    engine = Engine(model, Config(min_numel=0), 0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     found = {}
     with untouched(model):
-        with engine.recording(MeasuringMode()) as records:
+        with hooks.recording(MeasuringMode()) as records:
             loss = loss_fn(batch)
         exact = flat_gradient(model, loss)
         for record in records:
@@ -92,7 +92,7 @@ def variance_of_each(kind, bits, draws):
                 total += float((flat_gradient(model, loss) - exact).square().sum()) / draws
             record.handle.replacement = None
             found[record.name] = total
-    engine.close()
+    hooks.close()
     return found
 
 
@@ -168,8 +168,8 @@ def test_a_closure_that_clears_gradients_and_calls_backward_leaves_them_too():
         model.zero_grad()
         loss.backward()
 
-    engine = Engine(model, Config(min_numel=0), 0)
-    assert measure(engine, model, closure, seed=0)
+    hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
+    assert measure(hooks, model, closure, seed=0)
     assert same(before, snapshot(model))
 
 
@@ -300,9 +300,9 @@ def perturbed_input(x, seed, probes, bits=8):
     """What one pass finds of the input of a linear, which has no graph."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, 4))
-    engine = Engine(model, Config(min_numel=0, bits=bits), 0)
-    found = measure(engine, model, lambda: model(x).square().mean(), seed=seed, probes=probes)
-    engine.close()
+    hooks = SavedTensorHooks(model, Config(min_numel=0, bits=bits), 0)
+    found = measure(hooks, model, lambda: model(x).square().mean(), seed=seed, probes=probes)
+    hooks.close()
     assert [item.by_perturbation for item in found] == [True, *[False] * (len(found) - 1)]
     return found[0].variance
 
@@ -473,7 +473,7 @@ def test_the_gradient_is_differentiated_at_what_the_current_plan_rounds_to(bits,
 
     def watched(products):
         for record in products.graph.compressible:
-            expected = one_pass.rounding_of(record.tensor, None, products.graph.packer)[bits - 1]
+            expected = one_pass.rounding_of(record.tensor, None, products.graph.encoder)[bits - 1]
             ratios.append(float((record.replacement - record.tensor).square().sum() / expected))
         return differentiate(products)
 

@@ -497,7 +497,7 @@ def train(
         if config is not None:
             gact = job.attach(config)
             if exactly:
-                gact._engine._encode = lambda tensor, *_: tensor.detach()
+                gact._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
         torch.manual_seed(7 + job.data_rank())  # dropout differs between ranks, as it does in real jobs
         for step in range(steps):
             before = gact.adaptation if gact else None

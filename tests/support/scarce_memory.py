@@ -19,7 +19,7 @@ class Scarce:
         model.register_forward_pre_hook(self._check)
 
     def _check(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.gact._measuring:
+        if self.gact._schedule.measuring:
             self.seen.append(len(args[0]))
             if len(args[0]) > self.most_examples:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

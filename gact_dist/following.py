@@ -1,0 +1,90 @@
+"""follow(): every forward of the model is a step, without a line in the training loop."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .distributed import all_ranks, learning_shapes
+from .schedule import Schedule
+from .sensitivity import Observation, ProbeBatch
+
+
+class Following:
+    """Opens and closes a step around each forward that builds a graph, and observes forwards to adapt with."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._model = schedule, schedule.model
+        self._step = ExitStack()  # what is open around the forward that runs
+        self._in_step = False
+        self._observation: Observation | None = None
+        self._candidate: Observation | None = None
+        begin = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        end = self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
+        self._handles = (begin, end)
+
+    def forget(self) -> None:
+        """Drop what was observed for an adaptation: the next forward is observed in its place."""
+        self._observation = None
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._step.close()
+        for handle in self._handles:
+            handle.remove()
+        self._observation = self._candidate = None
+
+    def _begin(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        schedule = self._schedule
+        self._step.close()  # of a forward that raised before its end
+        self._in_step = False
+        if schedule.hooks is None or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
+            return
+        schedule.step += 1
+        forward = partial(self._model, *args, **kwargs)
+        self._use_observation(forward)
+        if schedule.step == 1:
+            schedule.start(forward)
+        # one whose backward has not run (two forwards before one backward) makes room for this forward
+        self._candidate = None
+        if schedule.due(in_steps=1) or schedule.drawing_due(in_steps=1):
+            # an error bound is measured on whole batches
+            wanted = sys.maxsize if schedule.policy.follows_gradient else schedule.config.calibration_samples
+            self._candidate = Observation((args, kwargs), schedule.probe_examples(wanted))
+        self._step = ExitStack()
+        self._step.enter_context(schedule.forward())
+        self._in_step = True
+
+    def _end(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
+        if self._schedule.measuring or not self._in_step:
+            return
+        self._step.close()
+        self._schedule.watch()
+        if self._candidate is not None and self._candidate.outputs(outputs):
+            self._observation = self._candidate
+        self._candidate = None
+
+    def _use_observation(self, whole: Callable[[], Any]) -> None:
+        """Draw the gradient of the observed step, or adapt, where either is due and all ranks have one to use.
+
+        whole: runs the forward to come.
+        """
+        schedule = self._schedule
+        if self._observation is None or not (schedule.due() or schedule.drawing_due()):
+            return
+        complete = self._observation.complete
+        for group in schedule.groups:
+            complete = all_ranks(complete, group)
+        if not complete:
+            return
+        observation, self._observation = self._observation, None
+        unit = observation.squared_gradient if schedule.policy.follows_gradient else None
+        loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._model)
+        schedule.draw(partial(loss_fn, observation), unit)
+        if schedule.due():
+            examples = schedule.probe_examples(schedule.config.calibration_samples)
+            schedule.adapt(ProbeBatch(loss_fn, observation, examples, forward=whole, unit=unit))

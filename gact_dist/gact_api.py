@@ -1,0 +1,75 @@
+"""The interface of GACT's own controller: hooks that stay on, and iterations that are ended by a call."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from .config import Config
+from .distributed import unwrap
+from .schedule import Schedule
+from .sensitivity import ProbeBatch
+
+_default_level = "L2"
+
+
+def set_optimization_level(level: str) -> None:
+    """Set the level of controllers that are made from now on without a level or a config (it is "L2" at first).
+
+    level: a name in gact_dist.LEVELS. Raises ValueError for an unknown one.
+    """
+    global _default_level
+    Config.from_level(level)
+    _default_level = level
+
+
+def default_level() -> str:
+    """The level of set_optimization_level()."""
+    return _default_level
+
+
+_installed: set["Iterations"] = set()
+"""Those whose hooks are on: one whose controller is dropped must not take some other hook off when it is collected."""
+
+
+class Iterations:
+    """Hooks that stay on in this thread, from construction to close(); iterate() ends an iteration."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._open = ExitStack()
+        self._forward_ran = False
+        _installed.add(self)
+        self._handle = unwrap(schedule.model).register_forward_pre_hook(self._note_forward)
+        self._begin()
+
+    def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
+        """See Controller.iterate."""
+        schedule = self._schedule
+        closure_is_the_iteration = not self._forward_ran
+        self._open.close()
+        schedule.watch()
+        schedule.step += 1
+        schedule.draw(fwdbwdprop)
+        if schedule.due():
+            schedule.adapt(ProbeBatch(lambda _: fwdbwdprop(), None))
+        self._begin()
+        if closure_is_the_iteration:
+            fwdbwdprop()
+            self._forward_ran = False
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._open.close()
+        self._handle.remove()
+        _installed.discard(self)
+
+    def _note_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():  # an evaluation between two iterations is not an iteration
+            self._forward_ran = True
+
+    def _begin(self) -> None:
+        self._forward_ran = False
+        self._open = ExitStack()
+        self._open.enter_context(self._schedule.forward())

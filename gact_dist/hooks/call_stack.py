@@ -1,0 +1,101 @@
+"""Where in a program a tensor is saved: one walk of the call stack for each saved tensor."""
+
+import sys
+from enum import Enum
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from torch import nn
+
+from .._paths import PACKAGE_ROOT
+from .._torch_internals import DIRECTORY
+from ..distributed import plumbing
+from .checkpoint import SAVERS, is_checkpoint_call
+from .compiled import BETWEEN_HOOK_AND_REGION, behind_compiler, compiled_region
+
+_PLUMBING = (
+    *(f"{DIRECTORY}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
+    *(f"{DIRECTORY}/{part}" for part in ("utils/", "_jit_internal.py", "amp/", "_compile.py")),
+    *(f"{DIRECTORY}/{part}" for part in ("_dynamo/", "_functorch/")),
+    PACKAGE_ROOT,
+)
+_WRAPPERS = plumbing()
+
+
+class CallSite(NamedTuple):
+    """What the frames above a pack hook tell."""
+
+    line: str | None
+    """of the user's code, counted from the start of its function; None in a compiled region"""
+    region: nn.Module | None = None
+    """the module whose compiled forward is saving, None where something else saves"""
+    checkpoint: FrameType | None = None
+    """the call of checkpoint() whose block's input is being saved, None where something else saves"""
+
+
+def call_site(frame: FrameType) -> CallSite:
+    """Walk up to the first frame outside plumbing. frame: of the caller of a pack hook."""
+    if _kind(frame.f_code) is _Kind.SAVES:
+        return _call_site_of_library(behind_compiler(frame))
+    return _site_above(frame)
+
+
+def current_line() -> str | None:
+    """The line of the user's code that is running, as CallSite has it."""
+    return _site_above(sys._getframe(1)).line
+
+
+class _Kind(Enum):
+    """What a function is, by the file that it stands in."""
+
+    USERS = 0  # the user's, or a module's of torch
+    PLUMBING = 1  # between the user's code and an operator
+    SAVES = 2  # plumbing that saves tensors in Python, or keeps the compiler off a hook
+
+
+_NOWHERE = CallSite(None)
+# keyed by id, with the code object kept beside it: hashing a code object walks all of its constants every time
+_kinds: dict[int, tuple[CodeType, _Kind]] = {}
+_sites: dict[tuple[int, int], tuple[CodeType, CallSite]] = {}
+
+
+def _kind(code: CodeType) -> _Kind:
+    known = _kinds.get(id(code))
+    if known is None:
+        path, kind = code.co_filename, _Kind.USERS
+        if path in SAVERS or path.startswith(BETWEEN_HOOK_AND_REGION):
+            kind = _Kind.SAVES
+        elif path.startswith(_PLUMBING) or any(part in path for part in _WRAPPERS):
+            kind = _Kind.PLUMBING
+        known = _kinds[id(code)] = (code, kind)
+    return known[1]
+
+
+def _site_above(frame: FrameType | None) -> CallSite:
+    """Of the first frame, from this one up, that is the user's."""
+    while frame is not None and _kind(frame.f_code) is not _Kind.USERS:
+        frame = frame.f_back
+    return _NOWHERE if frame is None else _site(frame.f_code, frame.f_lasti)
+
+
+def _site(code: CodeType, instruction: int) -> CallSite:
+    known = _sites.get((id(code), instruction))
+    if known is None:
+        line = next((row for start, stop, row in code.co_lines() if start <= instruction < stop and row), None)
+        offset = (line or code.co_firstlineno) - code.co_firstlineno
+        text = str(offset) if code.co_name == "forward" else f"{code.co_name}+{offset}"
+        known = _sites[id(code), instruction] = (code, CallSite(text))
+    return known[1]
+
+
+def _call_site_of_library(frame: FrameType) -> CallSite:
+    """Of a tensor that a compiled region or a checkpoint may be saving, or any other function written in Python."""
+    region = compiled_region(frame)
+    if region is not None:
+        return CallSite(None, region)
+    found: FrameType | None = frame
+    while frame.f_code.co_filename in SAVERS and found is not None and _kind(found.f_code) is not _Kind.USERS:
+        if is_checkpoint_call(found):
+            return CallSite(_site_above(found).line, None, found)
+        found = found.f_back
+    return _site_above(frame)

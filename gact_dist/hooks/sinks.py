@@ -1,0 +1,128 @@
+"""What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import codec
+from ..offload import HostOffload
+from ..policies import Plan
+from .accounting import Account
+from .aliases import StorageRecord
+from .encoder import Encoder
+from .handles import Recorded, Replaceable, Stored
+from .logsumexp import LogsumexpFit
+from .naming import origin
+from .roles import Role
+
+
+class Captured(NamedTuple):
+    """A tensor that autograd saves, neither a parameter nor an alias of one that is stored already."""
+
+    tensor: Tensor
+    name: str
+    role: Role | None
+    """None where the sink did not ask for it"""
+    record: StorageRecord
+
+
+class Sink(ABC):
+    """Takes what the hooks capture."""
+
+    wants_role: Callable[[Tensor], bool]
+    """whether the role of a tensor matters for what becomes of it"""
+    records: bool = False
+    """whether roles are looked at when the forward is over"""
+
+    @abstractmethod
+    def take(self, captured: Captured) -> Stored | Replaceable:
+        """The handle that the graph is to hold."""
+
+    @abstractmethod
+    def take_in_graph(self, captured: Captured) -> codec.Packed:
+        """The same of a tensor that a compiled graph packs itself: it holds buffers and no handle."""
+
+    def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
+        """A tensor is kept for backward past all hooks."""
+
+    def after(self, tensor: Tensor) -> None:  # noqa: B027
+        """A tensor was taken, or is an alias of one that was."""
+
+    def forget_step(self) -> None:  # noqa: B027
+        """At the end of a step."""
+
+
+class Store(Sink):
+    """Stores tensors by a plan. A rehearsal is a Store with a plan and an account of its own, and without offload."""
+
+    def __init__(self, encoder: Encoder, plan: Plan, account: Account, offload: HostOffload | None = None) -> None:
+        self.plan, self.account, self.offload = plan, account, offload
+        self._encoder = encoder
+        self.wants_role = encoder.rounds
+        self._logsumexp = LogsumexpFit()
+
+    def take(self, captured: Captured) -> Stored:
+        """See Sink.take."""
+        tensor, name, role, record = captured
+        payload = self._encoder.encode(tensor, name, role, self.plan)
+        stored = Stored(name, tensor, payload, self.offload)
+        self._logsumexp.add(stored, payload)
+        self.account.add(tensor, name, record, payload, stored.host_bytes)
+        return stored
+
+    def take_in_graph(self, captured: Captured) -> codec.Packed:
+        """See Sink.take_in_graph."""
+        tensor, name, role, record = captured
+        payload = self._encoder.encode(tensor, name, role, self.plan)
+        packed = payload if isinstance(payload, codec.Packed) else codec.pack(tensor, bits=None)
+        self.account.add(tensor, name, record, packed)
+        return packed
+
+    def note_bypassing(self, captured: Captured) -> None:
+        """See Sink.note_bypassing."""
+        self.account.add(captured.tensor, captured.name, captured.record, captured.tensor)
+
+    def after(self, tensor: Tensor) -> None:
+        """See Sink.after."""
+        self._logsumexp.after(tensor)
+
+    def forget_step(self) -> None:
+        """See Sink.forget_step."""
+        self._logsumexp.forget()
+
+
+class Record(Sink):
+    """Keeps tensors exactly, and records them with the graph edges that produced them."""
+
+    records = True
+
+    def __init__(self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]]) -> None:
+        """rounded: name -> (bits, seed) of tensors that backward gets rounded."""
+        self.found: list[Recorded] = []
+        self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
+        self.wants_role = self._is_large
+
+    def _is_large(self, tensor: Tensor) -> bool:
+        return tensor.numel() >= self._min_numel and (tensor.is_floating_point() or tensor.is_complex())
+
+    def take(self, captured: Captured) -> Replaceable:
+        """See Sink.take."""
+        tensor, name = captured.tensor, captured.name
+        source, handle = origin(tensor), Replaceable(tensor)
+        if name in self._rounded:
+            handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
+        compressible = captured.role is Role.ACTIVATION
+        self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
+        return handle
+
+    def take_in_graph(self, captured: Captured) -> codec.Packed:
+        """See Sink.take_in_graph."""
+        own = captured._replace(tensor=captured.tensor.clone())  # the graph may write over its own
+        return codec.pack(self.take(own).restore(), bits=None)
+
+    def settle(self, roles: Mapping[str, Role]) -> None:
+        """When the forward is over, some block inputs turn out to be needed exactly."""
+        for record in self.found:
+            record.compressible &= roles.get(record.name) is not Role.STATISTIC

@@ -1,0 +1,378 @@
+"""Policy acgc: the fewest bits whose increase of the gradient's second moment is tolerated (AC-GC).
+
+AC-GC (Evans and Aamodt, NeurIPS 2021; equation 16 of its supplement): if the compressed gradient is unbiased and its
+variance is at most e^2 V^2, where V^2 = E|g|^2 is the second moment of the stochastic gradient g, then the second
+moment of the compressed gradient is at most (1 + e^2) V^2, and SGD's bound on the loss grows by no more than that.
+
+Sensitivities rank the plans. What a plan adds is measured on the whole batch of an adaptation before the plan is used,
+for where a backward answers to rounding more than linearly they predict too little. Between adaptations draws of the
+gradient watch the error bound, and one that finds it exceeded brings an adaptation.
+
+[Note: what must hold] The bound is on means: over the steps under one plan, the mean variance that rounding adds must
+not exceed e^2 times the mean squared gradient V^2. Both are estimated from draws, a hundred steps apart where the
+interval is the usual one, the mean of the last ten, as AC-GC's authors have it. Two things break a mean of ten. The
+gradient may have fallen since the oldest of them: draws that the later ones lie significantly below are dropped, and
+what rounding added in their steps with them, for both fall together. And a mean of few draws is uncertain: its standard
+error follows from their own spread, and bits are chosen so that the bound holds with one standard error to spare.
+
+[Note: room to grow] A gradient that shrinks while bits stand still lets the increase grow under a plan. By how much it
+did under the last plans, the mean over a plan's steps over what was measured when it was made, is room that the next
+plan leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from .. import _fields
+from ..config import Config
+from .allocation import WIDTHS, Allocation, minimum_bits
+from .base import Choice, Costs, GradientError, Policy, Trial, evaluate
+from .plan import Plan
+
+_log = logging.getLogger(__name__)
+_CAUTIOUS_BITS = 8  # with an error bound, and nothing measured yet
+DRAWS = 10
+_MOST_GROWTH = 4.0  # for which room is left: a bit of every tensor
+_SURER = 0.45  # of the standard error that a plan was made with: one draw's falls to it with the third to fifth
+
+
+class Acgc(Policy):
+    """The fewest bits within Config.error, and what is known of the gradient that the bound is about."""
+
+    adapts = True
+    follows_gradient = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._tolerated = config.error or 0.0
+        self._draws = GradientDraws()
+        self._bounded = False  # whether the current plan was measured to keep to the bound
+        self._standard_error = 0.0
+        self._planned = 0.0  # the increase that was measured when the current plan was made
+        self._growth = 1.0  # see [Note: room to grow]
+        self._drawn_at = 0
+
+    @property
+    def first_plan(self) -> Plan:
+        """See Policy.first_plan."""
+        return Plan(default=_CAUTIOUS_BITS)
+
+    @property
+    def due(self) -> bool:
+        """Whether the draws since the plan was made ask for another: they say that it does not keep to the bound, or
+        they are so many more that it may take fewer bits."""
+        exceeded = self._draws.increase > self._tolerated
+        return self._bounded and (exceeded or self._draws.standard_error <= _SURER * self._standard_error)
+
+    def choose(self, costs: Costs, current: Plan, trial: Trial) -> Choice | None:
+        """The fewest bits whose measured error is tolerated; None if nothing can be measured."""
+        self._drawn_at, self._bounded = trial.step, False
+        draws = self._draws
+        before, unit = trial.measure(None)
+        square = before.square
+        if before.noise >= square:  # too loud for the gradient itself to be seen
+            square = trial.measure(dict.fromkeys(costs.names, WIDTHS))[0].square
+        draws.add(square, before.noise, relative=trial.relative)
+        second_moment = draws.second_moment
+        if math.isnan(before.noise):
+            return None
+        if not second_moment > 0.0:
+            _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")
+            return None
+        measured_before = draws.increase
+        self._warn_of(measured_before, current)
+        self._learn_growth(measured_before)
+        # of the batches since the current plan was made, compared with this one
+        usual = draws.noise / before.noise if before.noise > 0.0 else 1.0
+        self._standard_error = draws.standard_error
+        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / self._growth / usual
+
+        def noise_of(plan: Allocation) -> float:
+            measured = trial.measure(costs.bits(plan))[0].noise
+            return math.inf if math.isnan(measured) else measured
+
+        found = fewest_bits(costs, limit, noise_of, start=limit * unit)
+        kept = self._settled(costs, current, found) if before.noise <= limit else None
+        allocation = found.allocation if kept is None else kept
+        draws.renew((found.noise if kept is None else before.noise) * usual)
+        scale = usual / (unit * second_moment)
+        error = GradientError(
+            self._tolerated, allocation.variance * scale, draws.increase, measured_before, unit * second_moment
+        )
+        self._bounded, self._planned = error.holds, error.measured
+        self._tell(error, allocation)
+        return Choice(
+            costs.bits(allocation),
+            current.default,
+            allocation.variance,
+            allocation.average_bits,
+            error,
+            kept is not None,
+        )
+
+    def drawing_due(self, step: int) -> bool:
+        """Whether this step's gradient should be drawn: ten times an interval, more often in the first steps."""
+        return step - self._drawn_at >= max(1, min(self.config.adapt_interval // DRAWS, self._drawn_at))
+
+    def add_draw(self, trial: Trial) -> None:
+        """See Policy.add_draw."""
+        self._drawn_at = trial.step
+        moments, _ = trial.measure(None)
+        self._draws.add(moments.square, moments.noise, relative=trial.relative)
+        _log.info(
+            "step %d: the gradient's second moment is increased by %.3g of error=%g, the mean since the plan was made",
+            trial.step,
+            self._draws.increase,
+            self._tolerated,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The draws, and what they need to go on."""
+        return {
+            "samples": self._draws.state_dict(),
+            "sampled_at": self._drawn_at,
+            "promised": self._bounded,
+            "standard_error": self._standard_error,
+            "planned": self._planned,
+            "growth": self._growth,
+        }
+
+    def parse_state(self, state: Any) -> Acgc | None:
+        """See Policy.parse_state; None where the state is another policy's."""
+        if state is None:
+            return None
+        parsed, fields = Acgc(self.config), _fields.mapping(_fields.anything)("error_budget", state)
+        parsed._draws = GradientDraws.from_state(_fields.read(fields, "samples", _fields.anything, {}))
+        parsed._drawn_at = _fields.read(fields, "sampled_at", _fields.integer(0), 0)
+        parsed._bounded = _fields.read(fields, "promised", _fields.flag, False)
+        parsed._standard_error = _fields.read(fields, "standard_error", _fields.number(0.0), 0.0)
+        parsed._planned = _fields.read(fields, "planned", _fields.number(), 0.0)
+        parsed._growth = _fields.read(fields, "growth", _fields.number(1.0), 1.0)
+        return parsed
+
+    def load_state(self, parsed: Acgc | None) -> None:
+        """See Policy.load_state."""
+        if parsed is not None:
+            vars(self).update(vars(parsed))
+
+    def _learn_growth(self, increase: float) -> None:
+        """increase: the mean under the current plan; it counts as much as all plans before."""
+        if self._planned > 0.0 and increase > 0.0:
+            seen = min(increase / self._planned, _MOST_GROWTH)
+            self._growth = max(1.0, math.sqrt(self._growth * seen))
+
+    def _settled(self, costs: Costs, current: Plan, found: Found) -> Allocation | None:
+        """The current bits where others would gain too little; never against a uniform width that takes less."""
+        kept = settled(self.config.adapt_tolerance, costs, current, found.allocation)
+        if kept is None or (found.uniform and kept.average_bits > found.allocation.average_bits):
+            return None
+        return kept
+
+    def _warn_of(self, measured: float, current: Plan) -> None:
+        if current.bits and not measured <= self._tolerated:
+            _log.warning(
+                "compression increased the gradient's second moment by %.3g (error=%g was tolerated); bits are raised",
+                measured,
+                self._tolerated,
+            )
+
+    def _tell(self, error: GradientError, allocation: Allocation) -> None:
+        _log.info("increase of the gradient's second moment: %s", error)
+        if not error.holds:
+            _log.warning(
+                "compression increases the gradient's second moment by %.3g on the batch of this adaptation, and "
+                "error=%g was tolerated: %.3g bits on average do not reach it",
+                error.measured,
+                self._tolerated,
+                allocation.average_bits,
+            )
+
+
+def settled(tolerance: float, costs: Costs, current: Plan, fresh: Allocation) -> Allocation | None:
+    """The current bits, if fresh ones take fewer by no more than a tolerated fraction; or None.
+
+    That they keep to the error bound is for the caller to know, from what was measured.
+    """
+    kept, new = evaluate(costs, current.in_one_width().bits), evaluate(costs, costs.bits(fresh))
+    if kept is None or new is None:
+        return None
+    return kept if kept.average_bits < new.average_bits * (1.0 + tolerance) else None
+
+
+# -- draws of the gradient --------------------------------------------------------------------------------------
+
+# Standard errors by which later draws must lie below earlier ones for these to be dropped.
+_SIGNIFICANT = 3.0
+# Relative standard deviation of a squared gradient over batches that is assumed with the weight of one draw.
+_ASSUMED_SPREAD = 0.5
+
+
+class GradientDraws:
+    """Squared gradients of the last draws, and the variance that rounding added under the current plan."""
+
+    def __init__(self) -> None:
+        self._squares: list[float] = []
+        self._noise: list[float] = []
+        self._relative = False
+
+    def add(self, square: float, noise: float, *, relative: bool) -> None:
+        """Add a draw; one that is not finite (an overflow), or of a gradient of zero, is left out.
+
+        square: estimate of the squared norm of the exact gradient; may be negative where noise is large. noise:
+        variance that rounding added to it. relative: to the squared gradient at the model's outputs, so that neither
+        kind is averaged with the other.
+        """
+        if not (math.isfinite(square) and math.isfinite(noise)) or square == noise == 0.0:
+            return
+        if relative != self._relative:
+            self._squares, self._noise, self._relative = [], [], relative
+        self._squares = [*self._squares, square][-DRAWS:]
+        self._noise = [*self._noise, noise][-DRAWS:]
+        self._drop_stale()
+
+    def renew(self, noise: float) -> None:
+        """There is another plan. noise: the variance that is expected under it."""
+        self._noise = [noise]
+
+    @property
+    def second_moment(self) -> float:
+        """V^2; zero without a draw."""
+        return fmean(self._squares) if self._squares else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Mean variance that rounding added under the current plan; zero without a draw."""
+        return fmean(self._noise) if self._noise else 0.0
+
+    @property
+    def increase(self) -> float:
+        """Of the second moment, relative to it; infinite where rounding leaves nothing of the gradient to be seen."""
+        return self.noise / self.second_moment if self.second_moment > 0.0 else math.inf
+
+    @property
+    def standard_error(self) -> float:
+        """Of the increase, as a fraction of it: of both means, as if they varied independently."""
+        known = [values for values in (self._squares, self._noise) if values]
+        return math.hypot(*(_spread(values) / math.sqrt(len(values)) for values in known))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The draws."""
+        return {"squares": self._squares, "noise": self._noise, "relative": self._relative}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> GradientDraws:
+        """What state_dict() was called on. Raises StateError."""
+        draws, fields = GradientDraws(), _fields.mapping(_fields.anything)("samples", state)
+        numbers = _fields.sequence(_fields.number())
+        draws._squares = _fields.read(fields, "squares", numbers, [])
+        draws._noise = _fields.read(fields, "noise", numbers, [])
+        draws._relative = _fields.read(fields, "relative", _fields.flag, False)
+        return draws
+
+    def _drop_stale(self) -> None:
+        """Drop the earlier draws where the later ones lie significantly below them, as long as there are such."""
+        kept = self._fresh()
+        while kept < len(self._squares):
+            self._squares, self._noise = self._squares[-kept:], self._noise[-kept:]
+            kept = self._fresh()
+
+    def _fresh(self) -> int:
+        """How many of the last draws do not lie significantly above those after them."""
+        spread, count = _spread(self._squares) * abs(self.second_moment), len(self._squares)
+        best, kept = _SIGNIFICANT, count
+        for later in range(1, count):
+            fall = fmean(self._squares[:-later]) - fmean(self._squares[-later:])
+            significance = fall / (spread * math.sqrt(1.0 / later + 1.0 / (count - later)))
+            if significance > best:
+                best, kept = significance, later
+        return kept
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Relative standard deviation, from the differences of successive values, which a drift hardly changes."""
+    steps = [(later - earlier) ** 2 / 2.0 for earlier, later in itertools.pairwise(values)]
+    mean = fmean(values)
+    return math.sqrt(fmean([_ASSUMED_SPREAD**2, *(step / mean**2 for step in steps)])) if mean else _ASSUMED_SPREAD
+
+
+# -- the plan of the fewest bits, by measuring a few of them ----------------------------------------------------
+
+_TRIES = 8
+_CLOSE = 0.9  # a plan that adds so much of what it may is not searched on for fewer bits
+# A quarter of the variance is one bit more: where a backward overflows at some width, the next one may well do.
+_LARGEST_CHANGE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan and what was measured of it."""
+
+    allocation: Allocation
+    noise: float
+    """variance that it adds"""
+    uniform: bool = False
+    """whether it is one width for all tensors"""
+
+
+def fewest_bits(costs: Costs, limit: float, noise_of: Callable[[Allocation], float], *, start: float) -> Found:
+    """The plan with the fewest bits of those tried that add at most `limit`; else the one that adds least.
+
+    noise_of: measures the variance that a plan adds, in the units of limit. start: what is allocated first, in those of
+    costs, which predict variances up to a factor that depends on the width. Tried are plans allocated to a variance,
+    raised or cut until the measured one is close to the limit, and then the uniform widths that take fewer bits.
+    """
+    tried = _allocated(costs, limit, noise_of, start)
+    best = _best(tried, limit)
+    for bits in range(WIDTHS, 0, -1):
+        uniform = evaluate(costs, dict.fromkeys(costs.names, bits))
+        if uniform is None or not uniform.average_bits < best.allocation.average_bits or best.noise > limit:
+            continue
+        found = Found(uniform, noise_of(uniform), uniform=True)
+        if not found.noise <= limit:
+            break
+        best = found
+    return best
+
+
+def _allocated(costs: Costs, limit: float, noise_of: Callable[[Allocation], float], start: float) -> list[Found]:
+    tried: list[Found] = []
+    budget, kept, broke = start, 0.0, math.inf
+    while len(tried) < _TRIES:
+        allocation = minimum_bits(
+            costs.variance,
+            costs.sizes,
+            variance_budget=budget,
+            exact_bits=costs.exact_bits,
+            metadata_bits=costs.metadata_bits,
+        )
+        if any(np.array_equal(allocation.bits, other.allocation.bits) for other in tried):
+            break
+        found = Found(allocation, noise_of(allocation))
+        tried.append(found)
+        if found.noise <= limit:
+            kept = budget
+            if found.noise > _CLOSE * limit:
+                break
+        else:
+            broke = budget = min(budget, allocation.variance)  # what is allocated may stay far below
+        change = limit / found.noise if found.noise > 0.0 else _LARGEST_CHANGE
+        budget *= min(_LARGEST_CHANGE, max(1.0 / _LARGEST_CHANGE, change))
+        if not kept < budget < broke:
+            budget = math.sqrt(kept * broke)
+    return tried
+
+
+def _best(tried: list[Found], limit: float) -> Found:
+    keeping = [found for found in tried if found.noise <= limit]
+    if keeping:
+        return min(keeping, key=lambda found: found.allocation.average_bits)
+    return min(tried, key=lambda found: found.noise)

@@ -1,0 +1,132 @@
+"""Policy gact: least variance of the gradient within a budget, by each tensor's sensitivity (Liu et al., ICML 2022).
+
+The budget is an average of bits, or the bytes that a rank may keep for backward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocation import EXACT, WIDTHS, Allocation, minimum_variance, minimum_variance_in_bytes
+from .base import Choice, Costs, Policy, StepBytes, Trial, evaluate
+from .plan import Plan
+
+_UNKNOWN_BITS = 4  # until the bytes of a step are known
+_ROUNDING = 1.0 + 1e-12  # a plan that fits exactly is not refused for the rounding of a sum
+
+
+class Gact(Policy):
+    """Least variance within Config.bits on average."""
+
+    adapts = True
+
+    def choose(self, costs: Costs, current: Plan, trial: Trial) -> Choice:
+        """See Policy.choose."""
+        fresh = self.allocate(costs)
+        settled = self.settled(costs, current, fresh)
+        allocation = fresh if settled is None else settled
+        return Choice(
+            costs.bits(allocation),
+            self._default(costs, allocation, current),
+            allocation.variance,
+            allocation.average_bits,
+            kept=settled is not None,
+        )
+
+    def allocate(self, costs: Costs) -> Allocation:
+        """Bits for every tensor within the budget. Raises ValueError when that cannot be reached."""
+        return minimum_variance(
+            costs.variance, costs.sizes, average_bits=self.config.bits or 0.0, exact_bits=costs.exact_bits
+        )
+
+    def settled(self, costs: Costs, current: Plan, fresh: Allocation) -> Allocation | None:
+        """The current bits, if they keep to the budget and fresh ones gain no more than adapt_tolerance; or None."""
+        kept, new = evaluate(costs, current.bits), evaluate(costs, costs.bits(fresh))
+        if kept is None or new is None or not self._fits(costs, kept):
+            return None
+        return kept if kept.variance < new.variance * (1.0 + self.config.adapt_tolerance) else None
+
+    def _fits(self, costs: Costs, allocation: Allocation) -> bool:
+        payload = np.where(allocation.bits == EXACT, costs.exact_bits, allocation.bits)
+        return bool(np.average(payload, weights=costs.sizes) <= (self.config.bits or 0.0) * _ROUNDING)
+
+    def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int | None:
+        return current.default
+
+
+class GactInBytes(Gact):
+    """Least variance within Config.retained_bytes, everything that a rank keeps counted."""
+
+    needs_step_bytes = True
+
+    @property
+    def first_plan(self) -> Plan:
+        """See Policy.first_plan."""
+        return Plan(default=_UNKNOWN_BITS)
+
+    def first_plan_in(self, step: StepBytes) -> Plan:
+        """The largest uniform width that fits."""
+        return Plan(default=step.largest_uniform_bits(self._budget_bytes))
+
+    def allocate(self, costs: Costs) -> Allocation:
+        """See Gact.allocate."""
+        retained_bytes = _retained_bytes(costs)
+        narrowest = np.where(np.isfinite(costs.variance), retained_bytes[:, :WIDTHS], np.inf).min(
+            axis=1, initial=np.inf
+        )
+        smallest = costs.other_bytes + np.minimum(narrowest, retained_bytes[:, WIDTHS]).sum()
+        if smallest > self._budget_bytes:
+            raise ValueError(
+                f"retained_bytes is {self._budget_bytes}, but a step keeps at least {math.ceil(smallest)} bytes on a "
+                f"rank ({math.ceil(costs.other_bytes)} of them in masks, statistics and what else is stored exactly); "
+                "give at least that, or a smaller batch"
+            )
+        return minimum_variance_in_bytes(
+            costs.variance, costs.sizes, retained_bytes, budget_bytes=self._budget_bytes - costs.other_bytes
+        )
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self.config.retained_bytes or 0
+
+    def _fits(self, costs: Costs, allocation: Allocation) -> bool:
+        total_bytes = costs.other_bytes + allocation.average_bits * costs.sizes.sum() / 8.0
+        return bool(total_bytes <= self._budget_bytes * _ROUNDING)
+
+    def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int:
+        """A tensor that is new after this is stored like the average one."""
+        widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
+        return math.floor(np.average(widths, weights=costs.sizes))
+
+
+def with_bytes(costs: Costs, step: StepBytes) -> Costs:
+    """The costs of the tensors of a step, with their bytes.
+
+    Of a tensor that was weighed and not measured the variance is taken for that of the average element; of one that was
+    measured and not weighed (it was in the probe batch alone) the bytes are its elements'.
+    """
+    unmeasured = [name for name in step.tensors if name not in set(costs.names)]
+    # a further bit takes an eighth of a byte for each element
+    elements = np.array([8.0 * (step.tensors[name][1] - step.tensors[name][0]) for name in unmeasured])
+    average = np.where(np.isfinite(costs.variance), costs.variance, 0.0).sum(axis=0) / costs.sizes.sum()
+    widths = np.arange(1.0, WIDTHS + 1) + costs.metadata_bits[:, None]
+    by_size = np.column_stack([widths, costs.exact_bits]) * costs.sizes[:, None] / 8.0
+    measured = [step.tensors.get(name, row) for name, row in zip(costs.names, by_size, strict=True)]
+    return Costs(
+        (*costs.names, *unmeasured),
+        np.concatenate([costs.variance, np.outer(elements, average)]),
+        np.concatenate([costs.sizes, elements]),
+        np.concatenate([costs.exact_bits, np.full(len(unmeasured), 32.0)]),
+        np.concatenate([costs.metadata_bits, np.zeros(len(unmeasured))]),
+        np.stack([*measured, *(step.tensors[name] for name in unmeasured)]),
+        step.other_bytes,
+    )
+
+
+def _retained_bytes(costs: Costs) -> NDArray[np.float64]:
+    if costs.retained_bytes is None:
+        raise ValueError("costs have no retained_bytes, expected what with_bytes() returns")
+    return costs.retained_bytes

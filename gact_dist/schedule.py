@@ -1,0 +1,174 @@
+"""The steps of one attached model: what is open around a forward, when bits adapt, and what is known so far."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from . import distributed
+from .adaptation import Adaptation, Adapter, LearntByAdapting
+from .config import Config
+from .hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
+from .offload import open_offload
+from .policies import Plan, policy_of
+from .sensitivity import ProbeBatch
+from .state import State
+
+_LONGEST_INTERVAL = 8  # in adapt_intervals
+
+
+class Schedule:
+    """Counts steps, and adapts when that is due. Every rank of the groups must call the same methods together."""
+
+    def __init__(self, model: nn.Module, config: Config, process_group: Any) -> None:
+        """See attach()."""
+        check_inlined(config, model)
+        self.model, self.config = model, config
+        tensor_parallel = distributed.tensor_parallel_groups(model)
+        data_parallel = distributed.data_parallel_groups(process_group, tensor_parallel)
+        self.groups = [*data_parallel, *tensor_parallel]
+        """over which ranks share one plan, one after the other"""
+        self.policy = policy_of(config)
+        self.hooks: SavedTensorHooks | None = None
+        """None with policy off"""
+        self.adapter: Adapter | None = None
+        """None with a policy that does not adapt"""
+        if self.policy.compresses:
+            rank = distributed.rank(*data_parallel) if data_parallel else 0
+            offload = open_offload(model, config.offload, distributed.world_size()) if config.offload.enabled else None
+            self.hooks = SavedTensorHooks(model, config, rank, offload, self.policy)
+        if self.hooks is not None and self.policy.adapts:
+            self.adapter = Adapter(model, self.hooks, data_parallel, self.groups)
+        self.step = 0
+        self.measuring = False
+        """whether a forward that runs now is ours, not the job's"""
+        self.adaptation: Adaptation | None = None
+        self.sensitivity: dict[str, float] = {}
+        self.history: list[dict[str, Any]] = []
+        self._adapted_at: int | None = None
+        self._interval = config.adapt_interval
+
+    @property
+    def plan(self) -> Plan:
+        """What tensors are stored at."""
+        return Plan() if self.hooks is None else self.hooks.plan
+
+    @property
+    def shared_by_all(self) -> bool:
+        """Whether every rank of the job shares the plan."""
+        return math.prod(distributed.world_size(group) for group in self.groups) == distributed.world_size()
+
+    # -- a forward ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Compress what the current step's forward saves in the context."""
+        if self.hooks is None:
+            yield
+            return
+        self.hooks.begin(self.step)
+        with self.hooks.hooks():
+            yield
+
+    def watch(self) -> None:
+        """After a step's forward."""
+        if self.adapter is not None:
+            self.adapter.watch()
+
+    @contextmanager
+    def measurement(self) -> Iterator[None]:
+        """Forwards in the context are ours, not the job's."""
+        self.measuring = True
+        try:
+            yield
+        finally:
+            self.measuring = False
+
+    # -- adapting -----------------------------------------------------------------------------------------------
+
+    def due(self, in_steps: int = 0) -> bool:
+        """Whether bits should adapt so many steps from now, the same on all ranks."""
+        if self.adapter is None:
+            return False
+        if self.policy.due or self._adapted_at is None:
+            return True
+        return self.step + in_steps - self._adapted_at >= self._interval
+
+    def drawing_due(self, in_steps: int = 0) -> bool:
+        """Whether the gradient should be looked at so many steps from now."""
+        return self.adapter is not None and self.policy.drawing_due(self.step + in_steps)
+
+    def probe_examples(self, wanted: int) -> int:
+        """Examples to measure on; all of the batch where another shape would compile the model's regions anew."""
+        if has_compiled_parts(self.model):
+            return sys.maxsize
+        return wanted if self.adapter is None else min(wanted, self.adapter.most_examples)
+
+    def start(self, forward: Callable[[], Any]) -> None:
+        """Before the first step where nothing can be measured yet. forward: runs the model as that step will."""
+        if self.adapter is not None:
+            with self.measurement():
+                self.adapter.start(forward)
+
+    def draw(self, loss: Callable[[], Any], unit: float | None = None) -> None:
+        """Look at the gradient, if that is due and no adaptation is, which looks as well."""
+        if self.adapter is not None and self.drawing_due() and not self.due():
+            with self.measurement():
+                self.adapter.draw(self.step, loss, unit)
+
+    def adapt(self, batch: ProbeBatch) -> None:
+        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree."""
+        if self.adapter is None or self.hooks is None:
+            return
+        before = self.plan.bits
+        with self.measurement():
+            adaptation = self.adaptation = self.adapter.adapt(batch, self.step)
+        # The bits used until now are compared as well: a rank that went its own way since (another state loaded, say)
+        # would otherwise be put right here without a word.
+        in_use = {f"{name} (in use until now)": bits for name, bits in before.items()}
+        plan = Plan({**before, **adaptation.plan}, adaptation.default_bits)
+        for group in self.groups:
+            distributed.check_agreement({**in_use, **plan.bits}, group=group)
+        self.hooks.plan = plan
+        self.sensitivity = {**self.sensitivity, **adaptation.sensitivity}
+        self._adapted_at = self.step
+        # an error bound is watched at adaptations, and the gradient shrinks while bits stand still
+        settled = adaptation.kept and adaptation.gradient_error is None
+        longest = _LONGEST_INTERVAL * self.config.adapt_interval
+        self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
+        self.history.append(adaptation.to_dict(self.step))
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """Everything that a resumed run needs to go on as this one will."""
+        return State(
+            self.step,
+            self._adapted_at,
+            self._interval,
+            self.plan,
+            self.sensitivity,
+            self.history,
+            {} if self.hooks is None else self.hooks.state_dict(),
+            {} if self.adapter is None else self.adapter.state_dict(),
+        )
+
+    def load(self, state: State) -> None:
+        """Go on from a state. Raises StateError for a value in it, and changes nothing then."""
+        learnt: LearntNames | None = None if self.hooks is None else self.hooks.parse_state(state.hooks)
+        adapted: LearntByAdapting | None = None if self.adapter is None else self.adapter.parse_state(state.adapter)
+        self.step, self._adapted_at, self._interval = state.step, state.adapted_at, state.interval
+        self.sensitivity, self.history = dict(state.sensitivity), list(state.history)
+        if self.hooks is not None and learnt is not None:
+            self.hooks.plan = self.policy.restored_plan(state.plan)
+            self.hooks.load_state(learnt)
+        if self.adapter is not None and adapted is not None:
+            self.adapter.load_state(adapted)
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        if self.hooks is not None:
+            self.hooks.close()
