@@ -261,6 +261,17 @@ def test_only_the_engine_hooks_saved_tensors():
     assert files_with(r"import saved_tensors_hooks|graph\.saved_tensors_hooks") == {"hooks/engine"}
 
 
+def test_a_policy_is_told_by_its_class_outside_of_config_and_policies():
+    compared = r"\bpolicy\s*(==|!=|in\b|not in\b)|(==|!=)\s*[\"'](gact|actnn|acgc|uniform|exact|off)[\"']"
+    assert {path for path in files_with(compared) if not path.startswith("policies/")} == {"config"}
+
+
+def test_two_files_know_deepspeed():
+    assert files_with(r"import deepspeed|from deepspeed|[\"']deepspeed[\"'./]") == {
+        "__init__", "deepspeed", "distributed/zero",
+    }  # fmt: skip
+
+
 def test_what_torch_does_not_document_is_gathered_in_one_file_and_those_of_the_frameworks():
     # torch._check is public, and torch.utils._pytree has no public name
     pattern = r"\btorch\._(?!check\b)|\btorch\.\w+(\.\w+)*\._(?!pytree\b)|import _[A-Z]|_raw_saved|_cdata"
