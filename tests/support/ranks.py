@@ -1,4 +1,4 @@
-"""Real ranks for tests: spawned processes with a gloo process group that stay alive between tests.
+"""Real ranks for tests: processes with a gloo process group that stay alive between tests.
 
     from ranks import count_collectives, run_ranks
 
@@ -8,9 +8,9 @@
     def test_doubled(ranks):                             # the fixture hands out run_ranks itself
         assert ranks(doubled, 3, world_size=2) == [6, 7]
 
-Starting torch and a process group takes seconds, so there is one pool for each world size and it is reused.
-A rank that raises, dies or exceeds the timeout costs its pool: the next call starts a fresh one, because a
-collective that only some ranks have entered cannot be taken back.
+There is one pool of ranks for each world size, and it is reused. A rank that raises, dies or exceeds the timeout costs
+its pool: the next call starts a fresh one, because a collective that only some ranks have entered cannot be taken back.
+Ranks are forked from two servers that have imported the large libraries once, since importing takes seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import atexit
 import datetime
 import gc
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
@@ -27,9 +28,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,6 +42,19 @@ DEFAULT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 180.0
 # A rank whose peer has failed is most likely stuck in a collective; one that fails too does so soon.
 GRACE_AFTER_FAILURE_S = 5.0
+# gact_dist is not among them: what it does when it is imported belongs to the tests.
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "deepspeed.runtime.pipe.module",
+]
 
 
 class RankError(RuntimeError):
@@ -109,11 +126,25 @@ def _sequence_numbers() -> dict[str, int]:
     return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
+@cache
+def _server(parity: int) -> forkserver.ForkServer:
+    """One of the processes from which ranks are forked.
+
+    Strings hash differently in each, as they do on the ranks of a real job: ranks that iterate over the same set must
+    not agree by chance.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
+    with patch.dict(os.environ, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"):  # a fork must not lose a library's threads
+        server.ensure_running()
+    return server
+
+
 class _Pool:
     """``world_size`` processes, one pipe each."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[Connection] = []
         self._processes = []
@@ -123,7 +154,8 @@ class _Pool:
             process = context.Process(
                 target=_serve, args=(theirs, rank, world_size, f"{self._folder.name}/store"), daemon=True
             )
-            process.start()
+            with patch.object(forkserver, "connect_to_new_process", _server(rank % 2).connect_to_new_process):
+                process.start()
             theirs.close()  # so that a dead rank reads as end of file here
             self._connections.append(ours)
             self._processes.append(process)
@@ -195,6 +227,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str) -> No
         world_size=world_size,
         timeout=datetime.timedelta(seconds=START_TIMEOUT_S),
     )
+    gc.freeze()  # what was imported is not searched after every call
     reply = _Reply()
     while True:
         try:

@@ -46,6 +46,10 @@ def sleep() -> None:
     time.sleep(60)
 
 
+def hash_and_threads_of_the_server() -> tuple[int, list[str]]:
+    return hash("name"), os.listdir(f"/proc/{os.getppid()}/task")
+
+
 def counted() -> dict[str, int]:
     value = torch.ones(4)
     model = DistributedDataParallel(torch.nn.Linear(4, 4))  # one bucket, one all_reduce in backward
@@ -104,3 +108,9 @@ def test_dead_rank_is_named_and_the_next_call_works(ranks):
 def test_timeout_names_the_silent_ranks(ranks):
     with pytest.raises(RankError, match=r"sleep: no answer from ranks \[0, 1\] within 0.5 s"):
         ranks(sleep, timeout_s=0.5)
+
+
+def test_servers_of_ranks_have_one_thread_and_hash_strings_differently(ranks):
+    (first, threads), (second, other_threads) = ranks(hash_and_threads_of_the_server)
+    assert len(threads) == len(other_threads) == 1  # a lock that another thread held would stay locked in a fork
+    assert first != second
