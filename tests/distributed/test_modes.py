@@ -1,34 +1,54 @@
-"""The table of modes (modes.py), as many of its cells as CI has time for; the rest run from the same file."""
+"""The table of modes (modes.py), as many of its cells as every run has time for; --all runs the rest."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from modes import CELLS, CHECKPOINTS, EXECUTIONS, FAILS, PRECISIONS, REFUSALS, REFUSED, ROWS, Cell, problems, run_cell
 
+# The others execute in one of these ways. Each checkpoint and each precision occurs, and what is refused by each side.
+COMPILED = [
+    Cell("DDP", "none", "fp32", "compile"),
+    Cell("DDP", "reentrant", "bf16", "compile"),
+    Cell("DDP", "selective", "fp32", "compile"),
+    Cell("FSDP1 use_orig_params", "none", "fp32", "compile"),  # its parameters are views
+    Cell("FSDP2", "none", "bf16", "compile"),
+    Cell("FSDP2", "non-reentrant", "fp32", "compile"),
+    Cell("ZeRO-3", "none", "fp32", "compile"),
+    Cell("ZeRO-3", "reentrant", "bf16", "compile"),
+    Cell("TP", "non-reentrant", "bf16", "compile"),
+    Cell("TP", "selective", "fp32", "compile"),
+    Cell("PP", "none", "fp32", "compile"),
+    Cell("PP", "selective", "bf16", "compile"),
+    Cell("DDP", "none", "fp32", "inlined"),
+    Cell("ZeRO-2", "none", "bf16", "inlined"),
+    Cell("PP", "non-reentrant", "fp32", "inlined"),
+    *(Cell(row, "none", "fp32", "inlined") for row in ("FSDP1", "FSDP2", "HSDP", "ZeRO-3", "TP", "FSDP2 + TP")),
+]
 
-def in_ci(cell: Cell) -> bool:
-    """A slice in which every row, every checkpoint and every precision occurs, and every pair of the first two."""
-    if cell.execution == "compile":
-        chosen = cell.row in ("DDP", "FSDP2", "ZeRO-3", "TP", "PP")
-        views_for_parameters = cell.row == "FSDP1 use_orig_params" and cell.checkpoint == "none"
-        return cell.precision == "fp32" and (chosen or views_for_parameters)
-    if cell.execution == "inlined":
-        return cell.precision == "fp32" and cell.checkpoint == "none"
-    return cell.precision == "fp32" or cell.checkpoint in ("none", "non-reentrant")
+
+def in_every_run(cell: Cell) -> bool:
+    """Of the eager cells those of each row under each checkpoint, in the two precisions by turns."""
+    turn = list(ROWS).index(cell.row) + CHECKPOINTS.index(cell.checkpoint)
+    return cell in COMPILED or (cell.execution == "eager" and cell.precision == PRECISIONS[turn % 2])
 
 
-CHOSEN = [cell for cell in CELLS if os.environ.get("GACT_DIST_ALL_MODES") or in_ci(cell)]
+def parameters(refused: bool) -> list:
+    """The cells of a test, with a mark on those for which a run must ask."""
+    return [
+        pytest.param(cell, id=str(cell), marks=() if in_every_run(cell) else pytest.mark.large)
+        for cell in CELLS
+        if (cell in REFUSALS) == refused
+    ]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CHOSEN if cell not in REFUSALS], ids=str)
+@pytest.mark.parametrize("cell", parameters(refused=False))
 def test_a_mode_keeps_the_job(ranks, cell):
     assert problems(cell, ranks(run_cell, cell, world_size=ROWS[cell.row].world_size, timeout_s=300)) == []
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CHOSEN if cell in REFUSALS], ids=str)
+@pytest.mark.parametrize("cell", parameters(refused=True))
 def test_a_mode_that_cannot_be_is_refused_with_its_reason(ranks, cell):
     reason = REFUSALS[cell]
     with pytest.raises(reason.error, match=reason.text):

@@ -2,8 +2,8 @@
 
     python tests/support/modes.py --write docs/modes.md     run every cell on real ranks and write the table
 
-A cell is a job: a small GPT, three optimizer steps, the wrappers of its row. test_modes.py runs the cells that CI
-has time for; this file, as a script, runs them all.
+A cell is a job: a small GPT, three optimizer steps, the wrappers of its row. test_modes.py runs the cells that every
+run of the tests has time for, and with --all the others; so does this file, as a script.
 """
 
 from __future__ import annotations
