@@ -186,7 +186,6 @@ def test_zero_3_gives_the_sensitivities_of_the_unwrapped_model_within_sampling_e
     sharded, whole = ranks(measured, "ZeRO-3")[0], ranks(measured, None)[0]
     assert sharded.keys() == whole.keys()
     assert sum(sharded.values()) == pytest.approx(sum(whole.values()), rel=0.2)
-    print({n: sharded[n] / whole[n] for n in whole})
 
 
 class SequenceParallelMLP(nn.Module):
