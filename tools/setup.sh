@@ -36,4 +36,12 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
 # DeepSpeed compiles its operators when a job first needs them, not while it is installed.
 DS_BUILD_OPS=0 "${pip[@]}" install "${requirements[@]}"
 "${pip[@]}" install --no-build-isolation --no-deps -e .
+if [[ "${1:-}" == --test ]]; then
+    # The one operator of DeepSpeed that the tests need, once and here, where no other process waits for it.
+    rm -f .cache/extensions/*/lock
+    TORCH_EXTENSIONS_DIR="$PWD/.cache/extensions" DS_ACCELERATOR=cpu PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -c '
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' > /dev/null ||
+        echo "setup: DeepSpeed's operator was not compiled; it will be when a test needs it" >&2
+fi
 fingerprint > "$stamp"
