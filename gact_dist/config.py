@@ -72,9 +72,9 @@ class Config:
     """Steps between two adaptations (policies gact, actnn and acgc); the first step that is given a loss function
     adapts as well, and with acgc the next one wherever the error is found to be exceeded."""
     adapt_tolerance: float = 0.1
-    """What an adaptation may gain at most for the plan in force to be kept: less gradient variance, or fewer bits with
-    policy acgc, as a fraction. With policies gact and actnn the steps to the next adaptation are then doubled, up to 8
-    times adapt_interval. 0: never kept."""
+    """The current plan is kept if a fresh one would gain no more than this fraction: less gradient variance, or with
+    policy acgc fewer bits. With policies gact and actnn the steps to the next adaptation then double, up to 8 times
+    adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 128

@@ -150,11 +150,11 @@ def transformed(follow: Callable[[nn.Module], Any]) -> list[nn.Module]:
     for _ in range(4):
         x = torch.randn(64, 32)
         model(x).square().mean().backward()
-        twin = mlp(32, 4)
+        stateless = mlp(32, 4)
         weights = {name: p.detach() for name, p in model.named_parameters()}
 
-        def loss(weights: dict[str, Tensor], row: Tensor, twin: nn.Module = twin) -> Tensor:
-            return torch.func.functional_call(twin, weights, (row,)).square().mean()
+        def loss(weights: dict[str, Tensor], row: Tensor, stateless: nn.Module = stateless) -> Tensor:
+            return torch.func.functional_call(stateless, weights, (row,)).square().mean()
 
         per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
         assert all(bool(g.isfinite().all()) for g in per_sample.values())

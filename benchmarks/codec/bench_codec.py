@@ -250,7 +250,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def run_on_cpu(mebibytes: int, rounds: int, bit_widths: list[int], group_size: int) -> dict:
-    """Measure, print a table; what belongs into the JSON."""
+    """Measure and print a table; returns what goes into the JSON file."""
     tensor_bytes = mebibytes << 20
     rows = measure(tensor_bytes, rounds, bit_widths, group_size)
     x = torch.randn(tensor_bytes // 4, generator=torch.Generator().manual_seed(0))
@@ -262,7 +262,7 @@ def run_on_cpu(mebibytes: int, rounds: int, bit_widths: list[int], group_size: i
 
 
 def run_on_device(mebibytes: list[int], rounds: int, bit_widths: list[int]) -> dict:
-    """Measure, print a table; what belongs into the JSON."""
+    """Measure and print a table; returns what goes into the JSON file."""
     if not torch.cuda.is_available():
         raise SystemExit("bench_codec: there is no CUDA device; leave out --device cuda")
     rows = measure_device(mebibytes, rounds, bit_widths)

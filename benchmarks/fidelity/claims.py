@@ -53,7 +53,7 @@ def claims(held: dict[str, Any], bits: tuple[int, ...]) -> Iterator[Claim]:
         yield from _at_4_bits(model, runs)
         if model == IMAGE:
             yield from _two_bits(model, runs)
-        yield from _promise(model, runs, comparisons)
+        yield from _error_bound(model, runs, comparisons)
         for width in bits:
             gains = [gain for _, gain in gains_in_same_bytes(comparisons, width)]
             if gains:
@@ -92,7 +92,7 @@ def _two_bits(model: str, runs: Rows) -> Iterator[Claim]:
         )
 
 
-def _promise(model: str, runs: Rows, comparisons: Rows) -> Iterator[Claim]:
+def _error_bound(model: str, runs: Rows, comparisons: Rows) -> Iterator[Claim]:
     setting = f"acgc {ERROR}"
     increases = [moment["measured"] for row in runs if row["setting"] == setting for moment in row["moments"]]
     if increases:

@@ -16,9 +16,9 @@ Rows = list[dict[str, Any]]
 
 
 def tables(held: dict[str, Any]) -> str:
-    """Markdown: every model with its settings, then adaptive against uniform widths, then what acgc promised."""
+    """Markdown: every model with its settings, then adaptive against uniform widths, then the error bound of acgc."""
     parts = [model_table(model, held["runs"]) for model in model_names(held["runs"])]
-    return "\n\n".join([*parts, same_bytes_table(held["comparisons"]), promise_table(held)])
+    return "\n\n".join([*parts, same_bytes_table(held["comparisons"]), error_bound_table(held)])
 
 
 def model_names(runs: Rows) -> list[str]:
@@ -103,7 +103,7 @@ def _by_point(comparisons: Rows, setting: str) -> dict[tuple, dict[str, Any]]:
     return {(row["model"], row["seed"], row["step"]): row for row in comparisons if row["setting"] == setting}
 
 
-def promise_table(held: dict[str, Any]) -> str:
+def error_bound_table(held: dict[str, Any]) -> str:
     """Policy acgc: the increase of the gradient's second moment in its runs, and its bytes against uniform widths."""
     lines = [
         "| model | e^2 | increase in the runs, mean (worst) | moments within | bits, mean of the runs | "
@@ -184,7 +184,7 @@ def _star(loss: float, untouched: Sequence[float]) -> str:
 
 def plot(held: dict[str, Any], path: Path) -> list[Path]:
     """Three pictures beside the file; returns their paths."""
-    pictures = {"accuracy": _plot_accuracy, "variance": _plot_variance, "promise": _plot_promise}
+    pictures = {"accuracy": _plot_accuracy, "variance": _plot_variance, "error_bound": _plot_error_bound}
     paths = []
     for name, draw in pictures.items():
         paths.append(path.with_name(f"{path.stem}_{name}.png"))
@@ -259,7 +259,7 @@ def _plot_variance(axes: Any, _: Rows, comparisons: Rows) -> None:
     axes.set(xlabel="retained bytes (% of exact)", ylabel="variance added / squared gradient")
 
 
-def _plot_promise(axes: Any, runs: Rows, _: Rows) -> None:
+def _plot_error_bound(axes: Any, runs: Rows, _: Rows) -> None:
     """Increase of the gradient's second moment in the runs of acgc, over what was tolerated."""
     settings = [setting for setting in dict.fromkeys(row["setting"] for row in runs) if setting.startswith("acgc")]
     for place, setting in enumerate(settings):

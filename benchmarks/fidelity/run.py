@@ -1,4 +1,4 @@
-"""Do the policies keep their promises? Six models, every policy and width, against the untouched job, seed by seed.
+"""Do the policies do what is claimed of them? Six models, every policy and width, against the untouched job, seed by seed.
 
     python -m benchmarks.fidelity.run            # everything that the file does not hold yet; hours
     python -m benchmarks.fidelity.run --models gat --settings "gact 2" "acgc 0.25" --seeds 1
@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared
 SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
-PROMISE = "acgc 0.25"  # compared with them
+ERROR_BOUND = "acgc 0.25"  # compared with them
 MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
 BATCHES, DRAWS = 6, 2
 MORE_DRAWS = 48  # of both plans in the bytes of 8 uniform bits, which few tensors can leave: they differ by a percent
@@ -163,7 +163,7 @@ def compared(point: Point, settings: Callable[..., gact_dist.Config]) -> Iterato
     for bits in SAME_BYTES:
         adaptive = settings(policy="gact", retained_bytes=uniform[bits].retained_bytes)
         yield f"gact in the bytes of uniform {bits}", draws_of(bits), point.noise(adaptive, draws=draws_of(bits))
-    yield PROMISE, DRAWS, point.noise(settings(**SETTINGS[PROMISE]), draws=DRAWS)
+    yield ERROR_BOUND, DRAWS, point.noise(settings(**SETTINGS[ERROR_BOUND]), draws=DRAWS)
 
 
 def draws_of(bits: int) -> int:

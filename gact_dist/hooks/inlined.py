@@ -3,10 +3,10 @@
 [Note: inlined hooks] Hooks around a compiled region run when its forward is over, and again before its backward begins:
 all that the region saves is there at once, exactly. Hooks that are FX graph modules are traced into its graphs instead,
 where the compiler may pack a tensor after its last use and unpack it before the first. What they trace to is an
-operator that calls the engine whose hooks are on: the width comes from the plan in force and the random bits from the
-step, so that neither is a constant of the graph, blocks share one graph, and no adaptation compiles anything anew. The
-price is a buffer whose size is known when it is there, an unbacked size to the compiler. Parameters, and what a graph
-makes of parameters and buffers alone (casts of autocast), are not packed: this is read off the graph.
+operator that calls the engine whose hooks are on. The width comes from the current plan and the random bits from the
+step, so neither is a constant of the graph: blocks share one graph, and no adaptation triggers a recompilation. The
+price is a buffer whose size is known only once it exists, an unbacked size to the compiler. Parameters, and what a
+graph computes from parameters and buffers alone (autocast's casts), are not packed; the graph shows which these are.
 """
 
 import sys

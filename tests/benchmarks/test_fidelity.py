@@ -63,7 +63,7 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
     run.main(["--json", str(path), "--seeds", "1"])
     assert json.loads(path.read_text()) == held
     assert {picture.name for picture in tmp_path.glob("*.png")} == {
-        "found_accuracy.png", "found_variance.png", "found_promise.png"
+        "found_accuracy.png", "found_variance.png", "found_error_bound.png"
     }  # fmt: skip
     written = (tmp_path / "found.md").read_text()
     assert written in capsys.readouterr().out
@@ -103,7 +103,7 @@ def test_acgc_is_held_to_its_error_and_to_the_narrowest_uniform_width_that_keeps
         compared("acgc 0.25", 0.24, 80),
     ]
     runs = [_run("acgc 0.25", 0, 0.8, measured=0.2), _run("acgc 0.25", 1, 0.8, measured=0.4)]
-    table = report.promise_table({"runs": runs, "comparisons": comparisons})
+    table = report.error_bound_table({"runs": runs, "comparisons": comparisons})
     assert "| m | 0.25 | 0.3 (0.4) | 1 of 2 | 2.00 | 1 of 1 | 0.80 (0.80 to 0.80) | 2 |" in table
     assert report.gains_in_same_bytes(comparisons, 2) == [("m", pytest.approx(4.0))]
 

@@ -94,22 +94,22 @@ class Trained:
 
 
 def trained(wrap: Callable[[nn.Module], nn.Module], follow: bool, steps: int = 16, micro_batches: int = 1) -> Trained:
-    """A wrapped model, and beside it a twin that makes the same steps and has the exact gradients."""
+    """A wrapped model, trained beside an uncompressed copy that takes the same steps and has the exact gradients."""
     job, result = Digits("mlp", rank=dist.get_rank()), Trained()
-    twin = copy.deepcopy(job.model)
+    reference = copy.deepcopy(job.model)
     model = wrap(job.model)
     gact = gact_dist.attach(model, config=acgc(SMALLER))
     if follow:
         gact.follow()
-    loss_fn, exact_loss_fn = small_models.loss_of(model), small_models.loss_of(twin)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in (model, twin)]
+    loss_fn, exact_loss_fn = small_models.loss_of(model), small_models.loss_of(reference)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in (model, reference)]
     for step in range(steps):
         exact = so_far = torch.zeros(())
         under_a_plan = bool(gact.plan)
         optimizers[0].zero_grad()
         for micro_batch in range(micro_batches):
             batch, last = job.batch(step * micro_batches + micro_batch), micro_batch == micro_batches - 1
-            alone = flat_gradient(twin, exact_loss_fn(batch))
+            alone = flat_gradient(reference, exact_loss_fn(batch))
             exact = exact + alone / micro_batches
             with nullcontext() if last else model.no_sync():
                 with nullcontext() if follow else gact.step(loss_fn, batch):
@@ -121,7 +121,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], follow: bool, steps: int = 1
         gradient = gathered(model)
         if under_a_plan:
             result.reduced.add(gradient, mean_over_ranks(exact))
-        parameters = list(twin.parameters())
+        parameters = list(reference.parameters())
         for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         for optimizer in optimizers:

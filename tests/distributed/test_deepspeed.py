@@ -351,11 +351,11 @@ def reduced_moments(engine: Any, steps: int) -> tuple[float, float]:
     """(squared error of the gradients that the optimizer gets, their squares), summed over the steps under a plan."""
     from deepspeed.utils import safe_get_full_grad
 
-    twin, noise, square = TinyGPT(), 0.0, 0.0
+    reference, noise, square = TinyGPT(), 0.0, 0.0
     for number in range(steps):
         inputs, targets = batch_of(number, dist.get_rank())
-        twin.load_state_dict(engine.module.state_dict())
-        exact = flat_gradient(twin, loss_of(twin(inputs), targets))
+        reference.load_state_dict(engine.module.state_dict())
+        exact = flat_gradient(reference, loss_of(reference(inputs), targets))
         dist.all_reduce(exact)
         exact /= dist.get_world_size()
         engine.backward(loss_of(engine(inputs), targets))

@@ -1,4 +1,4 @@
-"""Hooks inlined into compiled graphs keep the promises of those around them, and are in the right places."""
+"""Hooks inlined into compiled graphs do what those around them do, and are in the right places."""
 
 from __future__ import annotations
 

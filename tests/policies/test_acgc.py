@@ -60,7 +60,7 @@ class Digits:
     def train(self, config, follow=False, ddp=False):
         """(controller, variance that rounding added, squared exact gradients) of some steps of training, summed over
         those under a plan."""
-        twin = copy.deepcopy(self.model)
+        reference = copy.deepcopy(self.model)
         trained = DistributedDataParallel(self.model) if ddp else self.model
         gact = gact_dist.attach(trained, config=config)
         loss_fn = small_models.loss_of(trained)
@@ -71,8 +71,8 @@ class Digits:
         noise = square = 0.0
         for step in range(STEPS):
             batch = self.batch(step)
-            twin.load_state_dict(self.model.state_dict())
-            exact = flat_gradient(twin, small_models.loss_of(twin)(batch))
+            reference.load_state_dict(self.model.state_dict())
+            exact = flat_gradient(reference, small_models.loss_of(reference)(batch))
             if ddp:
                 dist.all_reduce(exact)
                 exact /= dist.get_world_size()
@@ -134,7 +134,7 @@ def test_the_error_is_kept_with_no_more_bytes_than_the_best_uniform_width(error,
     assert retained_bytes <= job.uniform_bytes(error)
 
 
-def test_the_report_shows_what_was_promised_and_what_was_measured():
+def test_the_report_shows_the_error_bound_and_what_was_measured():
     job = Digits("mlp")
     gact, _, _ = job.train(acgc())
     error = gact.report().gradient_error
@@ -188,7 +188,7 @@ def test_noise_and_second_moment_are_those_of_many_draws_and_of_the_exact_gradie
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
 
 
-def test_a_plan_that_breaks_the_promise_is_warned_of_and_raised(caplog):
+def test_a_plan_that_exceeds_the_error_bound_causes_a_warning_and_more_bits(caplog):
     job = Digits("cnn")
     gact = gact_dist.attach(job.model, config=acgc())
     gact.calibrate(job.loss_fn, job.batch(0))

@@ -122,7 +122,7 @@ def test_what_is_not_finite_or_zero_is_left_out_and_kinds_are_not_mixed():
     assert (samples.second_moment, samples.noise) == (5.0, 1.0)
 
 
-def test_noise_that_falls_with_the_gradient_breaks_no_promise():
+def test_noise_that_falls_with_the_gradient_stays_within_the_error_bound():
     """Both to a hundredth, between the fourth and the fifth sample: the increase is a tenth before and after."""
     samples = GradientDraws()
     samples.renew(10.0)

@@ -46,7 +46,7 @@ def uniform_bytes(kind, bits):
 
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_keeps_no_more_than_promised_and_uses_what_it_may(kind, follow):
+def test_a_step_keeps_no_more_than_its_budget_and_uses_most_of_it(kind, follow):
     for bits in (1, 2, 3, 5, 7):
         budget = uniform_bytes(kind, bits) + 17
         config = Config(retained_bytes=budget, min_numel=64, calibration_samples=4)
