@@ -162,8 +162,8 @@ class Adapter:
         """A step without a loss function to measure with: warn once of a job that never gives one."""
         if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self._hooks.plan.bits:
             _log.warning(
-                "policy %s has chosen no bits in %d steps, for step() was given no loss function: every tensor has %s "
-                "bits; %s",
+                "policy %s has chosen no bits in %d steps because step() was given no loss function: every tensor has "
+                "%s bits; %s",
                 self._config.policy,
                 step,
                 self._hooks.plan.default,
@@ -223,10 +223,10 @@ class Adapter:
             half = None if fits else batch.half()
             if half is not None:
                 batch, self.most_examples = half, half.count
-                _log.warning("memory is too little: from now on sensitivity is measured on %d examples", half.count)
+                _log.warning("out of memory: from now on sensitivity is measured on %d examples", half.count)
             elif not fits and estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
-                _log.warning("memory is too little for second derivatives: sensitivity is measured by perturbation")
+                _log.warning("out of memory for second derivatives: sensitivity is measured by perturbation")
             else:
                 return costs, invalid
 
@@ -242,7 +242,7 @@ class Adapter:
                 # The job itself may well go on, with the plan it has. The rank still takes part in the collectives
                 # that follow, with nothing to add, so that the others do not wait for it. The error's text alone is
                 # logged: a handler that keeps its records would keep the failed forward's frames, and so its graph.
-                _log.warning("memory is too little to measure sensitivity on this rank: %s", _first_line(error))
+                _log.warning("out of memory while measuring sensitivity on this rank: %s", _first_line(error))
         return None
 
     def _seed(self, step: int) -> int:
@@ -252,7 +252,7 @@ class Adapter:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py."""
         footprint = Footprint()
         narrowest = Plan(default=1)
-        with distributed.raises_on_all(self._groups, "weighing a step"):
+        with distributed.raises_on_all(self._groups, "counting the bytes of a step"):
             try:
                 for _ in range(_WEIGHINGS):
                     known = self._hooks.state_dict()
@@ -261,7 +261,7 @@ class Adapter:
                     if self._hooks.state_dict() == known:
                         break
             except torch.OutOfMemoryError as error:
-                _log.warning("memory is too little to find the bytes of a step on this rank: %s", _first_line(error))
+                _log.warning("out of memory while counting the bytes of a step on this rank: %s", _first_line(error))
         return footprint
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Adapter:
                 noise = moments.noise / unit if math.isfinite(moments.noise) else _OVERFLOW
                 row = [noise, moments.square / unit, unit]
             except torch.OutOfMemoryError as error:
-                _log.warning("memory is too little to measure the gradient's error: %s", _first_line(error))
+                _log.warning("out of memory while measuring the gradient's error on this rank: %s", _first_line(error))
         values: Tensor = torch.tensor([row], dtype=torch.float64)
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit

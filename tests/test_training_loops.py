@@ -269,8 +269,8 @@ def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(cap
         return [record.getMessage() for record in caplog.records]
 
     assert warnings_of(120, Config(policy="gact", bits=3)) == [
-        "policy gact has chosen no bits in 100 steps, for step() was given no loss function: every tensor has 3 bits; "
-        "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
+        "policy gact has chosen no bits in 100 steps because step() was given no loss function: every tensor has 3 "
+        "bits; give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
     ]
     assert "has chosen no bits in 7 steps" in warnings_of(10, Config(policy="acgc", error=0.25, adapt_interval=7))[0]
     assert warnings_of(120, Config(policy="gact"), calibrated=True) == []

@@ -1,4 +1,4 @@
-"""Do the policies do what is claimed of them? Six models, every policy and width, against the untouched job, seed by seed.
+"""Do the policies do what is claimed of them? Six models, every policy and width, against the untouched job by seed.
 
     python -m benchmarks.fidelity.run            # everything that the file does not hold yet; hours
     python -m benchmarks.fidelity.run --models gat --settings "gact 2" "acgc 0.25" --seeds 1

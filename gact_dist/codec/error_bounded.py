@@ -58,8 +58,8 @@ def _warn_of_one_width(device: torch.device) -> None:
     if device.type not in _warned:
         _warned.add(device.type)
         _log.warning(
-            "compressor is 'error-bounded' and tensors are on %s: there they keep one width for all groups, as with "
-            "'fixed-point', for the size of a payload would have to wait for the device",
+            "compressor is 'error-bounded' and tensors are on %s: there each keeps one width for all its groups, as "
+            "with 'fixed-point', because the host would have to wait for the device to know the size of a payload",
             device,
         )
 

@@ -129,7 +129,8 @@ class Acgc(Policy):
         moments, _ = trial.measure(None)
         self._draws.add(moments.square, moments.noise, relative=trial.relative)
         _log.info(
-            "step %d: the gradient's second moment is increased by %.3g of error=%g, the mean since the plan was made",
+            "step %d: compression has increased the gradient's second moment by %.3g on average since the plan was "
+            "made (error=%g is tolerated)",
             trial.step,
             self._draws.increase,
             self._tolerated,
@@ -189,8 +190,8 @@ class Acgc(Policy):
         _log.info("increase of the gradient's second moment: %s", error)
         if not error.holds:
             _log.warning(
-                "compression increases the gradient's second moment by %.3g on the batch of this adaptation, and "
-                "error=%g was tolerated: %.3g bits on average do not reach it",
+                "compression increases the gradient's second moment by %.3g on the batch of this adaptation, but only "
+                "error=%g is tolerated: %.3g bits on average do not reach it",
                 error.measured,
                 self._tolerated,
                 allocation.average_bits,

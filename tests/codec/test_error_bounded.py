@@ -141,6 +141,6 @@ def test_on_a_device_that_would_have_to_be_waited_for_one_width_is_kept_and_said
         found = [pack_error_bounded(x, 4, 1, 128) for _ in range(2)]
     assert {packed.bits for packed in found} == {4}
     assert [record.getMessage() for record in caplog.records] == [
-        "compressor is 'error-bounded' and tensors are on cuda:0: there they keep one width for all groups, as with "
-        "'fixed-point', for the size of a payload would have to wait for the device"
+        "compressor is 'error-bounded' and tensors are on cuda:0: there each keeps one width for all its groups, as "
+        "with 'fixed-point', because the host would have to wait for the device to know the size of a payload"
     ]

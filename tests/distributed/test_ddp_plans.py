@@ -296,7 +296,7 @@ def trained_with_a_failing_measurement(failing_ranks, error):
     return gact.plan, warnings.messages, losses, weights, errors
 
 
-TOO_LITTLE_HERE = "memory is too little to measure sensitivity on this rank"
+TOO_LITTLE_HERE = "out of memory while measuring sensitivity on this rank"
 
 
 def test_a_measurement_that_runs_out_of_memory_on_one_rank_stops_nobody(ranks):

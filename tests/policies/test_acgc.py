@@ -161,14 +161,15 @@ def test_a_plan_leaves_room_for_the_standard_error_of_what_it_was_measured_by(ki
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_the_increase_is_logged_at_every_sample(follow, caplog):
+def test_the_increase_is_logged_at_every_draw(follow, caplog):
     with caplog.at_level(logging.INFO, "gact_dist"):
         gact, _, _ = Digits("mlp").train(acgc(adapt_interval=40), follow)
-    samples = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
+    draws = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
     adaptations = [record for record in caplog.records if record.getMessage().startswith("increase of the gradient's")]
     assert len(adaptations) == len(gact.history)
-    assert len(samples) >= 5
-    numbers = [re.fullmatch(r"step (\d+): .* increased by (\S+) of error=0.05, .*", line).groups() for line in samples]
+    assert len(draws) >= 5
+    text = r"step (\d+): compression has increased .* by (\S+) on average .* \(error=0.05 is tolerated\)"
+    numbers = [re.fullmatch(text, line).groups() for line in draws]
     assert all(0.0 < float(increase) < 1.0 for _, increase in numbers)
     assert len({step for step, _ in numbers}) == len(numbers)
 
