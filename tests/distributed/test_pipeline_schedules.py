@@ -20,11 +20,12 @@ from gact_dist import Config
 STEPS, MICROBATCHES = 4, 4
 EXACT = Config(policy="exact")
 ADAPTING = Config(bits=4, adapt_interval=2, adapt_tolerance=0, calibration_samples=2, min_numel=16)
-# Of an adaptation under follow(): whether every replica has run a backward, names, statistics, the plan. It is due
+# Of an adaptation under follow(): whether every replica has run a backward, whether any failed, names, statistics,
+# the plan. It is due
 # after two forwards. The second stage of 1F1B has its backward after each, and adapts twice a step. The first has two
 # forwards before one backward, so it asks in vain before three of four; but for a step's first forward, which then
 # adapts, and the one after that, in which it is not due.
-ADAPTATION, QUESTION = 4, 1
+ADAPTATION, QUESTION = 5, 1
 COLLECTIVES_MORE = {
     0: [3 * QUESTION] + [ADAPTATION + 2 * QUESTION] * (STEPS - 1),
     1: [2 * ADAPTATION] * STEPS,

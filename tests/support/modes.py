@@ -673,7 +673,7 @@ HEADER = """# Modes
 
 Every way of sharding, checkpointing and computing that is supported, each run on real ranks (gloo, CPU): a small GPT,
 three AdamW steps. Made by `python tests/support/modes.py --write docs/modes.md`, which fails if a cell does not
-hold; CI runs a slice of it. What a cell asserts:
+hold; every run of the tests takes a slice of it, `bash launch/test.sh --all` the whole. What a cell asserts:
 
 - with exact codecs, and with adaptation on but every tensor kept as it is: losses, weights, random numbers and the
   collectives of every step are bitwise those of the untouched job (an adaptation's own collectives excepted);
