@@ -55,9 +55,14 @@ def _cupy() -> Any:
 
 
 def target_of(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """The NVRTC architecture for a device: its own or, for a device that NVRTC does not know, PTX of the newest it does.
+    """The NVRTC architecture for a device: its own, or the newest that NVRTC knows, as PTX, for a newer device.
+            size of each example's gradient is then remembered and says, when the example comes again, how many bits it
+            gets; other policies have no use for it.
+    ==
+            size of each example's gradient is then remembered, and determines how many bits the example gets when it is
+            seen again; other policies ignore it.
 
-    Raises KernelsUnavailableError for a device that is too old.
+        Raises KernelsUnavailableError for a device that is too old.
     """
     if capability < LEAST_CAPABILITY:
         raise KernelsUnavailableError(
