@@ -1,4 +1,4 @@
-"""Reading a saved state: each value is checked for its type and range before anything of the state is used."""
+"""Reading a saved state: the type and range of every value are checked before any of the state is used."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,13 +9,13 @@ _MISSING = object()
 
 
 class StateError(ValueError):
-    """A value of a state that cannot be used; the text names it."""
+    """A value in a state cannot be used; the message names it."""
 
 
 def read(state: Mapping[str, Any], name: str, check: Callable[[str, Any], _T], default: Any = _MISSING) -> _T:
-    """The value of a key as ``check(name, value)`` returns it; the default where an older state lacks the key.
+    """The value of a key, as ``check(name, value)`` returns it; the default if an older state lacks the key.
 
-    Raises StateError where the key is missing without a default, and what the check raises.
+    Raises StateError if the key is missing and there is no default, and whatever the check raises.
     """
     if name not in state:
         if default is _MISSING:
@@ -36,7 +36,7 @@ def integer(least: int) -> Callable[[str, Any], int]:
 
 
 def number(least: float = -math.inf) -> Callable[[str, Any], float]:
-    """A check for numbers of at least ``least``; infinities are numbers, NaN is none."""
+    """A check for numbers of at least ``least``; infinities pass, NaN does not."""
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
@@ -66,7 +66,7 @@ def optional(check: Callable[[str, Any], _T]) -> Callable[[str, Any], _T | None]
 
 
 def mapping(check: Callable[[str, Any], _T]) -> Callable[[str, Any], dict[str, _T]]:
-    """A check for a mapping from text, whose values each pass a check."""
+    """A check for a mapping with text keys, whose values each pass a check."""
 
     def check_all(name: str, value: Any) -> dict[str, _T]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

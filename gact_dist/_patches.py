@@ -1,4 +1,4 @@
-"""Attributes of other libraries' classes that are replaced for the time of a context, and never longer."""
+"""Attributes of other libraries' classes, replaced within a context and never longer."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """An attribute of a class replaced; a class, because the model attached to may lie inside a wrapper."""
+    """Within the context an attribute of a class is replaced; of the class, as the model may be inside a wrapper."""
     own = name in vars(owner)
     original = vars(owner).get(name)
     setattr(owner, name, replacement)
@@ -22,13 +22,13 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 class SharedPatch:
-    """A method that is replaced while any listener of any thread is there.
+    """A method that is replaced while any thread has a listener for it.
 
-    Counted rather than nested: the contexts of two threads may end in any order.
+    Listeners are counted, not nested: the contexts of two threads may end in any order.
     """
 
     def __init__(self, name: str, replacement: Callable[[Callable[..., Any], list[Any]], Any]) -> None:
-        """replacement(method, listeners): what is to stand in its place; listeners come and go, the latest last."""
+        """replacement(method, listeners): returns the replacement; listeners is kept current, the latest one last."""
         self._name, self._replacement = name, replacement
         self._listeners: list[Any] = []
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class SharedPatch:
 
     @contextmanager
     def listening(self, owner: type, listener: Any) -> Iterator[None]:
-        """Within the context the owner's method is replaced, and the listener is among those that it is for."""
+        """Within the context the owner's method is replaced, and the listener is among those it is replaced for."""
         with self._lock:
             if not self._listeners:
                 original = vars(owner)[self._name]

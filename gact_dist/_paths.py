@@ -1,4 +1,4 @@
-"""Where this package lies: its own frames are told from the user's by their file names."""
+"""Where this package is installed: file names tell its own frames from the user's."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""Everything of torch that the package reads and that torch does not document, but for what frameworks are asked for.
+"""Everything undocumented that the package reads from torch, except the internals of frameworks.
 
-What is known of a framework's insides (FSDP, DTensor, DeepSpeed) stands in its file of distributed/. NEEDED names all
-of it, and tests/test_torch_internals.py fails on a torch that lacks any of it.
+What is known of a framework's internals (FSDP, DTensor, DeepSpeed) is in its file in distributed/. NEEDED names all of
+both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 CHECKED_WITH = "2.13"
-"""of torch, by all tests; 2.11 is the oldest that is supported"""
+"""the torch that all tests ran with; the oldest supported one is 2.11"""
 
 NEEDED = (
     # autograd
@@ -46,10 +46,10 @@ NEEDED = (
     "torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
 )
-"""Dotted names that must exist"""
+"""dotted names that must exist"""
 
 DIRECTORY = os.path.dirname(torch.__file__)
-"""in which torch's own frames have their files"""
+"""the folder of the files that torch's own frames are in"""
 
 # -- autograd ---------------------------------------------------------------------------------------------------
 
@@ -60,12 +60,12 @@ def in_backward() -> bool:
 
 
 def innermost_hooks() -> Any:
-    """The (pack, unpack) hooks for saved tensors that are innermost in this thread; None without any."""
+    """This thread's innermost (pack, unpack) hooks for saved tensors; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number for a tensor's storage, that no other storage has while this one, or a weak reference to it, lives."""
+    """A number for a tensor's storage; no other storage has it while this one, or a weak reference to it, lives."""
     return tensor.untyped_storage()._cdata
 
 
@@ -75,7 +75,7 @@ def storage_reference(tensor: Tensor) -> Any:
 
 
 def saved_handle(node: Any, name: str) -> Any:
-    """What the graph holds in place of a tensor that a node saved; None where torch does not show it."""
+    """What the graph holds in place of a tensor that a node saved; None where torch does not expose it."""
     return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
 
 
@@ -90,16 +90,16 @@ def keeps_tensors(node: Any) -> bool:
 
 
 def attention_kernel(*tensors: Any, **options: Any) -> int:
-    """The kernel that torch chooses for scaled_dot_product_attention, a value of SDPBackend."""
+    """The kernel that torch chooses for scaled_dot_product_attention, as an SDPBackend."""
     return torch._fused_sdp_choice(*tensors, **options)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------
 
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm
-"""of all modules of batch normalisation"""
+"""the base class of all batch normalisation modules"""
 ORIGINAL_MODULE = "_orig_mod"
-"""under which what torch.compile returns holds the module that it was given"""
+"""the attribute under which the result of torch.compile holds the module it was given"""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -110,9 +110,9 @@ def is_compiled(module: nn.Module) -> bool:
 # -- checkpoint -------------------------------------------------------------------------------------------------
 
 CheckpointFrame: Any = torch_checkpoint._CheckpointFrame
-"""of one call of a non-reentrant checkpoint"""
+"""the state of one call of a non-reentrant checkpoint"""
 KeepingMode: Any = torch_checkpoint._CachingTorchDispatchMode
-"""of the forward of a selective checkpoint"""
+"""the dispatch mode of a selective checkpoint's forward"""
 KeptMode: Any = torch_checkpoint._CachedTorchDispatchMode
 """of its recomputation"""
 
@@ -123,7 +123,7 @@ def is_ignored_by_selective(operator: Any) -> bool:
 
 
 def selective_key(operator: Any, args: tuple) -> Any:
-    """Under which a selective checkpoint caches what an operator gave; an older torch takes the operator alone."""
+    """The key under which a selective checkpoint caches an operator's results; an older torch uses the operator."""
     key_of = getattr(torch_checkpoint, "_sac_storage_key", None)
     return operator if key_of is None else key_of(operator, args)
 
@@ -144,23 +144,23 @@ def hooks_in_graphs() -> Any:
 
 
 def graphs_being_made() -> dict[str, Any] | None:
-    """The node of a compiled graph that is being given hooks, and both graphs; None while no graph is made."""
+    """The node that is being given hooks while a graph is compiled, and both graphs; None at any other time."""
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     return _get_saved_tensor_hook_context()
 
 
 def is_being_noted() -> bool:
-    """Whether the compiler notes what runs now in a graph."""
+    """Whether the compiler is recording what runs now into a graph."""
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor._CURRENT_MAKE_FX_TRACER is not None
 
 
 def static_inputs(frame: FrameType | None) -> set[int]:
-    """The numbers of the static inputs of the graph that is being given hooks: torch's context does not have them.
+    """The indices of the static inputs of the graph that is being given hooks; torch's context does not have them.
 
-    frame: below which torch's own is searched. Raises RuntimeError where it is not found.
+    frame: the search for torch's own frame starts at its caller. Raises RuntimeError if there is none.
     """
     while frame is not None and "static_input_indices" not in frame.f_locals:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""One adaptation: what every rank measured, reduced, becomes one plan."""
+"""One adaptation: what the ranks measured is reduced, and becomes one plan."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepByt
 from .sensitivity import ProbeBatch, Sensitivity, measure, rounded_moments, untouched
 
 _log = logging.getLogger(__name__)
-# Random directions to average over, on all ranks together: from one, a tensor's estimate has a relative standard
-# deviation of 0.08 and more, and allocation favours those that came out too low.
+# Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
+# deviation of 0.08 and more, and allocation favours tensors whose estimates are too low.
 _PROBES = 4
-# Forwards after which what the hooks learn of views and block inputs has settled.
+# After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
 _STEPS_WITHOUT_LOSS = 100
@@ -51,7 +51,7 @@ class Adaptation:
     invalid: dict[str, int]
     """tensors whose measurement was NaN or inf, with the number of ranks that left it out"""
     gradient_error: GradientError | None = None
-    """with policy acgc, the error bound and what was measured of it; None with other policies"""
+    """with policy acgc, the error bound and the measured error; None with other policies"""
     kept: bool = False
     """whether the current plan was kept, since a fresh one would have gained too little (Config.adapt_tolerance)"""
     default_bits: int | None = None
@@ -100,7 +100,7 @@ class _Columns(NamedTuple):
 
 
 class Adapter:
-    """Adapts the bits of one model. Everything that it decides follows from numbers reduced over the ranks."""
+    """Adapts the bits of one model. All its decisions follow from numbers reduced over the ranks."""
 
     def __init__(
         self, model: nn.Module, hooks: SavedTensorHooks, data_parallel: Sequence[Any], groups: Sequence[Any]
@@ -159,7 +159,7 @@ class Adapter:
         self.policy.add_draw(self._trial(loss, step, _DRAW_PASSES, unit))
 
     def idle(self, step: int) -> None:
-        """A step without a loss function to measure with: warn once of a job that never gives one."""
+        """A step was given no loss function to measure with: warn once if the job never gives one."""
         if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self._hooks.plan.bits:
             _log.warning(
                 "policy %s has chosen no bits in %d steps because step() was given no loss function: every tensor has "
@@ -214,8 +214,8 @@ class Adapter:
     # -- what this rank sees --------------------------------------------------------------------------------------
 
     def _measured(self, batch: ProbeBatch, step: int) -> tuple[Costs, dict[str, int]]:
-        """What all ranks measured, on fewer examples where the memory of one was too little, or without a second
-        derivative; and how many ranks were left out of it, by name."""
+        """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
+        on fewer examples, then without a second derivative."""
         estimator = self._config.estimator
         while True:
             measured = self._measure(batch, step, estimator)
@@ -231,7 +231,7 @@ class Adapter:
                 return costs, invalid
 
     def _measure(self, batch: ProbeBatch, step: int, estimator: str) -> list[Sensitivity] | None:
-        """What this rank sees; None where memory is too little."""
+        """What this rank measures; None if it runs out of memory."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
                 return measure(
@@ -239,9 +239,9 @@ class Adapter:
                     probes=self._draws, estimator=estimator,
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
-                # The job itself may well go on, with the plan it has. The rank still takes part in the collectives
-                # that follow, with nothing to add, so that the others do not wait for it. The error's text alone is
-                # logged: a handler that keeps its records would keep the failed forward's frames, and so its graph.
+                # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with
+                # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
+                # keeps its records would keep the failed forward's frames alive, and with them its graph.
                 _log.warning("out of memory while measuring sensitivity on this rank: %s", _first_line(error))
         return None
 
@@ -273,8 +273,8 @@ class Adapter:
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
 
     def _reduced(self, measured: Sequence[Sensitivity] | None, fraction: float) -> tuple[Costs, dict[str, int], bool]:
-        """The mean over ranks, of the tensors that have one; how many ranks were left out of it, by name; and whether
-        the memory of all ranks was enough. measured: None if that of this one was not.
+        """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and whether all
+        ranks had enough memory. measured: None if this one had not.
 
         A mean loss over n of N examples has N/n times the variance of the whole batch, and n/N of its elements.
         """

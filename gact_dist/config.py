@@ -25,11 +25,11 @@ class Offload:
     max_host_bytes: int = 0
     """Pinned host memory that a rank may use, in bytes; 0 for half of what the host has free, shared by its ranks."""
     max_device_bytes: int = 0
-    """Payload bytes that may stay on the device: just enough of them leave, even if backward then waits for copies. 0:
-    as many leave as can come back without a wait."""
+    """Payload bytes that may stay on the device: just enough payloads leave, even if backward then waits for copies.
+    0: as many leave as can come back without a wait."""
     prefetch: int = 2
-    """Payloads that are brought back ahead of the one that backward asks for. With 0 backward waits for each, so that
-    after the first step none leaves unless max_device_bytes asks for it."""
+    """Payloads that are brought back ahead of the one that backward asks for. With 0 backward waits for each, so after
+    the first step none leaves unless max_device_bytes requires it."""
     min_bytes: int = 65536
     """Payloads of fewer bytes stay on the device."""
 
@@ -48,13 +48,13 @@ class Config:
 
     policy: str = "gact"
     """gact: bits for each tensor from its measured effect on the gradient (GACT, Liu et al., ICML 2022, section 4);
-    actnn: the same for each sample of each tensor (ActNN, Chen et al., ICML 2021, section 4);
-    uniform: the same bits for every tensor; acgc: the fewest bits that keep to an error (AC-GC, Evans and Aamodt,
+    actnn: the same for each example of each tensor (ActNN, Chen et al., ICML 2021, section 4);
+    uniform: the same bits for every tensor; acgc: the fewest bits within an error bound (AC-GC, Evans and Aamodt,
     NeurIPS 2021); exact: all the machinery, every tensor stored exactly; off: nothing."""
     bits: float | None = None
-    """Average bits for an element of a compressible tensor, 1 to 8, a fraction such as 2.5 only with policies gact and
-    actnn; where neither it nor another budget is given 2 with policy actnn, 4 with others. Only with policies gact,
-    actnn and uniform."""
+    """Average bits per element of a compressible tensor, 1 to 8; policies gact and actnn take fractions such as 2.5.
+    Without this or another budget, 2 with policy actnn and 4 with others. Only with policies gact, actnn and
+    uniform."""
     retained_bytes: int | None = None
     """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
     follow (policy gact, in place of bits). Holds from the first adaptation on."""
@@ -63,20 +63,20 @@ class Config:
     acgc and only there. 0.25 lets the mean of the squared gradient grow by a quarter."""
     compressor: str = "fixed-point"
     """With policy acgc, how a tensor uses the variance it is allowed: fixed-point: the same width for all of its
-    groups; error-bounded: each group as wide as one bound for the tensor asks for, none for zeros (on a CPU; elsewhere
-    as fixed-point, for the size would have to be waited for)."""
+    groups; error-bounded: each group as wide as one error bound for the tensor requires, no bits for zeros (on a CPU;
+    elsewhere as fixed-point, because the host would have to wait for the size)."""
     estimator: str = "one-pass"
     """How sensitivities are measured (policies gact, actnn and acgc): one-pass: all tensors from one double backward;
     perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
-    """Steps between two adaptations (policies gact, actnn and acgc); the first step that is given a loss function
-    adapts as well, and with acgc the next one wherever the error is found to be exceeded."""
+    """Steps between two adaptations (policies gact, actnn and acgc). The first step that is given a loss function
+    adapts as well, and with acgc any step after the error bound was found to be exceeded."""
     adapt_tolerance: float = 0.1
     """The current plan is kept if a fresh one would gain no more than this fraction: less gradient variance, or with
     policy acgc fewer bits. With policies gact and actnn the steps to the next adaptation then double, up to 8 times
     adapt_interval. 0: never kept."""
     calibration_samples: int = 8
-    """Samples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
+    """Examples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     group_size: int = 128
     """Consecutive elements, of memory or of one channel, that share one scale and offset: 64, 128, 256 or 512."""
     min_numel: int = 1024
@@ -84,9 +84,9 @@ class Config:
     checkpoint_inputs: bool = True
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
     batch_norm_inputs: bool = True
-    """Compress what modules of batch normalisation save of their input; false keeps it exactly (ActNN's level L1)."""
+    """Compress the inputs that batch normalisation saves; false keeps them exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"
-    """What torch.compile has compiled is packed when its forward is over (eager), or by operators inside its graphs
+    """What a compiled region saves is packed when its forward is over (eager), or by operators inside its graphs
     (inlined: a lower peak, for models that are not sharded; docs/compile.md)."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
@@ -143,7 +143,7 @@ class Config:
             )
 
     def _check_budget(self) -> None:
-        """Exactly one of the settings that say how much is kept, and only where the policy has a use for it."""
+        """Exactly one of the settings that say how much is kept, and one that the policy uses."""
         if self.policy == "acgc":
             _check_error(self.error)
             for name in ("bits", "retained_bytes"):
@@ -239,8 +239,8 @@ class Block:
     enabled: bool = True
     """false leaves the job untouched"""
     level: str = "L2"
-    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS. A policy that
-    contradicts a level that was given is an error."""
+    """Level whose settings apply where the block does not say otherwise: a name in gact_dist.LEVELS. Giving a level
+    and a policy that contradicts it is an error."""
 
 
 def from_block(block: Mapping[str, Any]) -> Config | None:

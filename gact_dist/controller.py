@@ -99,7 +99,7 @@ class Controller:
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
 
         Adaptations need no loss function: they use the loss's gradient at the model's outputs, as the job's backward
-        had it in the step before (see [Note: observed loss] in sensitivity/probe.py). For loops that belong to others:
+        had it in the step before (see [Note: observed loss] in sensitivity/probe.py). For loops that are not your own:
         a trainer, an engine, a pipeline schedule. Ends with detach(). Returns the controller itself.
         """
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
@@ -112,7 +112,7 @@ class Controller:
 
         loss_fn(batch): returns the scalar loss. The job is left untouched: gradients, random numbers, buffers.
         Raises ValueError when the loss is no scalar with a graph, PlanMismatchError when ranks disagree; and on every
-        rank what the loss function raised on one, a RuntimeError that names it on the others.
+        rank if the loss function raised on one: its own error there, a RuntimeError that names it on the others.
         """
         self._expect_not_detached("calibrate()")
         if samples < 1:
@@ -131,8 +131,8 @@ class Controller:
         """End an iteration: adapt when due, and give the next iteration's rounding its own random numbers.
 
         fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward has
-        not run since the last iterate, the closure is the iteration and is run as such; otherwise it is only measured
-        with, which leaves gradients, random numbers and buffers untouched.
+        not run since the last iterate, the closure is the iteration and is run as such; otherwise it is only used to
+        measure, which leaves gradients, random numbers and buffers untouched.
         """
         self._expect(Lifecycle.INSTALLED, "iterate()", "call install_hook() first")
         if self._iterations is not None:
@@ -151,7 +151,7 @@ class Controller:
     def plan(self) -> dict[str, Bits]:
         """{name of saved tensor: bits}, None for stored exactly; empty before the first adaptation (then uniform).
 
-        With policy actnn bits may be a tuple: the widths of equal shares of the examples, those ranked first at first.
+        With policy actnn bits may be a tuple: the widths of equal shares of the examples, highest rank first.
         """
         return dict(self._schedule.plan.bits)
 
@@ -182,7 +182,7 @@ class Controller:
         It is one value because torch.distributed.checkpoint loads only keys that the loading side has already, and the
         names of a plan are not known there. Where only some ranks hold these modules, as those of a pipeline stage do,
         a number behind the key stands for the modules' names. Under follow(), what was observed for an adaptation that
-        is due in the next step is dropped, for it is not part of the state: this run and a resumed one both observe the
+        is due in the next step is dropped, as it is not part of the state: this run and a resumed one both observe the
         next forward and adapt a step later.
         """
         if self._following is not None:

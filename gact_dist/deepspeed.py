@@ -62,7 +62,7 @@ def _ds_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(config: str) -> str:
-    """What a config that is a string stands for: a file's path or, as it is for DeepSpeed, base64 of its text."""
+    """The text of a config that is given as a string: a file's path or, as DeepSpeed allows, base64 of the text."""
     if os.path.exists(config):
         return Path(config).read_text()
     try:
@@ -72,7 +72,7 @@ def _text(config: str) -> str:
 
 
 def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None:
-    """Raise ValueError where the block and the rest of the config, or the machine, cannot both be had."""
+    """Raise ValueError if the block contradicts the rest of the config, or asks for what the machine lacks."""
     if config.offload.enabled:
         require_cuda()
     checkpoints = settings.get("activation_checkpointing", {})
@@ -80,7 +80,7 @@ def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None
         if config.checkpoint_inputs and checkpoints.get(key):
             raise ValueError(
                 f'"gact.checkpoint_inputs" is true and "activation_checkpointing.{key}" is true, expected one of them: '
-                "both would store the inputs of checkpointed blocks in a way of their own; set either to false"
+                "both would store the inputs of checkpointed blocks, each in its own way; set either to false"
             )
     if settings.get("compile", {}).get("deepcompile"):
         raise ValueError(

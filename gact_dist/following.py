@@ -49,7 +49,7 @@ class Following:
         self._use_observation(forward)
         if schedule.step == 1:
             schedule.start(forward)
-        # one whose backward has not run (two forwards before one backward) makes room for this forward
+        # this forward replaces one whose backward has not run (two forwards before one backward)
         self._candidate = None
         if schedule.due(in_steps=1) or schedule.drawing_due(in_steps=1):
             # an error bound is measured on whole batches

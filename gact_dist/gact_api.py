@@ -1,4 +1,4 @@
-"""The interface of GACT's own controller: hooks that stay on, and iterations that are ended by a call."""
+"""The interface of GACT's own controller: hooks that stay on, and a call that ends each iteration."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ _default_level = "L2"
 
 
 def set_optimization_level(level: str) -> None:
-    """Set the level of controllers that are made from now on without a level or a config (it is "L2" at first).
+    """Set the level for controllers that are created without a level or a config from now on ("L2" at first).
 
     level: a name in gact_dist.LEVELS. Raises ValueError for an unknown one.
     """
@@ -30,7 +30,7 @@ def default_level() -> str:
 
 
 _installed: set["Iterations"] = set()
-"""Those whose hooks are on: one whose controller is dropped must not take some other hook off when it is collected."""
+"""Those whose hooks are on: one whose controller was dropped must not remove another's hooks when it is collected."""
 
 
 class Iterations:

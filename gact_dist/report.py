@@ -34,7 +34,7 @@ class MemoryReport:
 
     @property
     def fixed_point_bytes(self) -> int:
-        """what retained_bytes would be with AC-GC's other compressor; the same where none is stored within a bound"""
+        """what retained_bytes would be with AC-GC's other compressor; the same if no tensor is error-bounded"""
         return sum(row.one_width_bytes or row.bytes for row in self.rows)
 
     @property

@@ -80,7 +80,7 @@ class Schedule:
 
     @contextmanager
     def measurement(self) -> Iterator[None]:
-        """Forwards in the context are ours, not the job's."""
+        """Forwards within the context are the package's own, not the job's."""
         self.measuring = True
         try:
             yield
@@ -90,7 +90,7 @@ class Schedule:
     # -- adapting -----------------------------------------------------------------------------------------------
 
     def due(self, in_steps: int = 0) -> bool:
-        """Whether bits should adapt so many steps from now, the same on all ranks."""
+        """Whether bits should adapt this many steps from now; the same on all ranks."""
         if self.adapter is None:
             return False
         if self.policy.due or self._adapted_at is None:
@@ -98,11 +98,11 @@ class Schedule:
         return self.step + in_steps - self._adapted_at >= self._interval
 
     def drawing_due(self, in_steps: int = 0) -> bool:
-        """Whether the gradient should be looked at so many steps from now."""
+        """Whether the gradient should be drawn this many steps from now."""
         return self.adapter is not None and self.policy.drawing_due(self.step + in_steps)
 
     def probe_examples(self, wanted: int) -> int:
-        """Examples to measure on; all of the batch where another shape would compile the model's regions anew."""
+        """Examples to measure on; the whole batch if another shape would recompile the model's regions."""
         if has_compiled_parts(self.model):
             return sys.maxsize
         return wanted if self.adapter is None else min(wanted, self.adapter.most_examples)
@@ -114,7 +114,7 @@ class Schedule:
                 self.adapter.start(forward)
 
     def draw(self, loss: Callable[[], Any], unit: float | None = None) -> None:
-        """Look at the gradient, if that is due and no adaptation is, which looks as well."""
+        """Draw the gradient if that is due and no adaptation is; an adaptation measures it anyway."""
         if self.adapter is not None and self.drawing_due() and not self.due():
             with self.measurement():
                 self.adapter.draw(self.step, loss, unit)

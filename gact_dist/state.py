@@ -21,7 +21,7 @@ from .distributed import unwrap, user_path
 from .policies import Plan, bits_from_state
 
 VERSION = 2
-"""of the text; 1 had no version, and the default of its plan among what the hooks had learnt"""
+"""of the text; version 1 had no number, and held the plan's default among what the hooks had learnt"""
 _KEY = "gact_dist"
 _DIGEST_BYTES = 6
 _ADAPTATIONS_WITH_TENSORS = 100
@@ -29,7 +29,7 @@ _ADAPTATIONS_WITH_TENSORS = 100
 
 @dataclass(frozen=True)
 class State:
-    """What is needed to go on; each value was checked."""
+    """What a run needs to go on; each value has been checked."""
 
     step: int
     adapted_at: int | None
@@ -59,8 +59,8 @@ class State:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any], interval: int) -> State:
-        """The state that some fields stand for; keys that are unknown are passed over, those of newer versions take
-        their defaults in an older one. interval: the default. Raises StateError."""
+        """The state that some fields describe; unknown keys are ignored, and keys that an older version lacks take
+        their defaults. interval: the default interval. Raises StateError."""
         version = _fields.read(fields, "version", _fields.integer(1), 1)
         if version > VERSION:
             raise StateError(f"'version' is {version}, written by a newer gact_dist; this one reads up to {VERSION}")
@@ -99,7 +99,7 @@ def read(saved: Any, key: str, model: nn.Module, interval: int) -> State:
     """What write() was given, or what it was given before stages had keys of their own.
 
     key: of this controller. model: its model; a state in which no module has a name of the model's is refused.
-    interval: of the configuration. Raises ValueError for anything that is no such state, StateError for a value in it.
+    interval: of the configuration. Raises ValueError for anything but such a state, StateError for a value in it.
     """
     text = saved.get(key, saved.get(_KEY)) if isinstance(saved, Mapping) else None
     try:

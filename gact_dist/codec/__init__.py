@@ -1,4 +1,4 @@
-"""Tensors to packed bytes and back: the format, its definition in plain PyTorch, and kernels of the same bits.
+"""Tensors to packed bytes and back: the format, its definition in plain PyTorch, and kernels that give the same bits.
 
 Knows nothing of autograd, plans or jobs. docs/codec.md describes the stored bytes.
 """

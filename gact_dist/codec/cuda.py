@@ -21,7 +21,7 @@ _TILE_BYTES = 4096
 _VECTOR_BYTES = 16
 # As in csrc/cuda/column_tile.h.
 _SLICE_ROWS = 64
-# Blocks of the variance kernel: enough to fill any GPU, few enough that adding their sums takes no time.
+# Blocks of the variance kernel: enough to fill any GPU, few enough that adding up their sums takes no time.
 _VARIANCE_BLOCKS = 1024
 
 # For each dtype of a mask the bits that make an element non-zero, and the bits of the element 1.
@@ -37,7 +37,7 @@ _MASK_PATTERNS = {
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream of torch for CuPy, which reads this attribute; its own classes for that differ between versions."""
+    """A torch stream as CuPy takes it: CuPy reads this attribute; its own classes for it differ between versions."""
 
     ptr: int
 

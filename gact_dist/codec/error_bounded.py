@@ -1,14 +1,14 @@
 """AC-GC's second compressor (Evans and Aamodt, NeurIPS 2021): each group is as wide as an error bound requires.
 
-[Note: bound] A plan allows a tensor the rounding variance of a width. The bound on the errors of its elements is the
-largest of a ladder whose variance, summed over the tensor, is no more than that: groups of small range then take fewer
-bits, groups of large range more, and groups of zeros none. Rounding is unbiased here too; an element errs by less than
-a step, and the step of a group is at most the bound.
+[Note: bound] A plan allows a tensor the rounding variance of one width. Of a ladder of bounds on the error of an
+element, the largest is taken whose variance, summed over the tensor, is no more than that. Groups of small range then
+take fewer bits, groups of large range more, and groups of zeros none. Rounding is unbiased here too; an element is off
+by less than a step, and the step of a group is at most the bound.
 
 [Note: sizes that depend on data] How many groups need a width, and so the size of the payload, depends on the values.
 On a CPU the host reads them. On an accelerator it would have to wait for the device at every tensor, so tensors there
-keep the one width that allows the same variance. Ranking groups into shares that are fixed beforehand, as samples are,
-would not wait either, but would keep to no bound.
+keep the one width that allows the same variance. Ranking groups into shares fixed in advance, as policy actnn does with
+examples, would not wait either, but would keep to no bound.
 """
 
 import logging
@@ -29,10 +29,10 @@ _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))
 
 
 def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
-    """Store ``tensor`` with widths for its groups that keep to one error bound, at most the variance of ``bits`` bits.
+    """Store each group of ``tensor`` at the width that one error bound needs; at most the variance of ``bits`` bits.
 
-    As ``pack`` does, which has the same arguments and raises the same errors, where one width takes no more bytes,
-    where the tensor's memory is not whole groups, and on an accelerator, with a warning once.
+    Takes the arguments of ``pack`` and raises its errors. Does what ``pack`` does if one width takes no more bytes, if
+    the tensor's memory is not whole groups, and on an accelerator, where it warns once.
     """
     if tensor.device.type != "cpu":
         _warn_of_one_width(tensor.device)
@@ -67,8 +67,8 @@ def _warn_of_one_width(device: torch.device) -> None:
 def group_widths(values: Tensor, bits: int, group_size: int, columns: int = 1) -> tuple[UnitWidths, float] | None:
     """(a width for each group, the bound on every element's error) with at most the variance of ``bits`` bits.
 
-    values: flat tensor [N] on the CPU, whose groups are ``group_size`` elements in memory order. columns: by which one
-    width would group them. None where no bound takes fewer bits than that one width.
+    values: flat tensor [N] on the CPU, whose groups are ``group_size`` elements in memory order. columns: of the rows
+    by whose columns one width would group them. None if no bound takes fewer bits than that one width.
     """
     if values.numel() == 0 or values.numel() % group_size:
         return None

@@ -76,12 +76,12 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def row_of_channels(ndim: int, dims: list[int], sizes: tuple[int, ...]) -> int:
-    """Elements of a row, if the innermost dimension in memory is taken for channels; otherwise 1.
+    """Elements of a row if the innermost dimension in memory is assumed to be channels; otherwise 1.
 
-    It is in tensors of two and three dimensions (tokens or nodes by features) and in permuted ones: the channels of a
-    channels_last image, or the adjacent heads of a tensor [batch, heads, tokens, channels] that is a view of [batch,
-    tokens, heads * channels]. Contiguous tensors of four dimensions and more are taken for images or attention scores,
-    whose last dimension is a position.
+    It is assumed to be so in tensors of two and three dimensions (tokens or nodes by features) and in permuted ones:
+    the channels of a channels_last image, or the adjacent heads of a tensor [batch, heads, tokens, channels] that is a
+    view of [batch, tokens, heads * channels]. Contiguous tensors of four dimensions and more are assumed to be images
+    or attention scores, whose last dimension is a position.
 
     Args:
         ndim: dimensions of the tensor.

@@ -1,4 +1,4 @@
-"""One payload with several widths: equal parts of a tensor, called units (samples or groups), each with its own width.
+"""One payload with several widths: equal parts of a tensor, called units (examples or groups), each with its own width.
 
 [Note: mixed payload] The buffer holds the width of each unit (uint8 [units]), followed, for each width that occurs, by
 the output of ``ops.pack`` for its units, joined in order; units of width 0 are all zero and take no more space. The
@@ -53,7 +53,7 @@ def widths_bytes(units: int) -> int:
 
 
 def columns_within(numel: int, units: int, group_size: int, columns: int) -> int:
-    """``columns`` of a whole tensor if its parts are larger than a group and consist of whole rows; otherwise 1."""
+    """``columns`` of the whole tensor if its parts are larger than a group and consist of whole rows; otherwise 1."""
     unit_numel = numel // units if units else 0
     return columns if unit_numel > group_size and unit_numel % columns == 0 else 1
 

@@ -31,13 +31,13 @@ class KernelsUnavailableError(RuntimeError):
 
 
 def source_folder() -> Path:
-    """Where common/ and cuda/ are, from which the sources include: in an installed package, or in the checkout."""
+    """The folder of common/ and cuda/, which the sources include from: in an installed package, or in the checkout."""
     installed = Path(PACKAGE_ROOT, "csrc")
     return installed if installed.is_dir() else Path(PACKAGE_ROOT).parent / "csrc"
 
 
 def _headers(folder: Path) -> dict[str, bytes]:
-    """All headers that a kernel may include, by the name by which it does."""
+    """All headers that a kernel may include, by the name it includes them under."""
     found = sorted([*folder.glob("common/*.h"), *folder.glob("cuda/*.h")])
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
@@ -55,9 +55,14 @@ def _cupy() -> Any:
 
 
 def target_of(capability: tuple[int, int], supported: Sequence[int]) -> str:
-    """The NVRTC architecture for a device: its own, or PTX of the newest that NVRTC knows for a device that is newer.
+    """The NVRTC architecture for a device: its own, or the newest that NVRTC knows, as PTX, for a newer device.
+            size of each example's gradient is then remembered and says, when the example comes again, how many bits it
+            gets; other policies have no use for it.
+    ==
+            size of each example's gradient is then remembered, and determines how many bits the example gets when it is
+            seen again; other policies ignore it.
 
-    Raises KernelsUnavailableError for a device that is too old.
+        Raises KernelsUnavailableError for a device that is too old.
     """
     if capability < LEAST_CAPABILITY:
         raise KernelsUnavailableError(
@@ -120,7 +125,7 @@ def _read_cache(key: str) -> bytes | None:
 
 
 def _write_cache(key: str, binary: bytes) -> None:
-    """Keep ``binary``; several ranks may do so at once. A folder that cannot be written only costs time."""
+    """Keep ``binary``; several ranks may do so at once. If the folder cannot be written, that only costs time."""
     path = _cache_file(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

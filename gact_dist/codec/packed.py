@@ -30,7 +30,7 @@ class Scheme(Enum):
     MASK = auto()  # one bit each: zero or not
     BINARY = auto()  # one bit each: zero or `constant`
     NARROW = auto()  # integers in a smaller integer type
-    MIXED = auto()  # as QUANTISED, with a width for each sample or group: see mixed_widths.py
+    MIXED = auto()  # as QUANTISED, with a width for each example or group: see mixed_widths.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ MIN_SCALE = 2.0**-111
 # The distance between two stored scales as float32 bits: a bfloat16 without its lowest bit, which marks dithered groups
 # (in special groups with 1 bit, those whose code 1 is +inf).
 _SCALE_STEP = 0x20000
-# The float16 next to zero on the negative side, as int16.
+# The negative float16 closest to zero, as int16.
 _HALF_BELOW_ZERO = -0x7FFF
 
 
@@ -208,8 +208,8 @@ def dithered(groups: Groups, scaled: Tensor) -> Tensor:
     """bool [G, 1]: groups whose noise is subtracted again in decoding.
 
     Plain stochastic rounding has a variance of f (1 - f) steps^2 at a fraction f, subtractive dither of 1/12 whatever
-    the fraction (Schuchman 1964). The mean of |f - 1/2| tells which is better: 1/4 where fractions are spread evenly,
-    1/2 where they are zero, and 3/8 where half are the one and half the other, and both have the same variance.
+    the fraction (Schuchman 1964). The mean of |f - 1/2| tells which is better. It is 1/4 where fractions are spread
+    evenly and 1/2 where they are zero; at 3/8, with half of each, both have the same variance.
     """
     edges = (((scaled >> 8) & 0xFF) - 128).abs().where(groups.valid, 0)
     return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))

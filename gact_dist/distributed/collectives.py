@@ -99,8 +99,8 @@ def all_ranks(condition: bool, group: ProcessGroup | None = None) -> bool:
 def raises_on_all(groups: Sequence[ProcessGroup | None], doing: str) -> AbstractContextManager[None]:
     """Within the context this rank works alone; if that raises on any rank of the groups, every rank raises at its end.
 
-    groups: process groups in turn, of which every rank of the job enters as many (data-parallel, then tensor-parallel).
-    doing: what the ranks do in it, as the error message begins ("measuring the sensitivities").
+    groups: process groups in turn, the same number of them on every rank (data-parallel, then tensor-parallel).
+    doing: what the ranks do in it; the error message begins with this ("measuring the sensitivities").
     A rank that failed re-raises its own error; the others raise RuntimeError, which names the ranks that failed and
     what they raised. A KeyboardInterrupt or SystemExit ends this rank at once, without telling the others.
     Collectives in each group, at the end: one all_reduce of 4 bytes; the errors' texts travel only if there are any.
@@ -123,7 +123,7 @@ class _RaisesOnAll(AbstractContextManager[None]):
             )
 
     def _failures(self, known: dict[int, str]) -> dict[int, str]:
-        """Global rank -> what it raised, of all ranks that the groups reach, in the order of ranks."""
+        """Global rank -> what it raised, for all ranks in the groups, in order of rank."""
         for group in self._groups:
             if world_size(group) > 1 and not all_ranks(not known, group):
                 known = {who: text for failures in _gather_objects(known, group) for who, text in failures.items()}
@@ -211,7 +211,7 @@ def mean_of_positive(values: torch.Tensor | None, groups: Sequence[ProcessGroup 
 def check_agreement(plan: Mapping[str, int | tuple[int, ...] | None], *, group: ProcessGroup | None = None) -> str:
     """Hex digest of the plan's names and bits, in whatever order, once every rank of the group is known to share it.
 
-    plan: name -> bits, where None and 0 both mean exact, or the widths of equal shares of its samples.
+    plan: name -> bits, where None and 0 both mean exact, or the widths of equal shares of its examples.
     Collectives: one all_gather of 8 bytes; the plans themselves travel only when the digests differ.
     Raises PlanMismatchError on every rank, naming the ranks that agree with one another and the first tensor, by
     name, whose bits differ.

@@ -1,4 +1,4 @@
-"""What the package needs to know of a framework that wraps a model: each one is described in a file of its own.
+"""What the package needs to know about a framework that wraps a model; each has a file of its own.
 
 A framework that is optional or slow to import is never imported for this: what is not loaded cannot wrap anything.
 """
@@ -15,22 +15,22 @@ from torch.utils._pytree import tree_map_only
 
 
 class Framework:
-    """One framework. What a subclass leaves out, its framework does not do."""
+    """One framework. What a subclass does not override, its framework does not do."""
 
     name: str
-    """as error messages say it"""
+    """its name in error messages"""
     path_parts: tuple[str, ...] = ()
     """attributes that hold a wrapped module; the user's path of a module leaves them out"""
     forwarding_nodes: tuple[str, ...] = ()
-    """autograd nodes by which it learns of a backward: they hand on what they are given, in some steps and modes"""
+    """autograd nodes by which it notices a backward: in some steps and modes, they pass on what they are given"""
     operator_aliases: tuple[tuple[str, str], ...] = ()
-    """(one of its own autograd functions, the operator that it stands in for)"""
+    """(one of its own autograd functions, the operator that it replaces)"""
     plumbing: tuple[str, ...] = ()
     """parts of file names: frames of such files are not the user's"""
     hook_modules: tuple[str, ...] = ()
-    """modules whose functions it registers as forward hooks"""
+    """Python modules whose functions it registers as forward hooks"""
     checkpoint_files: tuple[str, ...] = ()
-    """ends of the names of files with a checkpoint() of its own"""
+    """suffixes of the names of files with a checkpoint() of its own"""
     checkpoint_savers: tuple[str, ...] = ()
     """files of this package in which such a checkpoint's inputs are handed to a pack hook"""
 
@@ -47,7 +47,7 @@ class Framework:
         return nullcontext()
 
     def plain_forward(self) -> AbstractContextManager[None]:
-        """Its wrappers run what they wrap, and do nothing else but move and cast inputs."""
+        """Within the context its wrappers run what they wrap, and otherwise only move and cast inputs."""
         return nullcontext()
 
     def hook_casts(self, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -65,7 +65,7 @@ class Framework:
 
 @dataclass(frozen=True)
 class OptionalClass:
-    """A class of a module that is slow to import or not installed."""
+    """A class in a module that is slow to import or may not be installed."""
 
     module: str
     name: str

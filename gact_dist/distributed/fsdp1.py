@@ -45,7 +45,7 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _compute_types(wrapped: list[Any]) -> Iterator[None]:
-    """Parameters in the type that mixed precision computes in: summon_full_params gives the stored one."""
+    """Parameters in the type that mixed precision computes in; summon_full_params gives the type they are stored in."""
     changed: list[tuple[dict, str, nn.Parameter]] = []
     cast: dict[int, nn.Parameter] = {}
     inner = {id(module) for module in wrapped}
@@ -67,7 +67,7 @@ def _compute_types(wrapped: list[Any]) -> Iterator[None]:
 
 
 def _own_modules(wrapper: nn.Module, others: set[int]) -> Iterator[nn.Module]:
-    """The modules below a wrapper that belong to it and not to another wrapper further down."""
+    """The modules inside a wrapper, except those inside a wrapper further down."""
     for child in wrapper.children():
         if id(child) not in others:
             yield child

@@ -8,10 +8,10 @@ _RUNS_A_MICROBATCH = "forward_one_chunk"
 
 
 def learning_shapes() -> bool:
-    """Whether a pipeline stage runs its module now to learn what shapes it gives, on memory that holds anything.
+    """Whether a pipeline stage is now running its module on uninitialised memory, only to learn its output shapes.
 
-    Before its first step a stage passes uninitialised tensors through its module, and ones back as their gradient: no
-    microbatch of the job, although it looks like one to a hook on the module.
+    Before its first step a stage passes uninitialised tensors forward through its module, and ones back as gradients.
+    To a hook on the module this looks like a microbatch of the job, but it is none.
     """
     if _STAGE_MODULE not in sys.modules:
         return False

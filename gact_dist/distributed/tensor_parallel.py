@@ -22,7 +22,7 @@ class TensorParallel(Framework):
 
 
 def local_part(tensor: Tensor) -> Tensor | None:
-    """This rank's own memory of a distributed tensor, or of one whose collective is under way; None of a plain one."""
+    """This rank's part of a distributed tensor, or of one whose collective is in flight; None for a plain tensor."""
     if _PENDING.made(tensor):
         return cast(Any, tensor).wait()
     if _DTENSOR.made(tensor):
@@ -38,7 +38,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that makes the kind of tensor given here out of its local part."""
+    """A function that turns a local part back into a distributed tensor like the one given here."""
     if not _DTENSOR.made(tensor):
         return lambda local: local
     like = cast(Any, tensor)
@@ -50,7 +50,7 @@ def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
 def tensor_parallel_groups(model: nn.Module) -> list[Any]:
     """The process groups over which parameters are split without being gathered for a forward (tensor parallelism).
 
-    Their ranks see the same samples, and hold the same replicated parameters: they must round alike.
+    Their ranks see the same examples and hold the same replicated parameters, so they must round alike.
     """
     if not _DTENSOR.loaded():
         return []

@@ -58,12 +58,12 @@ def sharding(model: nn.Module) -> str | None:
 
 
 def forwarding_nodes() -> frozenset[str]:
-    """Names of the autograd nodes by which wrappers learn of a backward: they hand on what they are given."""
+    """Names of the autograd nodes by which wrappers notice a backward: they pass on what they are given."""
     return frozenset(name for framework in _FRAMEWORKS for name in framework.forwarding_nodes)
 
 
 def operator_aliases() -> dict[str, str]:
-    """Autograd functions of wrappers, by name -> the operators that they stand in for."""
+    """Names of wrappers' autograd functions -> the operators that they replace."""
     return dict(alias for framework in _FRAMEWORKS for alias in framework.operator_aliases)
 
 
@@ -73,7 +73,7 @@ def plumbing() -> tuple[str, ...]:
 
 
 def checkpoint_files() -> tuple[str, ...]:
-    """Ends of the names of files in which a framework has a checkpoint() of its own."""
+    """Suffixes of the names of files in which a framework has a checkpoint() of its own."""
     return tuple(file for framework in _FRAMEWORKS for file in framework.checkpoint_files)
 
 
@@ -120,7 +120,7 @@ def bypassed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Forward hooks that frameworks put on modules are away, but for what they cast."""
+    """Within the context the frameworks' forward hooks on modules are gone, except for their casts."""
     changed: list[tuple[dict, dict]] = []
     for module in model.modules():
         for hooks, cast in ((module._forward_pre_hooks, _input_cast), (module._forward_hooks, _output_cast)):

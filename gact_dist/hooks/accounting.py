@@ -27,13 +27,13 @@ class ReportRow:
     bits: float
     """payload bits for an element"""
     bytes: int
-    """bytes retained, metadata included; 0 for an alias of memory that another row counts"""
+    """bytes retained, metadata included; 0 for an alias of memory counted in another row"""
     sensitivity: float | None = None
     """c_l: variance it adds to the gradient is about c_l / (2^bits - 1)^2 (GACT, section 4); None if not measured"""
     host_bytes: int = 0
     """of the bytes, those in pinned host memory"""
     one_width_bytes: int = 0
-    """compressor error-bounded: what the tensor would take at one width with the same error (fixed-point); else 0"""
+    """with compressor error-bounded, what the tensor would take at one width with the same error; else 0"""
 
 
 class Footprint:
@@ -43,7 +43,7 @@ class Footprint:
         self.tensors: dict[str, Tensor] = {}
         """float64 [9] for each compressible tensor: bytes at 1 to 8 bits, and at most this many when stored exactly"""
         self.other_bytes = 0
-        """masks, statistics, small tensors and all else that has no choice"""
+        """masks, statistics, small tensors and all else whose size no plan changes"""
         self.exact_bytes = 0
         """what the untouched job would keep"""
 
@@ -60,7 +60,7 @@ class Footprint:
 
 
 class Account:
-    """The account of one step of one rank. footprint: to be told of all that is kept as well."""
+    """The account of one step of one rank. footprint: also notes all that is kept."""
 
     def __init__(self, footprint: Footprint | None = None) -> None:
         self.rows: list[ReportRow] = []
@@ -76,7 +76,7 @@ class Account:
     def add(
         self, tensor: Tensor, name: str, record: StorageRecord, payload: Tensor | Packed, host_bytes: int = 0
     ) -> None:
-        """Note what is kept of a saved tensor; an alias of it, or a codec's payload. host_bytes: of it, on the host."""
+        """Note what is kept of a saved tensor: an alias, or a codec's payload. host_bytes: how much is on the host."""
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()

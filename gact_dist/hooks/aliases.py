@@ -1,4 +1,4 @@
-"""What a step knows of the storages that it has met, so that memory is stored once however often it is saved."""
+"""What a step knows about the storages it has met, so that memory is stored once however often it is saved."""
 
 from typing import Any
 from weakref import ref
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from .._torch_internals import storage_id, storage_reference
 
-# A small view of a quantised tensor is stored by itself: decoding all of the larger one for it would cost more.
+# A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
 _VIEW_FRACTION = 4
 
 
 class StorageRecord:
-    """What a step knows of one storage."""
+    """What a step knows about one storage."""
 
     __slots__ = (
         "aliased", "bypassing", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak",
@@ -78,7 +78,7 @@ def span(tensor: Tensor) -> int:
 
 
 class SharedBases:
-    """Which views are stored as their base, because the views of it that are saved would take more than it does."""
+    """Which views are stored as their base, because the saved views of the base would take more than the base."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

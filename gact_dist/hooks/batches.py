@@ -1,4 +1,4 @@
-"""A slice of a batch: the first samples of every tensor in it."""
+"""A slice of a batch: the first examples in every tensor."""
 
 import copy
 import dataclasses
@@ -12,14 +12,14 @@ def batch_size(batch: Any) -> int | None:
     """Leading dimension that all tensors of a batch share; None if there is no such dimension.
 
     batch: tensors in tuples, lists, mappings or dataclasses. A graph, or anything else whose tensors disagree in their
-    first dimension, has no samples that could be sliced.
+    first dimension, has no examples that could be sliced.
     """
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def first_samples(batch: Any, samples: int) -> tuple[Any, float]:
-    """(the batch's first samples, fraction of the batch they are); the batch and 1.0 where it cannot be sliced."""
+    """(the batch's first examples, the fraction that they are); the batch and 1.0 if it cannot be sliced."""
     size = batch_size(batch)
     if size is None or size <= samples:
         return batch, 1.0

@@ -23,7 +23,7 @@ _WRAPPERS = plumbing()
 
 
 class CallSite(NamedTuple):
-    """What the frames above a pack hook tell."""
+    """What the frames above a pack hook show."""
 
     line: str | None
     """of the user's code, counted from the start of its function; None in a compiled region"""

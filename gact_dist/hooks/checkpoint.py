@@ -50,7 +50,7 @@ def refuse_inside_checkpoint() -> None:
 
 
 def running_checkpoints() -> list[FrameType]:
-    """The frame of every checkpoint() call that is running, innermost first."""
+    """The frames of all running checkpoint() calls, innermost first."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -74,7 +74,7 @@ def is_checkpoint_call(frame: FrameType) -> bool:
 
 
 def recomputing() -> bool:
-    """Whether a checkpoint is fetching what it recomputes a block from."""
+    """Whether a checkpoint is fetching the tensors that it recomputes a block from."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_FILES):

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint keeps for its backward past all hooks, so that the report has them.
+"""Tensors that a checkpoint keeps for its backward where no hook sees them, so that the report has them.
 
 [Note: past the hooks] Of what checkpoint() is given, only tensors that are positional arguments themselves go through
 saved-tensor hooks (torch 2.13). Its closure keeps the rest as it is: keywords, containers among the arguments, and what
@@ -27,7 +27,7 @@ from .parameters import ParameterRecognition
 
 
 def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType], None]]]) -> Any:
-    """A checkpoint's save_inputs, which tells the innermost listener of its thread."""
+    """A checkpoint's save_inputs that also tells its thread's innermost listener."""
 
     @untraced
     @wraps(save_inputs)
@@ -60,7 +60,7 @@ class Bypassing:
     """Rows of the report for what checkpoints keep exactly, out of reach of hooks."""
 
     def __init__(self, parameters: ParameterRecognition, note: Callable[[Tensor, str, tuple[int, int]], None]) -> None:
-        """note: is given a tensor, the operator to name it after, and the part of its storage: (offset, span)."""
+        """note: called with a tensor, the operator to name it after, and its part of the storage: (offset, span)."""
         self._parameters, self._note = parameters, note
 
     def note(self, frame: FrameType) -> None:
@@ -71,7 +71,7 @@ class Bypassing:
             self.add_held(call)
 
     def add_held(self, call: FrameType) -> None:
-        """Add what a checkpoint() call keeps past the hooks. Asked again it adds nothing."""
+        """Add what a checkpoint() call keeps past the hooks. A second call for it adds nothing."""
         for given, tensor in held_tensors(call):
             self._add(tensor, f"BlockInput ({given})")
 
@@ -83,9 +83,9 @@ class Bypassing:
 
 
 def held_tensors(call: FrameType) -> Iterator[tuple[str, Tensor]]:
-    """(what it was given as, tensor) of all that a checkpoint() call keeps past the hooks. See [Note: past the hooks].
+    """(the name it was given under, tensor) for all that a checkpoint() call keeps. See [Note: past the hooks].
 
-    call: its frame. Only torch's checkpoint has keywords apart: a framework's own passes them on among `args`.
+    call: its frame. Only torch's checkpoint has separate keywords: a framework's own passes them on among `args`.
     """
     given = call.f_locals
     held = [(f"argument {i}", value) for i, value in enumerate(given["args"]) if not isinstance(value, Tensor)]

@@ -1,9 +1,9 @@
 """Regions that torch.compile has compiled, as saved-tensor hooks see them.
 
-[Note: compiled regions] Hooks around a compiled region run on what its forward saves: all at once, and most of it
-without a graph that would say what produced it. Which of these are statistics of an operator (an attention's logsumexp,
-a mean) is told from their size: in every operator that saves both, statistics have one number where activations have a
-row of them. A region's tensors are kept exactly in the first step that meets them, and classified after it.
+[Note: compiled regions] Hooks around a compiled region see all that its forward saves at once, and most of it without a
+graph that would say what produced it. Which of these tensors are statistics of an operator (an attention's logsumexp, a
+mean) is inferred from their size: in every operator that saves both, statistics have one number where activations have
+a row of them. A region's tensors are kept exactly in the first step that meets them, and classified after it.
 """
 
 import os
@@ -21,7 +21,7 @@ from .roles import Role
 
 _INLINED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inlined.py")
 _MODULE = nn.modules.module.__file__
-# Rows shorter than this are not told from statistics, and kept exactly: heads of attention have 16 numbers and more.
+# Shorter rows cannot be told from statistics and are kept exactly: attention heads have 16 numbers or more.
 _SHORTEST_ROW = 8
 BETWEEN_HOOK_AND_REGION = (COMPILER, _INLINED)
 """where the functions stand by which the compiler keeps off a hook"""
@@ -33,7 +33,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 def behind_compiler(frame: FrameType) -> FrameType:
-    """The frame that called a hook, behind those by which the compiler keeps off it."""
+    """The frame that called a hook, without those of the wrapper that keeps the compiler from tracing it."""
     while frame.f_code.co_filename.startswith(BETWEEN_HOOK_AND_REGION) and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -89,26 +89,26 @@ class RegionRoles:
 
 
 class RegionParameters:
-    """Where the parameters of regions lie: looked up once for all that a region saves, one tensor after the other."""
+    """Where the parameters of regions are in memory, looked up once for all the tensors that a region saves."""
 
     def __init__(self) -> None:
         self._region: nn.Module | None = None
         self._storages: set[int] = set()
 
     def share(self, tensor: Tensor, region: nn.Module) -> bool:
-        """Whether what a region saves lies in the memory of one of its parameters, as it is in this forward."""
+        """Whether a tensor that a region saves shares memory with one of its parameters in this forward."""
         if region is not self._region:
             self._region = region
             self._storages = {storage_id(part) for part in _parameter_parts(region)}
         return storage_id(tensor) in self._storages
 
     def forget(self) -> None:
-        """At the end of a step: in the next one they may lie elsewhere."""
+        """At the end of a step: in the next one they may be elsewhere."""
         self._region = None
 
 
 def _is_cast_of_parameter(tensor: Tensor, region: nn.Module) -> bool:
-    """Whether it may be a parameter in the type of autocast: made inside the graph, such a copy tells nothing else."""
+    """Whether it may be a parameter in autocast's type; a copy made inside the graph shows only type and shape."""
     shape = sorted(tensor.shape)
     return any(part.dtype != tensor.dtype and sorted(part.shape) == shape for part in _parameter_parts(region))
 

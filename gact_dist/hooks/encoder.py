@@ -50,7 +50,7 @@ class Encoder:
         return self.pack(tensor, bits, self.keys.seed(name))
 
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
-        """Round a tensor as its bits say: at their average where they are for examples and it is not made of those."""
+        """Round a tensor to its bits; to their average if they are for examples and the tensor is not made of those."""
         if isinstance(bits, tuple) and self.examples.make_up(tensor):
             return codec.pack(tensor, self.examples.widths_of(tensor, bits), seed, self.group_size)
         width = one_width(bits)
@@ -61,7 +61,7 @@ class Encoder:
 
 class RoundingKeys:
     """The seeds of one rank's rounding, from the job's seed, the rank, the step and the tensor's name alone: the same
-    after a resume, others in every step, on every rank and for every name."""
+    after a resume, different for every step, rank and name."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._rank_key = _mix(seed, rank)

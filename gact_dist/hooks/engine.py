@@ -1,6 +1,6 @@
-"""The pack and unpack hooks: they capture what autograd saves, and hand it to a sink.
+"""The pack and unpack hooks: they capture what autograd saves and pass it to a sink.
 
-Nothing else in the package touches saved_tensors_hooks. For the lifetime of what pack returns see handles.py.
+Nothing else in the package uses saved_tensors_hooks. For the lifetime of what pack returns see handles.py.
 """
 
 import sys
@@ -36,7 +36,7 @@ from .sinks import Captured, Record, Sink, Store
 
 
 class LearntNames(NamedTuple):
-    """What was learnt of saved tensors in earlier steps, by name."""
+    """What was learnt about saved tensors in earlier steps, by name."""
 
     roles: dict[str, Role]
     stored_as_base: set[str]
@@ -163,8 +163,8 @@ class SavedTensorHooks:
     ) -> Iterator[list[Recorded]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
-        fraction: of a step's examples that the recorded forward sees; min_numel is meant for all of them.
-        rounded: name -> (bits, seed) of tensors that backward gets rounded.
+        fraction: of a step's examples that the recorded forward sees; min_numel refers to all of them.
+        rounded: name -> (bits, seed) of tensors that backward sees rounded.
         """
         record = Record(self.encoder, self.config.min_numel * fraction, rounded or {})
         with self._instead_of_a_step(record, 0):
@@ -176,7 +176,7 @@ class SavedTensorHooks:
     def rehearsal(self, plan: Plan | None = None, draw: int = 0) -> Iterator[Footprint]:
         """Compress as a step would, note what that keeps, and leave no trace of it.
 
-        plan: in place of the current one. draw: another number rounds differently.
+        plan: used in place of the current one. draw: a different number gives different rounding.
         """
         footprint = Footprint()
         account = Account(footprint)
@@ -230,7 +230,7 @@ class SavedTensorHooks:
         return self._pack_new(tensor, record, site, sign_only)
 
     def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
-        """A tensor whose memory is not stored yet, or of which the operator that saves it needs the sign alone."""
+        """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
         name = self._namer.name(tensor, site)
         target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
         role = Role.SIGN if sign_only else self._role(target, name, site)
@@ -276,7 +276,7 @@ class SavedTensorHooks:
             return codec.pack(tensor, bits=None)
         site = CallSite(None, running_region(sys._getframe(1)))
         name = self._namer.name_in_graph(site.region, label)
-        # each by itself: buffers of a graph are used again, so that one storage holds many tensors
+        # each with a record of its own: a graph reuses its buffers, so one storage holds many tensors
         record = StorageRecord(tensor)
         record.seen_bytes = tensor.untyped_storage().nbytes() if alias else 0
         return self._sink.take_in_graph(Captured(tensor, name, self._role(tensor, name, site), record))

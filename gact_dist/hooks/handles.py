@@ -117,7 +117,7 @@ class Recorded:
 
 
 class View:
-    """A saved tensor that lies inside the memory of one that is stored already."""
+    """A saved tensor inside the memory of one that is already stored."""
 
     __slots__ = ("base", "offset", "size", "stride")
 
@@ -128,12 +128,12 @@ class View:
         return self.within(self.base.restore())
 
     def within(self, base: Tensor) -> Tensor:
-        """The part of a restored base that it stands for."""
+        """The part of a restored base that is this view."""
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
 class Distributed:
-    """A saved tensor of which this rank holds a part (DTensor): a handle on it, and what makes it whole again."""
+    """A saved DTensor: a handle on this rank's part, and the function that makes a DTensor of it again."""
 
     __slots__ = ("local", "make")
 
@@ -145,7 +145,7 @@ class Distributed:
 
 
 class Kept:
-    """A parameter, what is made of parameters, or a kind of tensor that no codec knows."""
+    """A parameter, a tensor computed from parameters, or a kind of tensor that no codec knows."""
 
     __slots__ = ("tensor",)
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class KnownRoles:
-    """Finds the role of each saved tensor, and remembers those that only an observed step can tell."""
+    """Finds the role of each saved tensor, and remembers the roles that only an observed step can show."""
 
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
@@ -107,7 +107,7 @@ class KnownRoles:
         return found if recording else Role.STATISTIC  # in a step the block has yet to run
 
     def _note_discrete(self) -> None:
-        """The operator that is about to run decides on its operands: the blocks it is in need their inputs exactly."""
+        """The operator about to run decides on its operands: the blocks around it need their inputs exactly."""
         for call in running_checkpoints():
             self._discrete[id(call)] = call
             for name in self._block_inputs[id(call)]:

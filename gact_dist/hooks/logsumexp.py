@@ -1,11 +1,11 @@
 """The logsumexp of fused attention, fitted to the queries and keys that are kept.
 
-[Note: fitted logsumexp] The backward of fused attention makes its probabilities anew, exp(q k^T - logsumexp), from what
+[Note: fitted logsumexp] The backward of fused attention recomputes its probabilities, exp(q k^T - logsumexp), from what
 the forward saved (Dao et al., 2022, appendix B.4). With rounded q and k beside the exact logsumexp they no longer sum
 to one: the gradient's error grows exponentially with that of a score, and at 2 and 3 bits a single row now and then
-makes a gradient a hundred times too large, which an optimizer with moments remembers long. So the logsumexp that is
-kept is that of the rounded q and k, for a further forward of the operator. A small GPT in 4 bits has 0.6 of the
-variance so, in 2 bits a twentieth to an eightieth. From 7 bits on rounding adds little, and nothing is fitted.
+makes a gradient a hundred times too large, which an optimizer with moments remembers for long. So the logsumexp that is
+kept is that of the rounded q and k, at the cost of one more forward of the operator. This leaves a small GPT 0.6 of the
+variance at 4 bits, and a twentieth to an eightieth at 2 bits. From 7 bits on rounding adds little: nothing is fitted.
 
 Not fitted: inside what torch.compile has compiled, under tensor parallelism, where q or k was kept long before (for
 another operator), and by a torch whose graph does not show what it saved.
@@ -69,7 +69,7 @@ class LogsumexpFit:
         self._latest: deque[tuple[Stored, Any]] = deque(maxlen=_OPERANDS)
 
     def add(self, stored: Stored, payload: Any) -> None:
-        """payload: of a tensor that is kept, on the device, which it may be about to leave."""
+        """payload: of a tensor that is kept; still on the device, which it may be about to leave."""
         self._latest.append((stored, payload))
 
     def forget(self) -> None:
@@ -77,7 +77,7 @@ class LogsumexpFit:
         self._latest.clear()
 
     def after(self, output: Tensor) -> None:
-        """Once a tensor is kept: if it is the output of fused attention, all else that this operator saved is too."""
+        """After a tensor is kept: if it is the output of fused attention, all else that the operator saved is kept."""
         operator = None if output.grad_fn is None else _OPERATORS.get(output.grad_fn.name())
         if operator is None:
             return

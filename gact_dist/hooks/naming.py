@@ -43,8 +43,8 @@ class ModuleScope:
     """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
 
     In a compiled region the hooks are not there: nothing breaks its graph, and what it saves has the region's name.
-    compiled: the model has such regions. Hooks that run after an exception as well would then be guarded on, and every
-    module compiled anew; without them a name may be off in a step in which a module raised and its caller went on.
+    compiled: the model has such regions. The compiler would then guard on hooks that also run after an exception, and
+    recompile every module; without them a name may be off in a step in which a module raised and its caller went on.
     """
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
@@ -108,7 +108,7 @@ class Namer:
         return self._numbered(self._path, operator, current_line())
 
     def name(self, tensor: Tensor, site: CallSite) -> str:
-        """The name of a tensor that is being saved right now. Source of the naming: see [Note: names]."""
+        """The name of a tensor that is being saved right now. See [Note: names]."""
         if site.region is not None:
             # In order of saving, which a compiled graph fixes, among those that look alike: what else it saves (views
             # of parameters), and what produced its inputs, differs between wrappers.
@@ -137,7 +137,7 @@ class Namer:
 
 
 def _producer(tensor: Tensor) -> Any:
-    """The node that computed a tensor, behind those by which wrappers hand inputs and outputs on."""
+    """The node that computed a tensor, past the nodes by which wrappers pass inputs and outputs on."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None and node.name() in _FORWARDING:
         below = node.next_functions

@@ -1,4 +1,4 @@
-"""Which saved tensors are parameters or buffers, or made from parameters only: they are kept as they are."""
+"""Which saved tensors are parameters or buffers, or computed from parameters alone: they are kept as they are."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def made_from_parameters(node: Any, depth: int = _DEPTH) -> bool:
 
 
 class ParameterRecognition:
-    """Recognises parameters and buffers, and what is made of them, among the tensors that autograd saves."""
+    """Recognises parameters and buffers, and what is computed from them, among the tensors that autograd saves."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owned: set[int] = set()
@@ -56,8 +56,8 @@ class ParameterRecognition:
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
-        """Count those that the model has now among them for a while: the clones that stand in for its buffers during a
-        measurement. See [Note: isolation] in isolation.py."""
+        """Within the context the model's present buffers count as well: the clones that replace its own during a
+        measurement. See [Note: isolation] in sensitivity/isolation.py."""
         owned, weak = set(self._owned), list(self._weak)
         self.remember(unwrap(model).buffers())
         try:

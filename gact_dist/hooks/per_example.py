@@ -1,4 +1,4 @@
-"""What a step knows of the examples of its batch (ActNN): which tensors are made of them, and by what they are ranked.
+"""What a step knows about the examples of its batch (ActNN): which tensors are made of them, and how they are ranked.
 
 See [Note: widths by rank] in policies/actnn.py.
 """
@@ -24,10 +24,10 @@ _SMALLEST = 1e-30  # of an example that was seen: its gradient may underflow
 
 
 def made_of_examples(tensor: Tensor, count: int | None) -> bool:
-    """Whether a tensor's memory is `count` equal parts, one for each example of the batch.
+    """Whether a tensor's memory consists of `count` equal parts, one for each example of the batch.
 
-    So it is where the first dimension is the batch, flattened with the next one ([examples * length, channels]) or not,
-    and has the widest stride. Dimensions of one are passed over.
+    It does if the first dimension is the batch, flattened with the next one ([examples * length, channels]) or not,
+    and has the widest stride. Dimensions of size one are ignored.
     """
     dimensions = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     if count is None or count < 2 or not dimensions or tensor.numel() == 0 or tensor.is_conj():
@@ -53,7 +53,7 @@ class Examples:
         self._ranked = ranked
         self._group_size = group_size
         self.count: int | None = None
-        """in the forward that runs or ran last; None where its inputs share no first dimension"""
+        """in the current or last forward; None if its inputs share no first dimension"""
         self.gradients = ExampleGradients(model)
         self._sizes: Tensor | None = None
         self._handle = None
@@ -65,10 +65,10 @@ class Examples:
             self.count = batch_size((args, kwargs))
 
     def begin(self, sample_index: Tensor | Sequence[int] | None, batch: Any) -> AbstractContextManager[None]:
-        """Start a step: what is known of its examples, if it says which they are. Within the context more is learnt,
-        and after it the numbers are forgotten.
+        """Start a step: look up what is known about its examples, if the step names them. Within the context more is
+        learnt, and after it the numbers are forgotten.
 
-        Raises ValueError or TypeError for numbers that are none of the batch's.
+        Raises ValueError or TypeError for numbers that do not fit the batch.
         """
         self._sizes = None
         if not self._ranked or sample_index is None:
@@ -95,7 +95,7 @@ class Examples:
         return self._ranked and made_of_examples(tensor, self.count)
 
     def columns_of(self, tensor: Tensor) -> int:
-        """By which a tensor is grouped, as codec.columns_of says, or its examples with widths of their own."""
+        """Columns by which the codec groups a tensor, or its examples if they have widths of their own."""
         columns = codec.columns_of(tensor, self._group_size)
         if not self.make_up(tensor):
             return columns
@@ -103,12 +103,12 @@ class Examples:
         return codec.columns_within(numel, self.count or 1, self._group_size, columns)
 
     def widths_of(self, tensor: Tensor, bits: tuple[int, ...]) -> UnitWidths:
-        """The width of each example of a tensor that is made of them. bits: of equal shares of them, widest first."""
+        """The width of each example of a tensor that is made of examples. bits: of equal shares, widest first."""
         return ranked(self.keys(tensor), counts_of(bits, self.count or 1))
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """float32 [examples] by which the examples are ranked: about proportional to what rounding each adds to the
-        gradient's variance. The tensor must be made of examples."""
+        """float32 [examples], the key by which examples are ranked: about proportional to what rounding each of them
+        adds to the gradient's variance. The tensor must be made of examples."""
         keys = squared_ranges(codec.stored_values(tensor), self.count or 1, self._group_size)
         if self._sizes is None or len(self._sizes) < len(keys):
             return keys
@@ -116,7 +116,7 @@ class Examples:
 
 
 def ranked(keys: Tensor, counts: tuple[int, ...]) -> UnitWidths:
-    """Widths of which ``counts`` says how many there are, the widest for the units with the largest keys.
+    """A width for each unit, the widest for those with the largest keys; ``counts``: how many have each width.
 
     keys: float [units] on any device; nothing waits for it. Of equal keys the first unit comes first.
     """
@@ -146,14 +146,14 @@ def squared_ranges(values: Tensor, units: int, group_size: int) -> Tensor:
 class ExampleGradients:
     """Squared norms of the gradient at the model's outputs, by the example's number in the data set.
 
-    ActNN keeps one for each layer and example; that at the outputs is common to all layers. All of it stays on the
+    ActNN keeps one for each layer and example; the one at the outputs serves all layers. Everything stays on the
     device, and nothing waits for it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = unwrap(model)
         self.sizes: Tensor | None = None
-        """float32 [largest number + 1, or more]: 0 for examples that were not seen; None before any was"""
+        """float32 [largest number + 1, or more]: 0 for examples that were never seen; None before the first"""
 
     @property
     def device(self) -> torch.device:
@@ -161,7 +161,7 @@ class ExampleGradients:
         return next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
 
     def of(self, index: Tensor) -> Tensor | None:
-        """float32 [examples] for the examples of a batch, the average for those not seen; None before any was.
+        """float32 [examples] for a batch, with the average for examples that were never seen; None before the first.
 
         index: from numbers_of().
         """
@@ -198,7 +198,7 @@ class ExampleGradients:
             data = zlib.decompress(base64.b64decode(_fields.text(name, state), validate=True))
             return np.frombuffer(data, dtype="<f4").copy()
         except (ValueError, zlib.error) as error:
-            raise _fields.StateError(f"{name!r} is no deflated array of float32 ({error})") from None
+            raise _fields.StateError(f"{name!r} is not a deflated array of float32 ({error})") from None
 
     def load_state(self, sizes: np.ndarray | None) -> None:
         """Go on with what parse_state() returned."""
@@ -248,9 +248,9 @@ def numbers_of(sample_index: Tensor | Sequence[int], examples: int | None) -> Te
         )
     index = torch.as_tensor(sample_index)
     if index.dtype not in (torch.int64, torch.int32) or index.dim() != 1 or len(index) == 0:
-        raise TypeError(f"sample_index is {index.dtype} {list(index.shape)}, expected integers [samples of the batch]")
+        raise TypeError(f"sample_index is {index.dtype} {list(index.shape)}, expected integers [examples of the batch]")
     if examples is not None and len(index) != examples:
-        raise ValueError(f"sample_index has {len(index)} numbers, the batch has {examples} samples: give one for each")
+        raise ValueError(f"sample_index has {len(index)} numbers, the batch has {examples} examples: give one for each")
     if int(index.min()) < 0:
         raise ValueError(f"sample_index holds {int(index.min())}, expected numbers from 0 up")
     return index.long()

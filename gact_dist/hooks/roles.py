@@ -30,7 +30,7 @@ class Role(Enum):
 
 
 def _with_interception(function: Callable) -> FunctionType:
-    """A copy of a composite Python function of torch that does not hand itself to the mode, so its parts are seen."""
+    """A copy of a composite Python function of torch that does not dispatch to the mode, so that its parts do."""
     scope = {**function.__globals__, "has_torch_function": lambda *_: False}
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -52,7 +52,7 @@ _DISCRETE = frozenset(
     )
     if hasattr(owner, name)
 )  # fmt: skip
-"""Functions whose results, or the shapes of them, jump when their operands change a little."""
+"""Functions whose results, or the shapes of their results, jump when their operands change a little."""
 
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
@@ -72,17 +72,17 @@ def role_of_itself(tensor: Tensor) -> Role | None:
 
 
 def is_own_relu_save(tensor: Tensor) -> bool:
-    """Whether relu itself is saving its result, of which its backward needs only where it is positive.
+    """Whether relu itself is saving its result; its backward needs only to know where that is positive.
 
-    At that moment, and at no other, the node's own slot for it is still empty. Rounding would set small positive values
-    to zero and so bias the gradient, which is why relu keeps a mask beside what the next operator stores.
+    At that moment, and at no other, the node's own slot for the result is still empty. Rounding would set small
+    positive values to zero and so bias the gradient. So relu keeps a mask beside what the next operator stores.
     """
     node: Any = tensor.grad_fn
     return node is not None and node.name() == "ReluBackward0" and saves_own_result(node)
 
 
 class OperatorObserver(TorchFunctionMode):
-    """Knows the operator that is being called and its operands."""
+    """Knows which operator is being called, and with which operands."""
 
     def __init__(self, on_discrete: Callable[[], None] | None = None) -> None:
         super().__init__()

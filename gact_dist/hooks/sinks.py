@@ -42,10 +42,10 @@ class Sink(ABC):
 
     @abstractmethod
     def take_in_graph(self, captured: Captured) -> codec.Packed:
-        """The same of a tensor that a compiled graph packs itself: it holds buffers and no handle."""
+        """The same for a tensor that a compiled graph packs itself: the graph holds buffers, not a handle."""
 
     def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
-        """A tensor is kept for backward past all hooks."""
+        """A tensor is kept for backward where no hook sees it."""
 
     def after(self, tensor: Tensor) -> None:  # noqa: B027
         """A tensor was taken, or is an alias of one that was."""
@@ -99,7 +99,7 @@ class Record(Sink):
     records = True
 
     def __init__(self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]]) -> None:
-        """rounded: name -> (bits, seed) of tensors that backward gets rounded."""
+        """rounded: name -> (bits, seed) of tensors that backward sees rounded."""
         self.found: list[Recorded] = []
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
         self.wants_role = self._is_large

@@ -1,4 +1,4 @@
-"""Pinned host memory for offload: a pool of blocks within a bound, and how much the host can spare."""
+"""Pinned host memory for offload: a bounded pool of blocks, and how much the host can spare."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class HostBlock:
 
 
 class HostPool:
-    """Blocks of pinned memory in whole pages, reused by size, never more than max_bytes together.
+    """Blocks of pinned memory in whole pages, reused by size, never more than max_bytes in total.
 
     A block is free for reuse as soon as its payload is dropped, even with copies in flight: the next user queues its
     copies behind `read` and `written`. Only a block at rest can be given back to the host.
@@ -53,7 +53,7 @@ class HostPool:
         self._warned = False
 
     def take(self, nbytes: int) -> HostBlock | None:
-        """A block of at least nbytes; None where the bound or the host allows no more, with one warning."""
+        """A block of at least nbytes; None, with one warning, if the bound or the host allows no more."""
         block = self._best_fit(nbytes) or self._allocate(-(-nbytes // _PAGE_BYTES) * _PAGE_BYTES)
         if block is not None:
             block.idle_steps = 0
@@ -136,7 +136,7 @@ def default_max_bytes(world_size: int) -> int:
 
 
 def ranks_on_host(environment: Mapping[str, str], world_size: int) -> int:
-    """Processes of the job on this host as its launcher says; where it does not, all of the world_size."""
+    """Processes of the job on this host, as its launcher says; world_size if it does not say."""
     for name in _LOCAL_RANKS:
         count = environment.get(name, "")
         if count.isdecimal() and int(count) > 0:
@@ -162,7 +162,7 @@ def _available_bytes(root: Path = Path("/")) -> int:
 
 
 def _read(path: Path) -> str:
-    """Text of a file that not every system has; empty without it."""
+    """Text of a file that not every system has; empty if it is missing."""
     try:
         return path.read_text()
     except OSError:

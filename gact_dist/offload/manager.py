@@ -45,7 +45,7 @@ class Place(Enum):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """The bytes of one saved tensor: where they are, and what of host and device they hold."""
+    """The bytes of one saved tensor: where they are, and which host and device memory they hold."""
 
     name: str
     nbytes: int
@@ -63,7 +63,7 @@ class Held:
 
 
 class Payload:
-    """What a saved tensor owns of a HostOffload. Dropping it frees what it holds."""
+    """A saved tensor's share of a HostOffload. Dropping it frees what it holds."""
 
     __slots__ = ("_offload", "held")
 
@@ -200,7 +200,7 @@ class HostOffload:
             self._bound_departures(trace, held.nbytes)
 
     def _bound_departures(self, trace: Trace, nbytes: int) -> None:
-        """Let the computing stream wait where more has left than is on the host; only then may it have the memory."""
+        """Make the computing stream wait for copies if too many are in flight; then their memory can be dropped."""
         while self._departures and self._in_flight_bytes > in_flight_bound(trace.sent_bytes, nbytes):
             held, left = self._departures.popleft()
             self._wait_for(left, held.stream, trace)
@@ -279,7 +279,7 @@ class HostOffload:
                 break  # there may be room by the time it is needed
 
     def _evict(self, trace: Trace) -> None:
-        """Drop what was asked for first of all that does not come next: backward took another way."""
+        """Drop the oldest payload that was brought back and is not needed next: backward took another path."""
         for name in trace.resident:
             held = trace.alive.get(name)
             if name not in trace.window and held is not None and held.back is not None:
@@ -348,7 +348,7 @@ def _view(block: HostBlock, held: Held) -> Tensor:
 
 
 def open_offload(model: nn.Module, settings: Offload, world_size: int) -> HostOffload:
-    """Offload of this rank from the model's CUDA device, else the current one. Raises ValueError if there is none."""
+    """This rank's offload, from the model's CUDA device or else the current one. Raises ValueError without one."""
     require_cuda()
     device = CudaDevice(device_of(model) or torch.device("cuda", torch.cuda.current_device()))
     return HostOffload(settings, device, settings.max_host_bytes or default_max_bytes(world_size))

@@ -42,8 +42,8 @@ def in_flight_bound(sent_bytes: int, nbytes: int) -> int:
 def choose(passages: Sequence[Passage], limits: Limits) -> frozenset[str]:
     """Names of the payloads to send to the host, given all payloads of a step in the order of packing.
 
-    With max_device_bytes 0: as many as can go and come back without a stall, those that are away longest first. Else:
-    the first of these, then of the others, until the rest fits on the device, even at the price of stalls.
+    With max_device_bytes 0: as many as can go and come back without a stall, those that are away longest first.
+    Otherwise: the first of these and then of the others, until the rest fits on the device, even if that causes stalls.
     """
     longest_first = sorted(passages, key=lambda passage: passage.packed_s - passage.unpacked_s)
     free = _without_stall(passages, longest_first, limits)
@@ -62,7 +62,7 @@ def choose(passages: Sequence[Passage], limits: Limits) -> frozenset[str]:
 
 
 def _without_stall(passages: Sequence[Passage], candidates: Sequence[Passage], limits: Limits) -> frozenset[str]:
-    """Candidates taken greedily while a replay has no stall; in runs that double while they fit and halve where not."""
+    """Candidates taken greedily while a replay has no stall, in runs whose length doubles on success, else halves."""
     chosen: set[str] = set()
     start, length = 0, len(candidates)
     while start < len(candidates):

@@ -250,7 +250,7 @@ class Planner:
         self._bandwidth = [new or old for new, old in zip(found, self._bandwidth, strict=True)]
 
     def _is_due(self, sizes: dict[str, int], stall_s: float, step_s: float) -> bool:
-        """Whether a plan for tensors that all are known is out of date."""
+        """Whether a plan for tensors that are all known is out of date."""
         changed = sum(abs(nbytes - self._sizes[name]) for name, nbytes in sizes.items())
         stalled = self._settings.max_device_bytes == 0 and stall_s > _WORTH_A_PLAN * step_s
         return stalled or changed > _WORTH_A_PLAN * sum(sizes.values())

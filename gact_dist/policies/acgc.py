@@ -5,19 +5,19 @@ variance is at most e^2 V^2, where V^2 = E|g|^2 is the second moment of the stoc
 moment of the compressed gradient is at most (1 + e^2) V^2, and SGD's bound on the loss grows by no more than that.
 
 Sensitivities rank the plans. What a plan adds is measured on the whole batch of an adaptation before the plan is used,
-for where a backward answers to rounding more than linearly they predict too little. Between adaptations draws of the
-gradient watch the error bound, and one that finds it exceeded brings an adaptation.
+because sensitivities predict too little where a backward responds to rounding more than linearly. Between adaptations,
+draws of the gradient check the error bound; a draw that finds it exceeded causes an adaptation.
 
 [Note: what must hold] The bound is on means: over the steps under one plan, the mean variance that rounding adds must
-not exceed e^2 times the mean squared gradient V^2. Both are estimated from draws, a hundred steps apart where the
-interval is the usual one, the mean of the last ten, as AC-GC's authors have it. Two things break a mean of ten. The
-gradient may have fallen since the oldest of them: draws that the later ones lie significantly below are dropped, and
-what rounding added in their steps with them, for both fall together. And a mean of few draws is uncertain: its standard
-error follows from their own spread, and bits are chosen so that the bound holds with one standard error to spare.
+not exceed e^2 times the mean squared gradient V^2. Both are estimated from draws, a hundred steps apart with the
+default interval, as the mean of the last ten, following AC-GC's authors. Two things can make a mean of ten wrong. The
+gradient may have fallen since the oldest draw: draws that lie significantly above the later ones are dropped, and with
+them what rounding added in their steps, because both fall together. And a mean of few draws is uncertain: its standard
+error follows from their spread, and bits are chosen so that the bound holds with one standard error to spare.
 
-[Note: room to grow] A gradient that shrinks while bits stand still lets the increase grow under a plan. By how much it
-did under the last plans, the mean over a plan's steps over what was measured when it was made, is room that the next
-plan leaves.
+[Note: room to grow] If the gradient shrinks while bits stay the same, the increase grows under a plan. The next plan
+leaves room for the growth under the last ones: the mean increase over a plan's steps, divided by the increase that was
+measured when the plan was made.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SURER = 0.45  # of the standard error that a plan was made with: one draw's fal
 
 
 class Acgc(Policy):
-    """The fewest bits within Config.error, and what is known of the gradient that the bound is about."""
+    """The fewest bits within Config.error, and what is known about the gradient."""
 
     adapts = True
     follows_gradient = True
@@ -68,18 +68,18 @@ class Acgc(Policy):
 
     @property
     def due(self) -> bool:
-        """Whether the draws since the plan was made ask for another: they say that it does not keep to the bound, or
-        they are so many more that it may take fewer bits."""
+        """Whether the draws since the plan was made call for another: they exceed the error bound, or there are so
+        many more of them that fewer bits may do."""
         exceeded = self._draws.increase > self._tolerated
         return self._bounded and (exceeded or self._draws.standard_error <= _SURER * self._standard_error)
 
     def choose(self, costs: Costs, current: Plan, trial: Trial) -> Choice | None:
-        """The fewest bits whose measured error is tolerated; None if nothing can be measured."""
+        """The fewest bits whose measured error is within the bound; None if nothing can be measured."""
         self._drawn_at, self._bounded = trial.step, False
         draws = self._draws
         before, unit = trial.measure(None)
         square = before.square
-        if before.noise >= square:  # too loud for the gradient itself to be seen
+        if before.noise >= square:  # more noise than gradient
             square = trial.measure(dict.fromkeys(costs.names, WIDTHS))[0].square
         draws.add(square, before.noise, relative=trial.relative)
         second_moment = draws.second_moment
@@ -120,7 +120,7 @@ class Acgc(Policy):
         )
 
     def drawing_due(self, step: int) -> bool:
-        """Whether this step's gradient should be drawn: ten times an interval, more often in the first steps."""
+        """Whether this step should draw its gradient: ten times per interval, more often in the first steps."""
         return step - self._drawn_at >= max(1, min(self.config.adapt_interval // DRAWS, self._drawn_at))
 
     def add_draw(self, trial: Trial) -> None:
@@ -166,13 +166,13 @@ class Acgc(Policy):
             vars(self).update(vars(parsed))
 
     def _learn_growth(self, increase: float) -> None:
-        """increase: the mean under the current plan; it counts as much as all plans before."""
+        """increase: the mean under the current plan; it counts as much as all earlier plans together."""
         if self._planned > 0.0 and increase > 0.0:
             seen = min(increase / self._planned, _MOST_GROWTH)
             self._growth = max(1.0, math.sqrt(self._growth * seen))
 
     def _settled(self, costs: Costs, current: Plan, found: Found) -> Allocation | None:
-        """The current bits where others would gain too little; never against a uniform width that takes less."""
+        """The current bits, if fresh ones would gain too little and are not a uniform width that takes less."""
         kept = settled(self.config.adapt_tolerance, costs, current, found.allocation)
         if kept is None or (found.uniform and kept.average_bits > found.allocation.average_bits):
             return None
@@ -201,7 +201,7 @@ class Acgc(Policy):
 def settled(tolerance: float, costs: Costs, current: Plan, fresh: Allocation) -> Allocation | None:
     """The current bits, if fresh ones take fewer by no more than a tolerated fraction; or None.
 
-    That they keep to the error bound is for the caller to know, from what was measured.
+    The caller has to know, from what was measured, that they keep to the error bound.
     """
     kept, new = evaluate(costs, current.in_one_width().bits), evaluate(costs, costs.bits(fresh))
     if kept is None or new is None:
@@ -211,9 +211,9 @@ def settled(tolerance: float, costs: Costs, current: Plan, fresh: Allocation) ->
 
 # -- draws of the gradient --------------------------------------------------------------------------------------
 
-# Standard errors by which later draws must lie below earlier ones for these to be dropped.
+# Earlier draws are dropped if later ones lie below them by more than this many standard errors.
 _SIGNIFICANT = 3.0
-# Relative standard deviation of a squared gradient over batches that is assumed with the weight of one draw.
+# Prior for the relative standard deviation of a squared gradient over batches, with the weight of one draw.
 _ASSUMED_SPREAD = 0.5
 
 
@@ -256,12 +256,12 @@ class GradientDraws:
 
     @property
     def increase(self) -> float:
-        """Of the second moment, relative to it; infinite where rounding leaves nothing of the gradient to be seen."""
+        """The relative increase of the second moment; infinite if noise hides the gradient altogether."""
         return self.noise / self.second_moment if self.second_moment > 0.0 else math.inf
 
     @property
     def standard_error(self) -> float:
-        """Of the increase, as a fraction of it: of both means, as if they varied independently."""
+        """Standard error of the increase, as a fraction of it: from both means, as if they were independent."""
         known = [values for values in (self._squares, self._noise) if values]
         return math.hypot(*(_spread(values) / math.sqrt(len(values)) for values in known))
 
@@ -271,7 +271,7 @@ class GradientDraws:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> GradientDraws:
-        """What state_dict() was called on. Raises StateError."""
+        """The draws that state_dict() was called on. Raises StateError."""
         draws, fields = GradientDraws(), _fields.mapping(_fields.anything)("samples", state)
         numbers = _fields.sequence(_fields.number())
         draws._squares = _fields.read(fields, "squares", numbers, [])
@@ -280,7 +280,7 @@ class GradientDraws:
         return draws
 
     def _drop_stale(self) -> None:
-        """Drop the earlier draws where the later ones lie significantly below them, as long as there are such."""
+        """Drop earlier draws as long as later ones lie significantly below them."""
         kept = self._fresh()
         while kept < len(self._squares):
             self._squares, self._noise = self._squares[-kept:], self._noise[-kept:]
@@ -325,11 +325,12 @@ class Found:
 
 
 def fewest_bits(costs: Costs, limit: float, noise_of: Callable[[Allocation], float], *, start: float) -> Found:
-    """The plan with the fewest bits of those tried that add at most `limit`; else the one that adds least.
+    """Of the plans tried, the one with the fewest bits that adds at most `limit`; if none does, the least noisy one.
 
-    noise_of: measures the variance that a plan adds, in the units of limit. start: what is allocated first, in those of
-    costs, which predict variances up to a factor that depends on the width. Tried are plans allocated to a variance,
-    raised or cut until the measured one is close to the limit, and then the uniform widths that take fewer bits.
+    noise_of: measures the variance that a plan adds, in the units of limit. start: the variance to allocate first, in
+    the units of costs, which predict variances up to a factor that depends on the width. Plans are allocated to a
+    variance, which is raised or cut until the measured one is close to the limit; then the uniform widths that take
+    fewer bits are tried.
     """
     tried = _allocated(costs, limit, noise_of, start)
     best = _best(tried, limit)

@@ -1,18 +1,18 @@
 """Policy actnn: bits for each example of each tensor (Chen et al., ICML 2021, section 4), as a plan for all
 ranks.
 
-[Note: widths by rank] A plan is made before the examples are known that it will meet. So it says what share of a
+[Note: widths by rank] A plan is made before it is known which examples it will be used for. So it says what share of a
 tensor's examples gets each width: a tuple with the widths of QUANTILES equal parts of them, in falling order. Which
-examples these are is decided when the tensor is packed, on the device: they are ranked by a key, ActNN's estimate of
-what rounding them does (squared ranges of their groups times the size of their gradient). The size of the payload
-follows from the plan, and nothing waits; ActNN solves for the widths at this point, on the host.
+examples get which width is decided when the tensor is packed, on the device: they are ranked by a key, ActNN's estimate
+of the effect of rounding them (squared ranges of their groups times the size of their gradient). The size of the
+payload follows from the plan, and nothing waits; ActNN solves for the widths at this point, on the host.
 
-[Note: shares] What a tensor's examples add to the gradient's variance is split between the quantiles by the keys of the
-examples that an adaptation measures on. Keys are estimates (of the gradient they know what the last visit showed, or
-nothing), and bits that follow from noise are lost. So several splits are held against the variance that is measured of
-each example: by powers of the keys, mixed with equal shares. The one whose widths would have cost least, over all
-tensors and ranks, is used. On the image model with gradient sizes of an epoch ago the keys alone would have cost up to
-twice what equal widths do, and the best split 0.08 to 0.9 of it.
+[Note: shares] The variance that a tensor's examples add to the gradient is split between the quantiles by the keys of
+the examples in the probe batch. Keys are estimates (of the gradient they know only what the last visit showed, or
+nothing), and bits that are chosen from noise are wasted. So several splits, by powers of the keys and mixed with equal
+shares, are compared with the measured variance of each example. The split whose widths would have cost least, over all
+tensors and ranks, is used. On the image model, with gradient sizes from an epoch ago, the keys alone would have cost up
+to twice as much as equal widths, and the best split 0.08 to 0.9 times as much.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Actnn(Gact):
 def counts_of(widths: tuple[int, ...], units: int) -> tuple[int, ...]:
     """How many of `units` have each width 0 .. 8 where equal shares of them have `widths`; never more bits than these.
 
-    Where the shares are no whole numbers of units, widths between theirs take their place.
+    Where a share is not a whole number of units, the units between two shares get widths between theirs.
     """
     counts, stored = [0] * (WIDTHS + 1), 0
     for rank in range(1, units + 1):
@@ -71,7 +71,7 @@ def counts_of(widths: tuple[int, ...], units: int) -> tuple[int, ...]:
 
 
 def statistics(keys: ArrayLike, variance: ArrayLike | None, average_bits: float) -> NDArray[np.float64]:
-    """What the ranks average of one tensor's examples: float64 [COLUMNS].
+    """What the ranks average about one tensor's examples: float64 [COLUMNS].
 
     keys: [S] by which the examples are ranked. variance: [S] that rounding each adds to the gradient, None where it is
     not known. The result is the shares that equal parts of the examples have, largest first, of the sums of several

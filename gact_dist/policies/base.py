@@ -1,4 +1,4 @@
-"""What a policy is: the estimator, the budget and the unit of widths that a configuration stands for.
+"""What a policy is: the estimator, the budget and the unit of widths that a configuration selects.
 
 | policy | file | sensitivities | budget | unit |
 |---|---|---|---|---|
@@ -26,7 +26,7 @@ from .plan import Bits, Plan
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What the ranks measured together of L tensors, the same numbers on every rank.
+    """What the ranks together measured about L tensors, the same numbers on every rank.
 
     variance: float64 [L, 8], added to the gradient of one rank's batch at 1 to 8 bits. sizes: [L] elements in a step of
     one rank. exact_bits: [L] bits an element when stored exactly. metadata_bits: [L] scale and offset, for an element.
@@ -51,7 +51,7 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class StepBytes:
-    """The most bytes that any rank keeps in the step to come: of each tensor [9], at 1 to 8 bits and exactly."""
+    """The most bytes that any rank will keep in the next step: of each tensor [9], at 1 to 8 bits and exactly."""
 
     tensors: dict[str, NDArray[np.float64]]
     other_bytes: float
@@ -66,12 +66,12 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Estimates from several roundings of one gradient, both without bias."""
+    """Unbiased estimates from several roundings of one gradient."""
 
     noise: float
     """variance that rounding adds, summed over all parameters"""
     square: float
-    """squared norm of the exact gradient; negative now and then where noise is larger"""
+    """squared norm of the exact gradient; can be negative where noise is larger"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What an adaptation comes to; the same on every rank."""
+    """What an adaptation decides; the same on every rank."""
 
     bits: Mapping[str, Bits]
     """of every tensor that was measured"""
@@ -161,14 +161,14 @@ class Policy:
         raise ValueError(f"policy is {self.config.policy!r}, expected one that allocates bits")
 
     def restored_plan(self, plan: Plan) -> Plan:
-        """A plan out of a state, as this policy can go on with it."""
+        """A plan from a state, in a form that this policy can go on with."""
         return plan.in_one_width()
 
     # -- of policies that follow the gradient -------------------------------------------------------------------
 
     @property
     def due(self) -> bool:
-        """Whether what was seen of the gradient asks for an adaptation, the same on all ranks."""
+        """Whether what was seen of the gradient calls for an adaptation; the same on all ranks."""
         return False
 
     def drawing_due(self, step: int) -> bool:
@@ -191,7 +191,7 @@ class Policy:
 
 
 def evaluate(costs: Costs, bits: Mapping[str, Bits]) -> Allocation | None:
-    """What some bits amount to under these costs, without a bound; None where they lack a tensor of theirs."""
+    """What some bits amount to under these costs, without a lower bound; None if a tensor of the costs has no bits."""
     if any(name not in bits for name in costs.names):
         return None
     chosen = np.array([bits[name] or EXACT for name in costs.names], dtype=np.int64)

@@ -97,7 +97,7 @@ class GactInBytes(Gact):
         return bool(total_bytes <= self._budget_bytes * _ROUNDING)
 
     def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int:
-        """A tensor that is new after this is stored like the average one."""
+        """Tensors with new names are stored at the average width."""
         widths = np.where(allocation.bits == EXACT, WIDTHS, allocation.bits)
         return math.floor(np.average(widths, weights=costs.sizes))
 
@@ -105,8 +105,8 @@ class GactInBytes(Gact):
 def with_bytes(costs: Costs, step: StepBytes) -> Costs:
     """The costs of the tensors of a step, with their bytes.
 
-    Of a tensor that was weighed and not measured the variance is taken for that of the average element; of one that was
-    measured and not weighed (it was in the probe batch alone) the bytes are its elements'.
+    A tensor whose bytes are known but whose variance was not measured gets the variance of average elements; one that
+    was measured but whose bytes are not known (it was saved for the probe batch alone) gets bytes by its size.
     """
     unmeasured = [name for name in step.tensors if name not in set(costs.names)]
     # a further bit takes an eighth of a byte for each element

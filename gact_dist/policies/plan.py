@@ -14,7 +14,7 @@ Bits = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank of a data-parallel group stores its saved tensors at. It never changes; a new one replaces it."""
+    """The bits at which every rank of a data-parallel group stores its tensors. Never changed, only replaced."""
 
     bits: Mapping[str, Bits] = field(default_factory=dict)
     """bits of the tensors that were measured, by name"""
@@ -40,7 +40,7 @@ def one_width(bits: Bits | Sequence[int]) -> int | None:
 
 
 def bits_from_state(name: str, value: Any) -> Bits:
-    """One entry of a plan as it comes out of JSON. Raises StateError for anything that no plan holds."""
+    """One entry of a plan, read from JSON. Raises StateError for anything that a plan cannot hold."""
     if isinstance(value, (list, tuple)) and value:
         return tuple(_fields.sequence(_width)(name, value))
     return None if value is None else _width(name, value)

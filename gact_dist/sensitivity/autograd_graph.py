@@ -1,4 +1,4 @@
-"""What can be read off an autograd graph."""
+"""What an autograd graph shows."""
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
@@ -38,7 +38,7 @@ def parameters_among(nodes: Sequence[Any]) -> list[Tensor]:
 
 
 def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, int]:
-    """For every node the leaves that it leads to, bit k for the k-th; zero for none."""
+    """For every node, the leaves that it leads to: bit k for the k-th leaf, zero for none."""
     bits = {id(leaf): 1 << number for number, leaf in enumerate(leaves)}
     found: dict[Any, int] = {}
     for start in nodes:

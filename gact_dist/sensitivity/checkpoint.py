@@ -21,7 +21,10 @@ from ..distributed import checkpoints_as
 
 @contextmanager
 def measurable(mode: Any) -> Iterator[None]:
-    """Checkpoints can be differentiated twice, and recompute under `mode`. See [Note: measuring checkpoints]."""
+    """Within the context checkpoints can be differentiated twice, and recompute under `mode`.
+
+    See [Note: measuring checkpoints].
+    """
     with ExitStack() as stack:
         stack.enter_context(replaced(torch_checkpoint.CheckpointFunction, "apply", staticmethod(_reentrant_apply)))
         stack.enter_context(checkpoints_as(_as_non_reentrant))
@@ -65,7 +68,7 @@ _dispatch_once = KeptMode.__torch_dispatch__
 
 @untraced
 def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-    """As selective checkpoint does it, but what was cached stays in the cache."""
+    """As a selective checkpoint does, except that what was cached stays in the cache."""
     if is_ignored_by_selective(func):
         return func(*args, **(kwargs or {}))
     key = selective_key(func, args)

@@ -51,9 +51,9 @@ class ScaledDotProductAttention(Function):
 
 
 class _AttentionGradient(Function):
-    """The gradients of query, key, value and a learned mask, whose derivative holds the scores of a block at a time.
+    """The gradients of query, key, value and a learned mask; their derivative holds the scores of one block at a time.
 
-    What autograd would keep for it are some ten matrices of the size of the scores, in every layer at once.
+    Autograd would keep about ten matrices of the size of the scores for it, in every layer at once.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _AttentionGradient(Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows of some heads of some examples, with all keys of these heads."""
+    """Query rows of some heads of some examples, with all keys of these heads."""
 
     queries: tuple[slice, slice, slice]
     keys: tuple[slice, slice]
@@ -91,7 +91,7 @@ class _Block:
     device: torch.device
 
     def of(self, tensors: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-        """Parts of output, its gradient, query, key, value, learned mask, or of those from `first` on."""
+        """The block's parts of output, its gradient, query, key, value and learned mask, from number `first` on."""
         return [tensor[where] for tensor, where in self._places(tensors, first)]
 
     def add(self, sums: Sequence[Tensor], parts: Sequence[Tensor], first: int = 0) -> None:
@@ -100,14 +100,14 @@ class _Block:
             total[where] += part
 
     def _places(self, tensors: Sequence[Tensor], first: int) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Each with what the block has of it: all of a dimension that a mask has once for all."""
+        """Each tensor with the block's place in it: the whole of a dimension along which a mask broadcasts."""
         places = (self.queries, self.queries, self.queries, self.keys, self.keys, self.queries)
         for tensor, place in zip(tensors, places[first:], strict=False):
             sizes = zip(tensor.shape, place, strict=False)
             yield tensor, tuple(slice(None) if size == 1 else where for size, where in sizes)
 
     def mask(self, mask: Tensor | None, causal: bool) -> Tensor | None:
-        """Its part of the mask, which is made here if it is the causal one."""
+        """The block's part of the mask; the causal mask is made here."""
         if causal:
             rows, columns = range(self.scores[2])[self.queries[2]], self.scores[3]
             return torch.ones(len(rows), columns, dtype=torch.bool, device=self.device).tril(rows.start)
@@ -135,7 +135,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 def _block_gradients(
     mask: Tensor | None, scale: float, out: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of the query and a learned mask, and what these queries give the key and the value."""
+    """Gradients of the query and a learned mask, and what these queries add to those of the key and the value."""
     grad, repeats = grad.float(), q.shape[1] // k.shape[1]
     scores = _scores(q, k, learned[0] if learned else mask, scale)
     probability = torch.softmax(scores, -1)  # as a fitted logsumexp has it

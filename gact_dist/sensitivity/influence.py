@@ -25,7 +25,7 @@ from .autograd_graph import leaves_below
 
 
 class Influence:
-    """Watches one backward of a recorded graph."""
+    """Observes one backward of a recorded graph."""
 
     def __init__(self, nodes: Sequence[Any], leaves: Sequence[Tensor], other: Callable[[Recorded], Tensor]) -> None:
         """nodes: of the graph. leaves: the parameters. other: the tensor that is to replace a recorded one."""
@@ -37,7 +37,7 @@ class Influence:
         """for each record, the parameters whose gradients it moves: bit k for the k-th leaf"""
 
     def backward(self, loss: Tensor, records: Sequence[Recorded]) -> tuple[Tensor | None, ...]:
-        """The gradient of the leaves; `moved` is known of these records afterwards. The graph is retained."""
+        """The gradient of the leaves; afterwards `moved` is known for these records. The graph is retained."""
         self.moved = dict.fromkeys(records, 0)
         removable = []
         for node in self._nodes:

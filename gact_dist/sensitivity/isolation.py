@@ -1,6 +1,6 @@
 """Running the job's forward without changing anything in the job.
 
-[Note: isolation] While sensitivity is measured the model's forward runs once more. What it would change is put back:
+[Note: isolation] While sensitivity is measured the model's forward runs once more. What it would change is restored:
 random number generators of torch (every device in use), Python and NumPy; buffers (BatchNorm's statistics), which are
 replaced by clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
 never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are bypassed
@@ -20,7 +20,7 @@ from ..distributed import bypassed
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Everything that a forward pass of the model changes is as before once the context ends. See [Note: isolation]."""
+    """What a forward pass of the model changes is restored when the context ends. See [Note: isolation]."""
     with ExitStack() as stack:
         stack.enter_context(generators_restored())
         stack.enter_context(_cloned_buffers(model))
@@ -33,7 +33,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """The generators of torch (every device in use), Python and NumPy are as before once the context ends."""
+    """The generators of torch (every device in use), Python and NumPy are restored when the context ends."""
     python_state = random.getstate()
     numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
     numpy_state = numpy_random.get_state() if numpy_random is not None else None

@@ -1,4 +1,4 @@
-"""What runs in place of the operators that a forward calls while it is measured."""
+"""Operators that are replaced while a forward is measured."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,9 +12,9 @@ tensors further down; a prehook on every producing node cuts this flow, after th
 
 [Note: operating point] J_l is taken where the job will run: in the first backward every tensor is rounded to the width
 that the current plan gives it. In the limit of many bits this is the derivative at the exact tensors; at 2 or 3 bits
-it sees that layer norm and attention answer to rounding more than linearly. A fine-tuned MiniLM at 2 bits, relative to
-the squared gradient: the plan from the exact point has variance 420 and predicts 0.70; from this point 3.5, predicting
-80. At 4 bits both plans have 0.037, predicting 0.030 and 0.036.
+it accounts for layer norm and attention responding to rounding more than linearly. For a fine-tuned MiniLM at 2 bits,
+relative to the squared gradient, the plan from the exact point has a variance of 420 where 0.70 is predicted; the plan
+from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 0.030 and 0.036 are predicted.
 """
 
 import logging
@@ -43,7 +43,7 @@ from .measuring_mode import MeasuringMode
 from .perturbation import RecordedGraph, measure_by_rerun, perturb, rounding_of
 
 _log = logging.getLogger(__name__)
-_LEAST_PROBE_BITS = 2  # with one bit the gradient would not answer linearly
+_LEAST_PROBE_BITS = 2  # with one bit the gradient would not respond linearly
 _EXAMPLE_BITS = 2  # the width at which examples of one tensor are compared
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 
@@ -95,7 +95,7 @@ def measure(
 
 
 def _by_one_pass(graph: RecordedGraph, hooks: SavedTensorHooks, probes: int) -> list[Sensitivity]:
-    """Of all compressible tensors; by perturbation of those that the pass does not reach."""
+    """The sensitivities of all compressible tensors; by perturbation for those that the pass does not reach."""
     squares = _OnePass(graph).squared_products(hooks.plan.bits_of, probes)
     found = {}
     for record in graph.compressible:
@@ -144,7 +144,7 @@ def _example_statistics(
 
 
 def _own_bits(hooks: SavedTensorHooks, name: str) -> int:
-    """The width of a tensor in the current plan, or the nearest one at which its effect can be told."""
+    """The width of a tensor in the current plan, or the nearest one at which its effect can be measured."""
     return max(_LEAST_PROBE_BITS, one_width(hooks.plan.bits_of(name) or MAX_BITS) or MAX_BITS)
 
 
@@ -158,8 +158,8 @@ class _OnePass:
     def squared_products(self, bits_of: Callable[[str], Bits], probes: int) -> dict[tuple, Tensor]:
         """{edge: mean of (J^T v)^2 over the probes, in the shape of the node's output}, for edges that it reaches.
 
-        None of them where an operator's backward refuses to be differentiated. If it does not work at all, the plain
-        backward of a perturbation says so.
+        Empty if an operator's backward refuses to be differentiated. If it does not run at all, the plain backward of a
+        perturbation raises the error.
         """
         edges = list(dict.fromkeys((r.node, r.output_number) for r in self.graph.compressible if r.node is not None))
         if not edges:

@@ -7,9 +7,9 @@ recorded graph for all tensors and one for each, without another forward; tensor
 parameters share one ([Note: influence] in influence.py).
 With Config(estimator="perturbation") it measures every tensor; otherwise those that the one pass does not reach: an
 input without a graph, an operator whose backward is not differentiable. These are rounded to their widths in the
-current plan, and as often as the one pass has directions. The features of a graph added 10 to 35% more at 6 bits than
-the estimate at 4 bits predicts, which is carried to other widths as if all elements mattered alike; and one squared
-difference of theirs has a relative standard deviation of up to 30%.
+current plan, as many times as the one pass has directions. An estimate at one width is extrapolated to the others as if
+all elements mattered alike: the features of a graph added 10 to 35% more at 6 bits than the estimate at 4 bits
+predicts. A single squared difference of theirs has a relative standard deviation of up to 30%.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class RecordedGraph:
 
     @contextmanager
     def rounded(self, bits_of: Callable[[str], Bits]) -> Iterator[None]:
-        """Backward sees every compressible tensor rounded to a width of its own; None leaves it exact."""
+        """Within the context backward sees each compressible tensor rounded to its own width; None leaves it exact."""
         for number, record in enumerate(self.compressible):
             bits = bits_of(record.name)
             if bits is not None:
@@ -52,11 +52,11 @@ class RecordedGraph:
                 record.replacement = None
 
     def round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
-        """One tensor rounded to some bits; another number rounds differently."""
+        """One tensor rounded to some bits; a different number gives a different rounding."""
         return codec.unpack(self.encoder.pack(record.tensor, bits, self.seed + number))
 
     def gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
-        """Gradients of the leaves with some tensors in place of those that backward sees now."""
+        """Gradients of the leaves with some tensors replacing those that backward sees now."""
         rounded = {record: record.replacement for record in others}
         for record, replacement in others.items():
             record.replacement = replacement
@@ -103,9 +103,9 @@ def perturb(
 def measure_by_rerun(
     hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Tensor | None], seed: int, fraction: float
 ) -> dict[Recorded, Tensor]:
-    """The same of every compressible tensor, with a forward and a backward for each and one besides, as GACT has it.
+    """The same for every compressible tensor, with a forward and backward for each and one more, as GACT does it.
 
-    A compiled backward can be differentiated neither twice nor again, for it overwrites what it was given.
+    A compiled backward can run neither twice nor differentiated, because it overwrites what it was given.
     """
 
     def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
@@ -159,6 +159,6 @@ def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tens
 
 
 def _widest_inexact(bits: int, rounding: Tensor | None) -> int:
-    """Some bits, or the most below at which a tensor with this rounding variance is not stored exactly."""
+    """Some bits, or the most bits below them at which a tensor with this rounding variance is not exact."""
     inexact = [width for width in range(1, bits + 1) if rounding is None or float(rounding[width - 1]) > 0]
     return max(inexact, default=1)

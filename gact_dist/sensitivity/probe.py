@@ -32,9 +32,9 @@ class ProbeBatch:
     ) -> None:
         """loss_fn(batch): runs the model and returns the scalar loss, or calls backward on it.
 
-        batch: what loss_fn takes, in whole; an Observation is sliced by itself. examples: how many to measure on, the
-        same on all ranks; a batch may have fewer. forward: runs the model as the step to come will, where that is not
-        what loss_fn does. unit: see the attribute.
+        batch: the whole batch, as loss_fn takes it; an Observation slices itself. examples: how many to measure on, the
+        same on all ranks; a batch may have fewer. forward: runs the model as the next step will, if loss_fn does not.
+        unit: see the attribute.
         """
         self._loss_fn, self._batch, self._forward = loss_fn, batch, forward
         self.count = examples
@@ -53,21 +53,21 @@ class ProbeBatch:
         return self._loss_fn(self._part)
 
     def loss_of_whole(self) -> Any:
-        """The same of the whole batch."""
+        """The same for the whole batch."""
         return self._loss_fn(self._batch)
 
     def whole(self) -> Any:
-        """Run the model on the whole batch, as the step to come will."""
+        """Run the model on the whole batch, as the next step will."""
         return self.loss_of_whole() if self._forward is None else self._forward()
 
     def first(self, examples: int) -> "ProbeBatch":
-        """The same of another number of examples."""
+        """The same with another number of examples."""
         return ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
 
     def half(self) -> "ProbeBatch | None":
-        """Half as many examples, for where memory is too little; None where all of the batch is needed, or one is left.
+        """Half as many examples, after running out of memory; None if the whole batch is needed or one is left.
 
-        So all ranks halve theirs at the same time, whatever the sizes of their batches.
+        All ranks halve theirs at the same time, whatever the sizes of their batches.
         """
         return None if self.count in (1, sys.maxsize) else self.first(self.count // 2)
 
@@ -94,7 +94,7 @@ class Observation:
         return part
 
     def outputs(self, outputs: Any) -> bool:
-        """Watch the outputs of that forward until the job's backward reaches them; False without any: it raised."""
+        """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
         watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
         for number, tensor in watched:
             tensor.register_hook(self._keep(number))
@@ -114,12 +114,12 @@ class Observation:
 
     @property
     def complete(self) -> bool:
-        """Whether backward has reached the outputs with a finite gradient: not so where a loss scale overflowed."""
+        """Whether backward has reached the outputs with a finite gradient; not so if a loss scale overflowed."""
         return bool(self._gradients) and all(bool(g.isfinite().all()) for g in self._gradients.values())
 
     @property
     def squared_gradient(self) -> float:
-        """Of the loss at the outputs, on the remembered examples."""
+        """The loss's squared gradient at the outputs, on the remembered examples."""
         return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:

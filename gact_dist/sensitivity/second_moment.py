@@ -3,7 +3,7 @@
 [Note: units] All numbers here are of the gradient g of one rank's batch, in the units of its loss: V^2 is the mean of
 |g|^2 over the ranks, the variance is the sum over all parameters. With g of n examples, mean mu and variance s^2 / n,
 rounding that adds r increases the second moment by r / (|mu|^2 + s^2 / n). A gradient averaged over A ranks and
-micro-batches has r / A, for each is rounded by itself, and so an increase of r / (A |mu|^2 + s^2 / n), which is no
+micro-batches has r / A, as each is rounded by itself, and so an increase of r / (A |mu|^2 + s^2 / n), which is no
 larger. What holds for a rank's batch therefore holds for what the optimizer gets, at any number of ranks and
 micro-batches.
 """
@@ -34,7 +34,7 @@ def rounded_moments(
     passes: int,
     draw: int,
 ) -> Moments:
-    """Moments of the gradient of one rank's batch from forwards and backwards as a step's, with the job left untouched.
+    """Moments of the gradient of one rank's batch, from forwards and backwards like a step's; the job is untouched.
 
     forward: runs the model and returns the scalar loss, or calls backward on it. plan: None for the current one.
     passes: at least two, each rounded with other random numbers and all else the same. draw: names the random numbers;
@@ -65,7 +65,7 @@ def _rounded_gradient(
 
 
 def _gradient(loss: Any) -> list[Tensor]:
-    """In float32, of the parameters that the loss depends on."""
+    """The gradient of the parameters that the loss depends on, in float32."""
     root = scalar(loss)
     found = torch.autograd.grad(root, parameters_among(nodes_below([root])), allow_unused=True)
     return [part.float() for part in found if part is not None]

@@ -346,7 +346,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped():
 @pytest.mark.parametrize(
     ("index", "error", "message"),
     [
-        (list(range(7)), ValueError, "sample_index has 7 numbers, the batch has 8 samples"),
+        (list(range(7)), ValueError, "sample_index has 7 numbers, the batch has 8 examples"),
         ([0, 1, 2, 3, 4, 5, 6, -7], ValueError, "sample_index holds -7, expected numbers from 0 up"),
         ([0.5] * 8, TypeError, r"sample_index is torch.float32 \[8\], expected integers"),
         (torch.zeros(8, 1, dtype=torch.int64), TypeError, r"sample_index is torch.int64 \[8, 1\]"),
