@@ -1,7 +1,7 @@
 """What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,10 +31,12 @@ class Captured(NamedTuple):
 class Sink(ABC):
     """Takes what the hooks capture."""
 
-    wants_role: Callable[[Tensor], bool]
-    """whether the role of a tensor matters for what becomes of it"""
     records: bool = False
     """whether roles are looked at when the forward is over"""
+
+    @abstractmethod
+    def wants_role(self, tensor: Tensor) -> bool:
+        """Whether the role of a tensor matters for what becomes of it."""
 
     @abstractmethod
     def take(self, captured: Captured) -> Stored | Replaceable:
@@ -60,8 +62,11 @@ class Store(Sink):
     def __init__(self, encoder: Encoder, plan: Plan, account: Account, offload: HostOffload | None = None) -> None:
         self.plan, self.account, self.offload = plan, account, offload
         self._encoder = encoder
-        self.wants_role = encoder.rounds
         self._logsumexp = LogsumexpFit()
+
+    def wants_role(self, tensor: Tensor) -> bool:
+        """See Sink.wants_role."""
+        return self._encoder.rounds(tensor)
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
@@ -102,9 +107,9 @@ class Record(Sink):
         """rounded: name -> (bits, seed) of tensors that backward sees rounded."""
         self.found: list[Recorded] = []
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
-        self.wants_role = self._is_large
 
-    def _is_large(self, tensor: Tensor) -> bool:
+    def wants_role(self, tensor: Tensor) -> bool:
+        """See Sink.wants_role."""
         return tensor.numel() >= self._min_numel and (tensor.is_floating_point() or tensor.is_complex())
 
     def take(self, captured: Captured) -> Replaceable:
