@@ -95,7 +95,7 @@ def test_keys_of_a_later_version_are_passed_over_and_missing_ones_take_their_def
         ("gact", "engine/store_base", [1], r"'store_base\[0\]' is 1"),
         ("gact", "engine/unmeasured_bits", 40, "'default_bits' is 40"),
         ("gact", "adapter/heaviest_bytes", -5, "'heaviest_bytes' is -5"),
-        ("actnn", "adapter/sample_gradients", "no base64!", "'sample_gradients' is no deflated array"),
+        ("actnn", "adapter/sample_gradients", "no base64!", "'sample_gradients' is not a deflated array"),
         ("acgc", "adapter/error_budget", 3, "'error_budget' is 3"),
         ("acgc", "adapter/error_budget/growth", 0.5, "'growth' is 0.5"),
         ("acgc", "adapter/error_budget/samples/squares", [1.0, None], r"'squares\[1\]' is None"),

@@ -21,7 +21,7 @@ class Encoder:
         self.keys = RoundingKeys(config.seed, rank)
         self._min_numel = max(config.min_numel, 1)
         self._rounds = policy.rounds
-        self._pack = codec.pack_error_bounded if config.compressor == "error-bounded" else codec.pack
+        self._pack = codec.pack_error_bounded if policy.error_bounded else codec.pack
 
     def rounds(self, tensor: Tensor) -> bool:
         """Whether a tensor may be rounded, as far as its type and size tell."""

@@ -53,6 +53,7 @@ class Acgc(Policy):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.error_bounded = config.compressor == "error-bounded"
         self._tolerated = config.error or 0.0
         self._draws = GradientDraws()
         self._bounded = False  # whether the current plan was measured to keep to the bound

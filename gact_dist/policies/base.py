@@ -143,6 +143,8 @@ class Policy:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.error_bounded = False
+        """whether each group of a tensor is as wide as an error bound requires, on a CPU"""
 
     @property
     def first_plan(self) -> Plan:
