@@ -103,8 +103,8 @@ class Controller:
         a trainer, an engine, a pipeline schedule. Ends with detach(). Returns the controller itself.
         """
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
-        self._state = Lifecycle.FOLLOWING
         self._following = Following(self._schedule)
+        self._state = Lifecycle.FOLLOWING
         return self
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
@@ -124,8 +124,8 @@ class Controller:
     def install_hook(self) -> None:
         """Compress everything that autograd saves in this thread from now on, until uninstall_hook()."""
         self._expect(Lifecycle.ATTACHED, "install_hook()", "it is installed already")
-        self._state = Lifecycle.INSTALLED
         self._iterations = Iterations(self._schedule)
+        self._state = Lifecycle.INSTALLED
 
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
         """End an iteration: adapt when due, and give the next iteration's rounding its own random numbers.
@@ -196,8 +196,9 @@ class Controller:
         nothing is changed then.
         """
         try:
-            loaded = saved_state.read(state, self._state_key, self._schedule.model, self.config.adapt_interval)
-            self._schedule.load(loaded)
+            schedule, default = self._schedule, self._schedule.policy.first_plan.default
+            interval = self.config.adapt_interval
+            schedule.load(saved_state.read(state, self._state_key, schedule.model, interval, default))
         except StateError as error:
             raise ValueError(
                 f"state cannot be used: {error}. Pass what state_dict() returned, or load nothing; nothing was changed"

@@ -40,9 +40,9 @@ class Iterations:
         self._schedule = schedule
         self._open = ExitStack()
         self._forward_ran = False
-        _installed.add(self)
+        self._begin()  # raises where hooks must not be opened, and then nothing is installed
         self._handle = unwrap(schedule.model).register_forward_pre_hook(self._note_forward)
-        self._begin()
+        _installed.add(self)
 
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
         """See Controller.iterate."""

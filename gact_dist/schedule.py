@@ -48,13 +48,14 @@ class Schedule:
         self.adaptation: Adaptation | None = None
         self.sensitivity: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
+        self._plan_while_off = Plan()
         self._adapted_at: int | None = None
         self._interval = config.adapt_interval
 
     @property
     def plan(self) -> Plan:
         """What tensors are stored at."""
-        return Plan() if self.hooks is None else self.hooks.plan
+        return self._plan_while_off if self.hooks is None else self.hooks.plan
 
     @property
     def shared_by_all(self) -> bool:
@@ -162,6 +163,7 @@ class Schedule:
         adapted: LearntByAdapting | None = None if self.adapter is None else self.adapter.parse_state(state.adapter)
         self.step, self._adapted_at, self._interval = state.step, state.adapted_at, state.interval
         self.sensitivity, self.history = dict(state.sensitivity), list(state.history)
+        self._plan_while_off = state.plan
         if self.hooks is not None and learnt is not None:
             self.hooks.plan = self.policy.restored_plan(state.plan)
             self.hooks.load_state(learnt)

@@ -43,14 +43,15 @@ class State:
     """of Adapter.state_dict()"""
 
     def fields(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Plain values for JSON. With compression off there is no default to speak of."""
+        default = {"default_bits": self.plan.default} if self.hooks else {}
         return {
             "version": VERSION,
             "step": self.step,
             "adapted_at": self.adapted_at,
             "interval": self.interval,
             "plan": self.plan.bits,
-            "default_bits": self.plan.default,
+            **default,
             "sensitivity": self.sensitivity,
             "engine": self.hooks,
             "adapter": self.adapter,
@@ -58,14 +59,16 @@ class State:
         }
 
     @staticmethod
-    def from_fields(fields: Mapping[str, Any], interval: int) -> State:
+    def from_fields(fields: Mapping[str, Any], interval: int, default_bits: int | None) -> State:
         """The state that some fields describe; unknown keys are ignored, and keys that an older version lacks take
-        their defaults. interval: the default interval. Raises StateError."""
+        their defaults. interval, default_bits: where the fields have none. Raises StateError."""
         version = _fields.read(fields, "version", _fields.integer(1), 1)
         if version > VERSION:
             raise StateError(f"'version' is {version}, written by a newer gact_dist; this one reads up to {VERSION}")
         hooks = _fields.read(fields, "engine", _fields.mapping(_fields.anything), {})
-        default = fields.get("default_bits") if version > 1 else hooks.get("unmeasured_bits")
+        default = fields.get("default_bits", default_bits)
+        if version == 1:
+            default = hooks.get("unmeasured_bits", default_bits)
         bits = _fields.read(fields, "plan", _fields.mapping(bits_from_state))
         known = bits_from_state("default_bits", default)
         if isinstance(known, tuple):
@@ -95,11 +98,12 @@ def write(key: str, state: State, settings: Mapping[str, Any]) -> dict[str, str]
     return {key: json.dumps({"config": settings, **state.fields()})}
 
 
-def read(saved: Any, key: str, model: nn.Module, interval: int) -> State:
+def read(saved: Any, key: str, model: nn.Module, interval: int, default_bits: int | None) -> State:
     """What write() was given, or what it was given before stages had keys of their own.
 
     key: of this controller. model: its model; a state in which no module has a name of the model's is refused.
-    interval: of the configuration. Raises ValueError for anything but such a state, StateError for a value in it.
+    interval, default_bits: for states that have none. Raises ValueError for anything but such a state, StateError for a
+    value in it.
     """
     text = saved.get(key, saved.get(_KEY)) if isinstance(saved, Mapping) else None
     try:
@@ -113,7 +117,7 @@ def read(saved: Any, key: str, model: nn.Module, interval: int) -> State:
             "number, it stands for the modules of a pipeline stage: pass what the same stage saved, or load nothing if "
             "the model was split or named otherwise then; the next adaptation makes a new plan"
         )
-    state = State.from_fields(fields, interval)
+    state = State.from_fields(fields, interval, default_bits)
     _refuse_other_modules(state, model)
     return state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import nullcontext, suppress
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from small_models import cnn, gpt, gradient, loss_of, mlp
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import gact_dist
 from gact_dist import Config, Controller
@@ -189,13 +191,27 @@ def test_a_measurement_frees_its_graph(make, fails):
     controller = Controller(model, config=ADAPTIVE)
     for module in model.modules():
         module.register_forward_hook(lambda *call: outputs.append(StorageWeakRef(call[2].untyped_storage())))
-    try:
+    # not pytest.raises, which would keep the frames of the error, and so the graph
+    with suppress(RuntimeError) if fails else nullcontext():
         controller.calibrate(measured, batch)
-    except RuntimeError as error:
-        # not pytest.raises, which would keep the frames of the error, and so the graph
-        assert str(error) == "out of memory, say" * fails  # noqa: PT017
     assert len(outputs) > 5
     assert all(storage.expired() for storage in outputs)
+
+
+def test_hooks_that_cannot_be_installed_leave_the_controller_as_it_was():
+    model, batch = mlp()
+    loss_fn, controller = loss_of(model), Controller(model, level="L1")
+
+    def installing(x):
+        controller.install_hook()
+        return x
+
+    with pytest.raises(RuntimeError, match="inside a checkpointed function"):
+        checkpoint(installing, torch.randn(3, requires_grad=True), use_reentrant=False)
+    with controller.step():
+        loss_fn(batch).backward()
+    controller.install_hook()
+    controller.uninstall_hook()
 
 
 def test_both_interfaces_follow_one_another():

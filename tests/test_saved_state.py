@@ -20,7 +20,9 @@ SETTINGS = {
     "acgc": {"policy": "acgc", "error": 0.25},
     "bytes": {"retained_bytes": 60000},
     "uniform": {"policy": "uniform", "bits": 2},
+    "off": {"policy": "off"},
 }
+SAVED = tuple(OLD)
 
 
 def controller(name: str) -> tuple[gact_dist.Controller, object]:
@@ -41,7 +43,7 @@ def saved_fields(gact: gact_dist.Controller) -> dict:
     return json.loads(gact.state_dict()["gact_dist"])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_state_of_the_version_before_loads_and_gives_the_same_bits(name):
     gact, step = controller(name)
     gact.load_state_dict(OLD[name]["state"])
@@ -52,7 +54,7 @@ def test_a_state_of_the_version_before_loads_and_gives_the_same_bits(name):
     assert [[row.name, row.codec, row.bits, row.bytes] for row in gact.report().rows] == OLD[name]["rows"]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_state_goes_through_a_second_controller_unchanged(name):
     gact, _ = controller(name)
     gact.load_state_dict(OLD[name]["state"])
@@ -71,6 +73,32 @@ def test_keys_of_a_later_version_are_passed_over_and_missing_ones_take_their_def
     assert gact.plan == fields["plan"]
     found = saved_fields(gact)
     assert (found["step"], found["adapted_at"], found["interval"]) == (3, None, 3)
+
+
+@pytest.mark.parametrize("lacking", ["default_bits", "engine"])
+def test_a_state_that_does_not_say_the_default_leaves_that_of_the_policy(lacking):
+    gact, step = controller("gact")
+    gact.load_state_dict(OLD["gact"]["state"])
+    fields = {**saved_fields(gact), "plan": {}}
+    if lacking == "engine":
+        fields |= {"version": 1, "engine": {}}
+    else:
+        del fields["default_bits"]
+    again, step = controller("gact")
+    again.load_state_dict({"gact_dist": json.dumps(fields)})
+    step()
+    step()
+    assert {row.bits for row in again.report().rows if row.codec == "quantised"} == {3}
+
+
+def test_a_plan_survives_a_while_with_compression_off():
+    off, step = controller("off")
+    off.load_state_dict(OLD["gact"]["state"])
+    step()
+    on, _ = controller("gact")
+    on.load_state_dict(off.state_dict())
+    assert on.plan == off.plan == json.loads(OLD["gact"]["state"]["gact_dist"])["plan"]
+    assert saved_fields(on)["default_bits"] == 3
 
 
 @pytest.mark.parametrize(
