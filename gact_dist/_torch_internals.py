@@ -5,6 +5,9 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -35,6 +38,7 @@ NEEDED = (
     "torch.utils.checkpoint._CachingTorchDispatchMode",
     "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint.SAC_IGNORED_OPS",
+    "torch.utils.checkpoint.checkpoint.__wrapped__",
     # compile
     "torch._disable_dynamo",
     "torch._functorch.config.saved_tensors_hooks_filtering_mode",
@@ -81,7 +85,7 @@ def saved_handle(node: Any, name: str) -> Any:
 
 def saves_own_result(node: Any) -> bool:
     """Whether a node that saves its own result is doing so now: its slot for it is empty at no other time."""
-    return node._saved_result is None
+    return getattr(node, "_saved_result", node) is None
 
 
 def keeps_tensors(node: Any) -> bool:
@@ -115,6 +119,26 @@ KeepingMode: Any = torch_checkpoint._CachingTorchDispatchMode
 """the dispatch mode of a selective checkpoint's forward"""
 KeptMode: Any = torch_checkpoint._CachedTorchDispatchMode
 """of its recomputation"""
+
+
+@contextmanager
+def checkpoint_calls(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within the context calls of torch.utils.checkpoint.checkpoint, whoever holds a reference to it, become calls of
+    replacement(checkpoint, *args, **kwargs)."""
+    decorated: Any = torch_checkpoint.checkpoint
+    original = decorated.__wrapped__  # decorated to be left out of compilation: what it calls is looked up each time
+    before = original.__dict__.get(_UNCOMPILED)
+    setattr(original, _UNCOMPILED, partial(replacement, original))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(original, _UNCOMPILED)
+        else:
+            setattr(original, _UNCOMPILED, before)
+
+
+_UNCOMPILED = "__dynamo_disable"
 
 
 def is_ignored_by_selective(operator: Any) -> bool:

@@ -6,11 +6,16 @@ from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks
-from .handles import Recorded
+from .handles import Noted, Recorded, Replaceable, View
 from .inlined import check_inlined
+from .naming import origin, producer
+from .parameters import made_from_parameters
+from .replay import Replay, Replayed, ReplayError
 from .roles import OperatorObserver
 
 __all__ = [
-    "Encoder", "Footprint", "LearntNames", "OperatorObserver", "Recorded", "ReportRow", "SavedTensorHooks",
-    "batch_size", "check_inlined", "first_samples", "has_compiled_parts", "map_tensors", "recomputing", "tensors_of",
+    "Encoder", "Footprint", "LearntNames", "Noted", "OperatorObserver", "Recorded", "Replaceable", "Replay",
+    "ReplayError", "Replayed", "ReportRow", "SavedTensorHooks", "View", "batch_size", "check_inlined",
+    "first_samples", "has_compiled_parts", "made_from_parameters", "map_tensors", "origin", "producer", "recomputing",
+    "tensors_of",
 ]  # fmt: skip

@@ -27,10 +27,11 @@ from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .compiled import RegionParameters, has_compiled_parts, running_region
 from .encoder import Encoder
-from .handles import Distributed, Kept, Recorded, View
+from .handles import Distributed, Kept, Noted, Recorded, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
+from .replay import Replayed
 from .roles import OperatorObserver, Role, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
 
@@ -160,17 +161,43 @@ class SavedTensorHooks:
         observer: OperatorObserver | None,
         fraction: float = 1.0,
         rounded: Mapping[str, tuple[int, int]] | None = None,
-    ) -> Iterator[list[Recorded]]:
+        again: list[Replayed] | None = None,
+    ) -> Iterator[list[Recorded | Noted]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
         fraction: of a step's examples that the recorded forward sees; min_numel refers to all of them.
         rounded: name -> (bits, seed) of tensors that backward sees rounded.
+        again: receives what is saved a second time outside of the block that was noted to save it; see noting().
         """
         record = Record(self.encoder, self.config.min_numel * fraction, rounded or {})
+        if again is not None:
+            record.again = again
         with self._instead_of_a_step(record, 0):
             with self._roles.observed(observer), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
+
+    @contextmanager
+    def noting(self, outcomes: list[Any]) -> Iterator[None]:
+        """Within the context, which is inside recording(), what autograd saves is named and classified but not kept.
+
+        outcomes: receives for each saved tensor, in order, what replay.Replay needs to recognise it again.
+        """
+
+        def pack(tensor: Tensor) -> Any:
+            handle = self._pack_from(tensor, sys._getframe(1))
+            outcomes.append(None if isinstance(handle, Kept) else handle)
+            return handle
+
+        record = self._sink
+        if not isinstance(record, Record):
+            raise RuntimeError("tensors can be noted only while a forward is recorded")
+        record.notes = True
+        try:
+            with saved_tensors_hooks(pack, _unpack):
+                yield
+        finally:
+            record.notes = False
 
     @contextmanager
     def rehearsal(self, plan: Plan | None = None, draw: int = 0) -> Iterator[Footprint]:
@@ -204,13 +231,17 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
+        return self._pack_from(tensor, sys._getframe(1))
+
+    def _pack_from(self, tensor: Tensor, frame: FrameType) -> Any:
+        """frame: of the caller of the pack hook."""
         if tensor.layout != torch.strided or tensor.is_meta or in_backward():
             return Kept(tensor)  # in a backward: what is recomputed there is freed at once
         if self._parameters.is_parameter(tensor, self._namer.scope.innermost):
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor)
-        site = call_site(sys._getframe(1))
+        site = call_site(frame)
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor)
         record = self._storages.of(tensor)
@@ -226,7 +257,7 @@ class SavedTensorHooks:
         else:
             alias = _alias(tensor, record)
             if alias is not None:
-                return alias
+                return self._sink.alias(tensor, alias)
         return self._pack_new(tensor, record, site, sign_only)
 
     def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
@@ -249,7 +280,7 @@ class SavedTensorHooks:
         role = self._roles.role_of_block_input(name, call, self._sink.records)
         alias = _alias(tensor, record) if known and role is Role.ACTIVATION else None
         if alias is not None:
-            return alias
+            return self._sink.alias(tensor, alias)
         stored = self._sink.take(Captured(tensor, name, role, record))
         if not self._sink.records:
             note_stored(tensor, record, stored)

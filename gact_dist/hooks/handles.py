@@ -107,6 +107,14 @@ class Recorded:
         return self.handle.tensor
 
     @property
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    @property
+    def itemsize_bits(self) -> int:
+        return 8 * self.tensor.element_size()
+
+    @property
     def replacement(self) -> Tensor | None:
         """Handed out in the tensor's place while set."""
         return self.handle.replacement
@@ -116,12 +124,29 @@ class Recorded:
         self.handle.replacement = tensor
 
 
+@dataclass(eq=False)
+class Noted:
+    """A tensor that a block saved in a run that only showed what it saves: the graph holds none of its memory."""
+
+    name: str
+    shape: torch.Size
+    itemsize_bits: int
+    compressible: bool
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def restore(self) -> Tensor:
+        raise RuntimeError(f"{self.name!r} was noted, not kept: a backward reached a block that ran only to be noted")
+
+
 class View:
     """A saved tensor inside the memory of one that is already stored."""
 
     __slots__ = ("base", "offset", "size", "stride")
 
-    def __init__(self, base: Stored | Replaceable, tensor: Tensor, offset: int) -> None:
+    def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int) -> None:
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
 
     def restore(self) -> Tensor:

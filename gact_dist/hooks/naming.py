@@ -114,7 +114,7 @@ class Namer:
             # of parameters), and what produced its inputs, differs between wrappers.
             last = tensor.shape[-1] if tensor.dim() else 1
             return self._numbered(self.scope.paths.get(id(site.region)), f"Compiled{tensor.dim()}D{last}", None)
-        node, path = _producer(origin(tensor)), self._path
+        node, path = producer(origin(tensor)), self._path
         operator = operator_name(node.name()) if node is not None else "Input"
         return self._numbered(path, operator, None if path is None else site.line)
 
@@ -136,7 +136,7 @@ class Namer:
         return name
 
 
-def _producer(tensor: Tensor) -> Any:
+def producer(tensor: Tensor) -> Any:
     """The node that computed a tensor, past the nodes by which wrappers pass inputs and outputs on."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None and node.name() in _FORWARDING:

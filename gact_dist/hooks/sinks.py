@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,9 +12,10 @@ from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
 from .encoder import Encoder
-from .handles import Recorded, Replaceable, Stored
+from .handles import Noted, Recorded, Replaceable, Stored, View
 from .logsumexp import LogsumexpFit
 from .naming import origin
+from .replay import Replayed
 from .roles import Role
 
 
@@ -39,7 +40,7 @@ class Sink(ABC):
         """Whether the role of a tensor matters for what becomes of it."""
 
     @abstractmethod
-    def take(self, captured: Captured) -> Stored | Replaceable:
+    def take(self, captured: Captured) -> Stored | Replaceable | Noted:
         """The handle that the graph is to hold."""
 
     @abstractmethod
@@ -48,6 +49,10 @@ class Sink(ABC):
 
     def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
         """A tensor is kept for backward where no hook sees it."""
+
+    def alias(self, tensor: Tensor, view: View) -> Any:
+        """The handle that the graph is to hold of a tensor whose memory another handle holds already."""
+        return view
 
     def after(self, tensor: Tensor) -> None:  # noqa: B027
         """A tensor was taken, or is an alias of one that was."""
@@ -105,21 +110,38 @@ class Record(Sink):
 
     def __init__(self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]]) -> None:
         """rounded: name -> (bits, seed) of tensors that backward sees rounded."""
-        self.found: list[Recorded] = []
+        self.found: list[Recorded | Noted] = []
+        self.notes = False
+        """whether tensors are only noted: the block that saves them will run again"""
+        self.again: list[Replayed] = []
+        """of what was only noted, what something else saves as well"""
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""
         return tensor.numel() >= self._min_numel and (tensor.is_floating_point() or tensor.is_complex())
 
-    def take(self, captured: Captured) -> Replaceable:
+    def take(self, captured: Captured) -> Replaceable | Noted:
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
+        if self.notes:
+            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role is Role.ACTIVATION)
+            self.found.append(noted)
+            return noted
         source, handle = origin(tensor), Replaceable(tensor)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
         compressible = captured.role is Role.ACTIVATION
         self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
+        return handle
+
+    def alias(self, tensor: Tensor, view: View) -> Any:
+        """See Sink.alias."""
+        if self.notes or not isinstance(view.base, Noted):
+            return view
+        source, handle = origin(tensor), Replaceable(tensor)
+        record = Recorded(view.base.name, handle, source.detach(), source.grad_fn, source.output_nr, True)
+        self.again.append(Replayed(record, view.base, view))
         return handle
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:

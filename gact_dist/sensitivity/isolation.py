@@ -9,7 +9,7 @@ never touches and which is set aside in case the caller's closure clears it; the
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -19,7 +19,7 @@ from ..distributed import bypassed
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> Iterator[None]:
     """What a forward pass of the model changes is restored when the context ends. See [Note: isolation]."""
     with ExitStack() as stack:
         stack.enter_context(generators_restored())

@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
+from ..codec import MAX_BITS
 from ..hooks import Encoder, OperatorObserver, Recorded, SavedTensorHooks
-from ..policies import Bits
+from ..policies import Bits, Plan, one_width
 from .autograd_graph import nodes_below, parameters_among, scalar
 from .checkpoint import measurable
 from .influence import Influence, disjoint
 from .isolation import generators_restored, untouched
 
 PROBE_BITS = 4  # of a perturbation of all tensors
+_LEAST_BITS = 2  # with one bit the gradient would not respond linearly
 
 
 class RecordedGraph:
@@ -79,7 +81,7 @@ def perturb(
     """
     roundings = {record.name: rounding_of(record.tensor, None, graph.encoder) for record in wanted}
     names = [record.name for record in graph.compressible]
-    bits = {name: _widest_inexact(bits_of(name), roundings.get(name)) for name in names}
+    bits = {name: widest_inexact(bits_of(name), roundings.get(name)) for name in names}
     others = {record: number for number, record in enumerate(graph.compressible, start=len(names))}
 
     def other(record: Recorded, draw: int = 0) -> Tensor:
@@ -111,7 +113,7 @@ def measure_by_rerun(
     def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
         # every forward draws the same random numbers
         with generators_restored(), hooks.recording(None, fraction, rounded) as records:
-            return scalar(forward()), records
+            return scalar(forward()), [record for record in records if isinstance(record, Recorded)]
 
     def gradients(loss: Tensor) -> list[Tensor | None]:
         return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
@@ -145,6 +147,11 @@ def from_change(change: float, rounding: Tensor, bits: int) -> Tensor:
     return rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
 
 
+def own_bits(plan: Plan, name: str) -> int:
+    """The width of a tensor in a plan, or the nearest one at which its effect can be measured."""
+    return max(_LEAST_BITS, one_width(plan.bits_of(name) or MAX_BITS) or MAX_BITS)
+
+
 def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
     """Squared norm of the difference of two gradients of the same parameters, in the same order."""
     pairs = zip(first, second, strict=True)
@@ -158,7 +165,7 @@ def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tens
     return codec.rounding_variance(values, weights, encoder.group_size, encoder.examples.columns_of(tensor)).cpu()
 
 
-def _widest_inexact(bits: int, rounding: Tensor | None) -> int:
+def widest_inexact(bits: int, rounding: Tensor | None) -> int:
     """Some bits, or the most bits below them at which a tensor with this rounding variance is not exact."""
     inexact = [width for width in range(1, bits + 1) if rounding is None or float(rounding[width - 1]) > 0]
     return max(inexact, default=1)

@@ -13,7 +13,7 @@ from scarce_memory import Scarce
 import gact_dist
 from gact_dist import Config, adaptation
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import one_pass
+from gact_dist.sensitivity import one_pass, walk
 
 BATCH = 16
 
@@ -69,7 +69,7 @@ def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up
     def products(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(one_pass._OnePass, "_products", products)
+    monkeypatch.setattr(walk.Walk, "_products", products)
     with caplog.at_level(logging.WARNING, logger="gact_dist"):
         gact, scarce, _ = trained(BATCH, follow=False, steps=1)
     assert scarce.seen == [8, 4, 2, 1, 1]
@@ -112,7 +112,7 @@ def test_too_little_memory_is_not_taken_for_a_missing_derivative(monkeypatch):
     model, batch = small_models.mlp()
     loss_of = small_models.loss_of(model)
     hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
-    monkeypatch.setattr(one_pass._OnePass, "_products", products)
+    monkeypatch.setattr(walk.Walk, "_products", products)
     with pytest.raises(torch.OutOfMemoryError):
         one_pass.measure(hooks, model, lambda: loss_of(batch), seed=1)
     hooks.close()

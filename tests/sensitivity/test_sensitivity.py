@@ -24,6 +24,7 @@ from gact_dist.sensitivity.differentiable_norms import BatchNorm, GroupNorm, Lay
 from gact_dist.sensitivity.isolation import untouched
 from gact_dist.sensitivity.measuring_mode import MeasuringMode
 from gact_dist.sensitivity.one_pass import measure
+from gact_dist.sensitivity.walk import Walk
 
 KINDS = ["gpt", "cnn", "mlp"]
 
@@ -468,19 +469,19 @@ def test_the_estimator_that_was_chosen_is_the_one_that_measures(settings, estima
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_gradient_is_differentiated_at_what_the_current_plan_rounds_to(bits, monkeypatch):
-    ratios = []
-    differentiate = one_pass._OnePass._differentiable_gradients
+    ratios = {}
+    round_to_plan = Walk._rounded
 
-    def watched(products):
-        for record in products.graph.compressible:
-            expected = one_pass.rounding_of(record.tensor, None, products.graph.encoder)[bits - 1]
-            ratios.append(float((record.replacement - record.tensor).square().sum() / expected))
-        return differentiate(products)
+    def watched(walk, tensor, name, number):
+        rounded = round_to_plan(walk, tensor, name, number)
+        expected = one_pass.rounding_of(tensor, None, walk._hooks.encoder)[bits - 1]
+        ratios[name] = float((rounded - tensor).square().sum() / expected)
+        return rounded
 
-    monkeypatch.setattr(one_pass._OnePass, "_differentiable_gradients", watched)
+    monkeypatch.setattr(Walk, "_rounded", watched)
     model, batch, loss_fn = job("gpt")
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=bits, min_numel=64))
     gact.calibrate(loss_fn, batch)
-    assert len(ratios) == len(gact.plan)
+    assert set(ratios) == set(gact.plan)
     # one draw of 64 squared errors and more; a width more or less is a factor of four
-    assert all(0.5 < ratio < 2.0 for ratio in ratios)
+    assert all(0.5 < ratio < 2.0 for ratio in ratios.values())

@@ -1,0 +1,95 @@
+"""The saved tensors of a block that runs again, recognised by the order in which its first run saved them.
+
+[Note: replay] A run of a block alone would name its saved tensors otherwise than the whole forward does (its input has
+no producer there), and would take memory that another block has stored already for its own. So names, roles and aliases
+are those of the forward, in which every block ran once to be noted; a second run with the same inputs, random numbers
+and buffers saves the same tensors in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch_internals import in_backward
+from .handles import Kept, Noted, Recorded, Replaceable, View
+from .naming import origin
+
+
+class ReplayError(RuntimeError):
+    """A block did not do the same when it ran again."""
+
+
+@dataclass(eq=False)
+class Replayed:
+    """A tensor that a block saved again."""
+
+    record: Recorded
+    first: Any
+    """what the forward made of it: its Noted, or the Noted or Replaceable of another block that holds this memory"""
+    view: View | None
+    """where it lies in that memory, None where it is the whole"""
+
+
+class Replay:
+    """Keeps what one further run of a block saves, and records it under the names of its first run."""
+
+    def __init__(self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any], Replaceable]) -> None:
+        """outcomes: of the first run, from SavedTensorHooks.noting(). own: what the block itself stored in it.
+
+        keep(tensor, first): the handle that the graph is to hold.
+        """
+        self.found: list[Replayed] = []
+        self._outcomes, self._own, self._keep = outcomes, own, keep
+        self._handles: dict[Any, Replaceable] = {}
+        self._next = 0
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Within the context the block runs. Raises ReplayError at its end if something was missing."""
+        with saved_tensors_hooks(self._pack, lambda handle: handle.restore()):
+            yield
+        if self._next != len(self._outcomes):
+            raise ReplayError(f"it saved {self._next} tensors for backward, {len(self._outcomes)} the first time")
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if in_backward():
+            return Kept(tensor)
+        if self._next == len(self._outcomes):
+            raise ReplayError(f"it saved more than the {len(self._outcomes)} tensors for backward of the first time")
+        outcome = self._outcomes[self._next]
+        self._next += 1
+        if outcome is None:
+            return Kept(tensor)
+        if not isinstance(outcome, View):
+            return self._take(tensor, outcome, None)
+        first = outcome.base
+        if first in self._handles:
+            return View(self._handles[first], tensor, outcome.offset)
+        if first not in self._own:
+            return self._take(tensor, first, outcome)
+        if tensor.shape == first.shape:
+            target = tensor
+        elif tensor._base is not None:
+            target = tensor._base
+        else:
+            raise ReplayError(f"{first.name!r} is no view, as it was the first time")
+        return View(self._take(target, first, None), tensor, outcome.offset)
+
+    def _take(self, tensor: Tensor, first: Any, view: View | None) -> Replaceable:
+        if isinstance(first, Noted) and view is None and tensor.shape != first.shape:
+            raise ReplayError(
+                f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
+            )
+        handle, source = self._keep(tensor, first), origin(tensor)
+        if view is None:
+            self._handles[first] = handle
+        name = first.name if isinstance(first, Noted) else ""
+        record = Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, True)
+        self.found.append(Replayed(record, first, view))
+        return handle

@@ -1,0 +1,59 @@
+"""Which modules of a model are measured one at a time.
+
+[Note: blocks] Whatever is chosen, the numbers are the same; what changes is how much is alive at once. A block is a
+module that a job runs as one: a unit of its sharding, a module that the user names, or what a model repeats, a child of
+a ModuleList, ModuleDict or Sequential that has parts of its own. A Sequential of single layers is one block, and so is
+a model without such parts. What is left between blocks (an embedding, the final norm, a head) is a block each.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_of(model: nn.Module, units: Sequence[nn.Module] = (), named: Sequence[str] = ()) -> list[nn.Module]:
+    """The blocks of a model, disjoint, in the order of its modules; none where the model itself is one.
+
+    units: what a framework gathers at once (distributed.units). named: paths of modules; names of several may be given
+    by their last part, as "layers" for the children of every "layers".
+    Raises ValueError for a name that no module has.
+    """
+    wanted = {id(module) for module in units} | _named(model, named)
+    if not wanted and not _is_frame(model, False, wanted):
+        return []
+    return list(_below(model, wanted))
+
+
+def _named(model: nn.Module, named: Sequence[str]) -> set[int]:
+    modules = dict(model.named_modules())
+    unknown = [name for name in named if name not in modules]
+    if unknown:
+        raise ValueError(f"blocks names {unknown}, expected paths of modules, such as {list(modules)[1:4]}")
+    return {id(modules[name]) for name in named}
+
+
+def _below(frame: nn.Module, wanted: set[int]) -> Iterator[nn.Module]:
+    in_list = isinstance(frame, _LISTS)
+    for child in frame.children():
+        if id(child) in wanted:
+            yield child
+        elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _is_frame(child, in_list, wanted):
+            yield from _below(child, wanted)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _is_frame(module: nn.Module, repeated: bool, wanted: set[int]) -> bool:
+    """Whether a module is not a block itself but has blocks inside. repeated: it is a child of a list."""
+    inner = [child for child in module.modules() if child is not module]
+    if any(id(child) in wanted for child in inner):
+        return True
+    if any(isinstance(part, _LISTS) and _composites(part) > 1 for part in (module, *inner)):
+        return True
+    return not repeated and _composites(module) > 1
+
+
+def _composites(module: nn.Module) -> int:
+    return sum(1 for child in module.children() if any(True for _ in child.children()))
