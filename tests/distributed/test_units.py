@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -175,6 +176,37 @@ def trained(row: str, precision: str, visiting: bool) -> tuple[list[Tensor], dic
     weights = job.weights()
     job.close()
     return losses, weights, torch.get_rng_state()
+
+
+@contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """As a measurement does it: what gathers must not take them for gradients that the job has dropped."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    yield
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def accumulated(row: str, visiting: bool) -> list[Tensor]:
+    """Weights after two updates, each by the gradients of two backwards; visiting: between these and after them."""
+    job = started(row, "fp32")
+    torch.manual_seed(7 + dist.get_rank())
+    for step in range(4):
+        job.forward_backward(*batch_of(step, dist.get_rank()))
+        if visiting:
+            with gradients_aside(job.model):
+                check_parts(job.model, torch.float32, between_steps=True)
+        if step % 2:
+            job.update()
+    return list(job.weights().values())
+
+
+@pytest.mark.parametrize("row", ["FSDP1", "FSDP1 use_orig_params", "FSDP1 SHARD_GRAD_OP", "FSDP2"])
+def test_accumulated_gradients_are_kept(ranks, row):
+    for visited, untouched in zip(ranks(accumulated, row, True), ranks(accumulated, row, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(visited, untouched, strict=True))
 
 
 def size_of(row: str) -> int:
