@@ -197,7 +197,7 @@ def accumulated(row: str, visiting: bool) -> list[Tensor]:
         job.forward_backward(*batch_of(step, dist.get_rank()))
         if visiting:
             with gradients_aside(job.model):
-                check_parts(job.model, torch.float32, between_steps=True)
+                visited(job.model, parts_of(job.model))
         if step % 2:
             job.update()
     return list(job.weights().values())
