@@ -1,4 +1,4 @@
-"""Attributes of other libraries' classes, replaced within a context and never longer."""
+"""Attributes of other libraries' classes and objects, replaced within a context and never longer."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +8,10 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Within the context an attribute of a class is replaced; of the class, as the model may be inside a wrapper."""
+    """Within the context an attribute of a class or of an object is replaced.
+
+    Of a wrapper's class, as one instance may be inside another.
+    """
     own = name in vars(owner)
     original = vars(owner).get(name)
     setattr(owner, name, replacement)

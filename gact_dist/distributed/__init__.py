@@ -22,6 +22,7 @@ from .wrappers import (
     checkpoints_offering_inputs,
     forwarding_nodes,
     gathered,
+    gathered_in_turn,
     operator_aliases,
     plumbing,
     sharding,
@@ -32,8 +33,8 @@ from .wrappers import (
 
 __all__ = [
     "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
-    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups", "distributed_again", "forwarding_nodes", "gathered",
-    "learning_shapes", "local_part", "max_over_groups", "mean_of_positive", "operator_aliases", "own_part",
-    "plumbing", "raises_on_all", "rank", "reduce_over", "sharding", "tensor_parallel_groups", "units", "unwrap",
-    "user_path", "world_size",
+    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups", "distributed_again", "forwarding_nodes",
+    "gathered", "gathered_in_turn", "learning_shapes", "local_part", "max_over_groups", "mean_of_positive",
+    "operator_aliases", "own_part", "plumbing", "raises_on_all", "rank", "reduce_over", "sharding",
+    "tensor_parallel_groups", "units", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ A framework that is optional or slow to import is never imported for this: what 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,20 @@ class Framework:
         """The module inside a wrapper of this framework; None for any other module."""
         return next((module._modules[part] for part in self.path_parts if part in module._modules), None)
 
+    def unit(self, module: nn.Module) -> nn.Module | None:
+        """The module whose parameters it shards as a unit of their own: this one, or the one that it wraps."""
+        return None
+
     def shards(self, model: nn.Module) -> bool:
         """Whether it splits parameters of the model between ranks."""
-        return False
+        return any(self.unit(module) is not None for module in model.modules())
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Parameters gathered, in the type that the job computes in. A collective call where it shards them."""
+    def gathered(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """The parameters that these modules hold themselves, whole, in the type that the job computes in.
+
+        What it shards together it gathers together. Parameters that are whole already are left as they are.
+        A collective call where it shards them. modules: outer before inner; wrappers are among them.
+        """
         return nullcontext()
 
     def plain_forward(self) -> AbstractContextManager[None]:

@@ -1,7 +1,8 @@
 """FullyShardedDataParallel (FSDP1): a wrapper with flat parameters."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from .._patches import replaced
 from .framework import Framework, OptionalClass, cast_floating
 
 _WRAPPER = OptionalClass("torch.distributed.fsdp", "FullyShardedDataParallel")
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_VIEWS = "torch.distributed.fsdp._unshard_param_utils"
 
 
 class Fsdp1(Framework):
@@ -18,16 +21,16 @@ class Fsdp1(Framework):
     name = "FSDP"
     path_parts = ("_fsdp_wrapped_module",)
 
-    def shards(self, model: nn.Module) -> bool:
-        return any(_WRAPPER.made(module) for module in model.modules())
+    def unit(self, module: nn.Module) -> nn.Module | None:
+        """The wrapped module: the wrapper casts its inputs before they reach it."""
+        return self.inner(module) if _WRAPPER.made(module) else None
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
-        wrapped = [module for module in model.modules() if _WRAPPER.made(module)]
-        if not wrapped:
-            yield
-            return
-        with _WRAPPER.get().summon_full_params(model, writeback=False), _compute_types(wrapped):
+    def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in modules:
+                if _WRAPPER.made(module):
+                    stack.enter_context(_gathered(module))
             yield
 
     def plain_forward(self) -> AbstractContextManager[None]:
@@ -44,31 +47,25 @@ def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _compute_types(wrapped: list[Any]) -> Iterator[None]:
-    """Parameters in the type that mixed precision computes in; summon_full_params gives the type they are stored in."""
-    changed: list[tuple[dict, str, nn.Parameter]] = []
-    cast: dict[int, nn.Parameter] = {}
-    inner = {id(module) for module in wrapped}
-    for wrapper in wrapped:
-        dtype = wrapper.mixed_precision.param_dtype
-        if dtype is None:
-            continue
-        for module in _own_modules(wrapper, inner):
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                    low = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                    changed.append((module._parameters, name, parameter))
-                    module._parameters[name] = cast.setdefault(id(parameter), low)
-    try:
+def _gathered(wrapper: Any) -> Iterator[None]:
+    """The wrapper's flat parameter is whole, and the original parameters are views of it.
+
+    summon_full_params would do, but it gathers the type that parameters are stored in, and mixed precision would need a
+    copy besides: three times the memory of the job's own forward. So this is what it does, less its training state.
+    """
+    runtime = sys.modules[_RUNTIME]
+    runtime._lazy_init(wrapper, wrapper)  # before the first forward; afterwards it does nothing
+    handle, summoned = wrapper._handle, runtime.TrainingState.SUMMON_FULL_PARAMS
+    if handle is None or wrapper.training_state is summoned:
         yield
+        return
+    runtime._reset_flat_param_grad_info_if_needed(handle)
+    release, stream = handle.needs_unshard(), wrapper._device_handle.current_stream()
+    runtime._unshard(wrapper, handle, stream, stream)
+    state, wrapper.training_state = wrapper.training_state, summoned
+    try:
+        with nullcontext() if wrapper._use_orig_params else sys.modules[_VIEWS]._unflatten_as_params(wrapper, wrapper):
+            yield
     finally:
-        for parameters, name, parameter in changed:
-            parameters[name] = parameter
-
-
-def _own_modules(wrapper: nn.Module, others: set[int]) -> Iterator[nn.Module]:
-    """The modules inside a wrapper, except those inside a wrapper further down."""
-    for child in wrapper.children():
-        if id(child) not in others:
-            yield child
-            yield from _own_modules(child, others)
+        runtime._reshard(wrapper, handle, release)
+        wrapper.training_state = state

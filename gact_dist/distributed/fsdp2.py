@@ -1,6 +1,6 @@
 """fully_shard (FSDP2): DTensor parameters and hooks on the modules themselves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,16 +19,15 @@ class Fsdp2(Framework):
     forwarding_nodes = ("RegisterPostBackwardFunctionBackward",)
     hook_modules = ("torch.distributed.fsdp", "torch.distributed._composable")
 
-    def shards(self, model: nn.Module) -> bool:
-        return any(_MODULE.made(module) for module in model.modules())
+    def unit(self, module: nn.Module) -> nn.Module | None:
+        return module if _MODULE.made(module) else None
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[None]:
-        sharding: list[Any] = [module for module in model.modules() if _MODULE.made(module)]
-        roots = _outermost(sharding)
-        for module in roots:
-            module._get_fsdp_state()._lazy_init()  # before the first forward; afterwards it does nothing
-        sharded = [module for module in sharding if _is_sharded(module)]
+    def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        units: list[Any] = [module for module in modules if _MODULE.made(module)]
+        for module in units:
+            module._get_fsdp_state()._lazy_init()  # of the root before its first forward; otherwise it does nothing
+        sharded = [module for module in units if _is_sharded(module)]
         for module in sharded:
             module.unshard()
         try:
@@ -52,11 +51,6 @@ def meshes_gathered(model: nn.Module) -> list[Any]:
         if _MODULE.made(module)
         for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups
     ]
-
-
-def _outermost(chosen: list[Any]) -> list[Any]:
-    below = {id(inner) for module in chosen for inner in module.modules() if inner is not module}
-    return [module for module in chosen if id(module) not in below]
 
 
 def _is_sharded(module: Any) -> bool:

@@ -1,7 +1,7 @@
 """DeepSpeed: its engine, ZeRO-3's partitioned parameters, and its checkpoint()."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from os import sep
@@ -34,11 +34,12 @@ class Zero(Framework):
         return cast(nn.Module, module.module) if _ENGINE.made(module) else None
 
     def shards(self, model: nn.Module) -> bool:
-        return bool(_partitioned(model))
+        return any(_is_partitioned(parameter) for parameter in model.parameters())
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        partitioned = _partitioned(model)
-        return sys.modules["deepspeed"].zero.GatheredParameters(partitioned) if partitioned else nullcontext()
+    def gathered(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        own = (parameter for module in modules for parameter in module.parameters(recurse=False))
+        released = [parameter for parameter in own if _is_partitioned(parameter) and _is_released(parameter)]
+        return sys.modules["deepspeed"].zero.GatheredParameters(released) if released else nullcontext()
 
     def plain_forward(self) -> AbstractContextManager[None]:
         return replaced(_ENGINE.get(), "forward", _forward) if _ENGINE.loaded() else nullcontext()
@@ -56,8 +57,13 @@ class Zero(Framework):
         return _OFFER.listening(_CHECKPOINT.get(), pack) if _CHECKPOINT.loaded() else nullcontext()
 
 
-def _partitioned(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+def _is_partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "ds_id")
+
+
+def _is_released(parameter: Any) -> bool:
+    """Small ones persist, and those that two modules share may have been gathered for the other."""
+    return bool(parameter.ds_status.name == "NOT_AVAILABLE")
 
 
 def _forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ def untouched(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> Iterator[No
         stack.enter_context(generators_restored())
         stack.enter_context(_cloned_buffers(model))
         stack.enter_context(_gradients_aside(model))
-        stack.enter_context(bypassed(model))
+        stack.enter_context(bypassed(model, blocks))
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.enable_grad())
         yield
