@@ -8,7 +8,7 @@ a model without such parts. What is left between blocks (an embedding, the final
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -41,7 +41,7 @@ def _below(frame: nn.Module, wanted: set[int]) -> Iterator[nn.Module]:
             yield child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) or _is_frame(child, in_list, wanted):
             yield from _below(child, wanted)
-        elif any(True for _ in child.parameters()):
+        elif _has_parameters(child):
             yield child
 
 
@@ -53,6 +53,12 @@ def _is_frame(module: nn.Module, repeated: bool, wanted: set[int]) -> bool:
     if any(isinstance(part, _LISTS) and _composites(part) > 1 for part in (module, *inner)):
         return True
     return not repeated and _composites(module) > 1
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters; those of a unit with one flat parameter are plain attributes in between."""
+    parts = (value for part in module.modules() for value in (*part._parameters.values(), *vars(part).values()))
+    return any(isinstance(value, Tensor) for value in parts)
 
 
 def _composites(module: nn.Module) -> int:

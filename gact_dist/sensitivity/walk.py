@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from .. import codec
 from .._patches import replaced
 from .._torch_internals import checkpoint_calls, keeps_tensors
-from ..distributed import gathered
+from ..distributed import gathered, unwrap, user_path
 from ..hooks import (
     Noted,
     Recorded,
@@ -273,8 +273,9 @@ class Walk:
         """boundary_bits: at which tensors at the borders of blocks are kept, None for exactly."""
         self._hooks, self._blocks, self._mode = hooks, blocks, mode
         self._seed, self._directions, self._boundary_bits = seed, directions, boundary_bits
-        self._paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
-        self._names = _names_of(self._paths, [model])
+        self._paths = {id(module): path for path, module in unwrap(model).named_modules(remove_duplicate=False)}
+        self._model = unwrap(model)
+        self._names: dict[int, str] = {}
         self._visits: list[_Visit] = []
         self._exits: dict[Any, _Exit] = {}
         self._current: _Visit | None = None
@@ -289,6 +290,7 @@ class Walk:
     def forward(self, run: Callable[[], Any], fraction: float) -> Iterator[None]:
         """Run the forward; within the context its graph is there. run: returns the loss, or calls backward on it."""
         with ExitStack() as self._open:
+            self._names = _names_of(self._paths, [self._model])  # of the job: sharding may change them to gather
             again: list[Replayed] = []
             recording = self._hooks.recording(self._mode, fraction, again=again)
             with recording as self.found, self._intercepted():
@@ -651,11 +653,8 @@ class Walk:
         opaque: list[str] = []
         handles = [node.register_hook(_watch(node, opaque)) for node in part.nodes]
         try:
-            found = part.gradients(entering, create_graph=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise OpaqueError(f"no one-pass sensitivity ({_first_line(error)})") from error
+            with _refused():
+                found = part.gradients(entering, create_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -685,7 +684,8 @@ class Walk:
                 weights.append(weight.to(gradient.dtype).reshape(gradient.shape))
         if not outputs or not inputs:
             return [None] * len(inputs)
-        return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
+        with _refused():
+            return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
 
     def _direction(self, name: str, edge: GradientEdge, gradient: Tensor, number: int) -> Tensor:
         """The part of a random direction that belongs to one parameter: made when it is needed, kept nowhere."""
@@ -834,7 +834,7 @@ def _names_of(paths: dict[int, str], modules: Sequence[nn.Module]) -> dict[int, 
     found: dict[int, str] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            found.setdefault(id(parameter), ".".join(filter(None, (paths.get(id(module)), name))))
+            found.setdefault(id(parameter), user_path(".".join(filter(None, (paths.get(id(module)), name)))))
     return found
 
 
@@ -918,6 +918,17 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 opaque.append(node.name())
 
     return hook
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """An operator that refuses to be differentiated raises OpaqueError; too little memory is what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise OpaqueError(f"no one-pass sensitivity ({_first_line(error)})") from error
 
 
 def _first_line(error: Exception) -> str:
