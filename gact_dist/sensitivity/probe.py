@@ -4,18 +4,27 @@
 through its gradient G at the model's outputs. So <G, outputs>, with G as the job's own backward had it and held
 constant, has the same sensitivities as the loss. It works for every loop: whoever computes the loss, wherever (the next
 stage of a pipeline), and under any loss scale, which multiplies all sensitivities alike and so changes no plan.
+
+[Note: direct gradient] An output may be computed from another one: a loss that is returned beside its logits, a hidden
+state beside the next. The gradient that autograd passes to the logits then includes what comes through the loss, which
+<G, loss> contains already. Only what reaches an output from outside the model counts: what the model's own nodes, those
+between two outputs, pass to it is subtracted. Where nothing else reaches it, the difference is zero, or a rounding
+error where several such nodes add up.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 from ..hooks import batch_size, first_samples, map_tensors, tensors_of
+from .autograd_graph import nodes_below
 
 
 class ProbeBatch:
@@ -82,6 +91,7 @@ class Observation:
         self._inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
+        self._from_inside: dict[int, Tensor] = {}  # what the current backward passes to an output through others
 
     def first(self, examples: int) -> "Observation":
         """The first examples of what was observed, which may be all of it."""
@@ -95,16 +105,34 @@ class Observation:
 
     def outputs(self, outputs: Any) -> bool:
         """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
-        watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
-        for number, tensor in watched:
-            tensor.register_hook(self._keep(number))
-        return bool(watched)
+        tensors = tensors_of(outputs)
+        # a tensor that is returned twice is one output
+        edges = {get_gradient_edge(tensor)[:2]: number for number, tensor in enumerate(tensors) if tensor.requires_grad}
+        for number in edges.values():
+            tensors[number].register_hook(partial(self._keep, number))
+        if len(edges) > 1:
+            self._watch_inside(edges, nodes_below([tensors[number] for number in edges.values()]))
+        return bool(edges)
 
-    def _keep(self, number: int) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self._gradients[number] = self._slice(gradient).detach().clone()
+    def _watch_inside(self, edges: Mapping[tuple[Any, int], int], nodes: Sequence[Any]) -> None:
+        """Watch what nodes between two outputs pass to the first of them. edges: of the outputs, and their numbers."""
+        for node in nodes:
+            places = [(place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges]
+            if places:
+                node.register_hook(partial(self._keep_inside, places))
 
-        return hook
+    def _keep(self, number: int, gradient: Tensor | None) -> None:
+        inside = self._from_inside.pop(number, None)
+        if gradient is not None:  # DDP passes none to an output that is not in the loss
+            gradient = self._slice(gradient).detach()
+            self._gradients[number] = gradient.clone() if inside is None else gradient - inside
+
+    def _keep_inside(self, places: Sequence[tuple[int, int]], results: Sequence[Tensor | None], *_: Any) -> None:
+        for place, number in places:
+            result = results[place]
+            if result is not None:
+                part, earlier = self._slice(result).detach(), self._from_inside.get(number)
+                self._from_inside[number] = part.clone() if earlier is None else earlier + part
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """The rows that belong to the remembered examples; a flattened [batch * length, ...] has `length` for each."""
@@ -133,7 +161,8 @@ class Observation:
         with self._under_autocast():
             outputs = tensors_of(model(*args, **kwargs))
         terms = []
-        for number, gradient in self._gradients.items():
+        direct = {number: gradient for number, gradient in self._gradients.items() if bool(gradient.any())}
+        for number, gradient in (direct or self._gradients).items():
             output = outputs[number]
             # the gradient of a mean over the batch is 1/batch for each example; that of a scalar output is not
             scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
