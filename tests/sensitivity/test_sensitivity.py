@@ -73,6 +73,42 @@ def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backe
     assert sum(f":{own}@" in name for name in quantised) == len(model.blocks)  # its output, or its probabilities
 
 
+class RotaryAttention(nn.Module):
+    """Attention whose rotary embeddings are computed in float32, under autocast [batch, length, 64] -> [.., 10]."""
+
+    def __init__(self, float32: str) -> None:
+        super().__init__()
+        self.qkv, self.head, self.float32 = nn.Linear(64, 192), nn.Linear(64, 10), float32
+
+    def forward(self, x):
+        heads = {
+            name: part.unflatten(-1, (4, 16)).transpose(1, 2)
+            for name, part in zip("qkv", self.qkv(x).split(64, -1), strict=True)
+        }
+        angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * torch.linspace(1, 0.01, 16)
+        heads |= {name: heads[name] * angles.cos() for name in self.float32}
+        attended = F.scaled_dot_product_attention(**dict(zip(("query", "key", "value"), heads.values(), strict=True)))
+        return self.head(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("float32", ["", "qk", "qkv"], ids="float32 {!r}".format)
+def test_attention_under_autocast_is_measured_by_one_pass_on_what_a_step_saves(float32):
+    torch.manual_seed(0)
+    model, x = RotaryAttention(float32), torch.randn(4, 16, 64)
+
+    def loss_fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    found = measured(model, loss_fn, x, probes=1)
+    assert all(item.by_perturbation == (":Input@" in item.name) for item in found)  # inputs have no graph
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    for _ in range(2):  # the first step only learns which tensors are what
+        with gact.step():
+            loss_fn(x)
+    assert {row.name for row in gact.report().rows if row.codec == "quantised"} == {item.name for item in found}
+
+
 @cache
 def variance_of_each(kind, bits, draws):
     """{name: squared distance of the gradient with one tensor rounded from the exact one}, the mean of some draws."""
