@@ -12,19 +12,29 @@ between two outputs, pass to it is subtracted. Where nothing else reaches it, th
 error where several such nodes add up.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from ..hooks import batch_size, first_samples, map_tensors, tensors_of
+from ..hooks import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
 from .autograd_graph import nodes_below
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# What a model may raise on a batch of another size than it expects.
+_REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class _PartRefused(Exception):
+    """The loss function raised an error on part of a batch."""
 
 
 class ProbeBatch:
@@ -50,6 +60,7 @@ class ProbeBatch:
         """examples that were asked for"""
         self.unit = unit
         """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
+        self._refuses_parts = False
         if isinstance(batch, Observation):
             self._part: Any = batch.first(examples)
             self.fraction = self._part.fraction
@@ -57,12 +68,38 @@ class ProbeBatch:
         else:
             self._part, self.fraction = first_samples(batch, examples)
 
-    def loss(self) -> Any:
+    def measured(self, measure: Callable[[Callable[[], Any], float], _T]) -> _T:
+        """measure(forward, fraction) on the examples; on the whole batch if the loss function refuses a part of it.
+
+        The rows of a batch need not be examples: those of a dense adjacency matrix are the nodes of one graph.
+        """
+        try:
+            return measure(self._loss_of_part, self.fraction)
+        except _PartRefused as refused:
+            error = str(refused).split("\n", 1)[0]
+        _log.warning(
+            "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
+            self.count, error,
+        )  # fmt: skip
+        self._use_whole()
+        return measure(self.loss_of_whole, 1.0)
+
+    def _loss_of_part(self) -> Any:
         """Run the model on the examples; the scalar loss, or None if the loss function called backward on it."""
-        return self._loss_fn(self._part)
+        if self.fraction == 1.0:
+            return self._loss_fn(self._part)
+        try:
+            return self._loss_fn(self._part)
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as error:
+            raise _PartRefused(error) from error
+
+    def _use_whole(self) -> None:
+        self._part, self.fraction, self._refuses_parts = self._batch, 1.0, True
 
     def loss_of_whole(self) -> Any:
-        """The same for the whole batch."""
+        """Run the model on the whole batch; the scalar loss, or None if the loss function called backward on it."""
         return self._loss_fn(self._batch)
 
     def whole(self) -> Any:
@@ -71,7 +108,10 @@ class ProbeBatch:
 
     def first(self, examples: int) -> "ProbeBatch":
         """The same with another number of examples."""
-        return ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
+        batch = ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
+        if self._refuses_parts:
+            batch._use_whole()
+        return batch
 
     def half(self) -> "ProbeBatch | None":
         """Half as many examples, after running out of memory; None if the whole batch is needed or one is left.
@@ -84,7 +124,10 @@ class ProbeBatch:
 class Observation:
     """The inputs of one forward, sliced to their first examples, and the loss's gradient at its outputs."""
 
-    def __init__(self, inputs: tuple[tuple, dict], examples: int) -> None:
+    def __init__(self, inputs: tuple[tuple, dict], examples: int, *, in_doubt: bool = False) -> None:
+        """in_doubt: slice the inputs even if their rows may not be examples; they are kept whole otherwise."""
+        if not in_doubt and may_hold_adjacency(inputs):
+            examples = sys.maxsize
         self._batch = batch_size(inputs)
         self._examples = examples
         inputs, self.fraction = first_samples(inputs, examples)
@@ -97,7 +140,7 @@ class Observation:
         """The first examples of what was observed, which may be all of it."""
         if examples >= self._examples:
             return self
-        part = Observation(self._inputs, examples)
+        part = Observation(self._inputs, examples, in_doubt=True)
         part._autocast = self._autocast
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
         part.fraction *= self.fraction

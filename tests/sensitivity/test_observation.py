@@ -1,8 +1,11 @@
-"""What follow() measures with: the job's gradient at the model's outputs, on the batch's first examples."""
+"""What an adaptation measures with: a part of the batch or all of it; under follow() the gradient at the outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -85,3 +88,92 @@ def test_outputs_that_the_job_uses_beside_the_loss_count_as_well():
     # the gradient is held at what the job had, where the loss function's is taken at the rounded logits
     assert sensitivities(beside_every_state, backward_through_all) == pytest.approx(expected, rel=2e-3)
     assert sensitivities(only_loss, backward_through_loss) != pytest.approx(expected, rel=1e-2)
+
+
+NODES = 24
+
+
+class GraphNetwork(nn.Module):
+    """Features [nodes, 16] and an adjacency [nodes, nodes] in any layout -> [nodes, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 5)
+
+    def forward(self, batch: Any) -> Tensor:
+        adjacency = batch["adjacency"]
+        return adjacency @ self.head(torch.tanh(adjacency @ self.first(batch["x"])))
+
+
+def graph_batch(kind: str) -> Any:
+    torch.manual_seed(0)
+    dense = (torch.rand(NODES, NODES) < 0.2).float() + torch.eye(NODES)
+    layout = {"coo": torch.sparse_coo, "csr": torch.sparse_csr}.get(kind)
+    adjacency = dense if layout is None else dense.to_sparse(layout=layout)
+    batch = {"x": torch.randn(NODES, 16), "adjacency": adjacency}
+    return MappingProxyType(batch) if kind == "immutable" else batch
+
+
+def graph_sensitivities(kind: str, way: str, examples: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, batch = GraphNetwork(), graph_batch(kind)
+    gact = gact_dist.attach(model, config=replace(SETTINGS, calibration_samples=examples))
+    if way == "follow":
+        gact.follow()
+    for _ in range(2):
+        with gact.step() if way == "step" else nullcontext():
+            loss = model(batch).square().mean()
+        loss.backward()
+        model.zero_grad()
+    if way == "step":
+        with gact.step(lambda part: model(part).square().mean(), batch):
+            model(batch)
+    assert gact.adaptation is not None
+    return gact.adaptation.sensitivity
+
+
+@pytest.mark.parametrize("way", ["step", "follow"])
+@pytest.mark.parametrize("kind", ["dense", "immutable", "coo", "csr"])
+def test_a_graph_that_cannot_be_sliced_is_measured_whole_in_the_same_step(kind, way, caplog):
+    found = graph_sensitivities(kind, way, examples=4)
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    dense = "the model does not run on the first 4 examples of a batch (mat1 and mat2 shapes cannot be multiplied"
+    assert [text.startswith(dense) for text in logged] == ([] if kind in ("coo", "csr") else [True])
+    assert found == graph_sensitivities(kind, way, examples=NODES)
+
+
+def test_an_error_of_the_loss_function_on_the_whole_batch_is_the_one_that_is_raised(caplog):
+    model, sizes = nn.Linear(16, 5), []
+
+    def loss_fn(batch):
+        sizes.append(len(batch))
+        raise ValueError(f"no batch of {len(batch)}")
+
+    gact = gact_dist.attach(model, config=SETTINGS)
+    with pytest.raises(ValueError, match="no batch of 8"):
+        gact.calibrate(loss_fn, torch.randn(8, 16), samples=4)
+    assert sizes == [4, 8]
+
+
+def test_running_out_of_memory_on_a_part_is_no_reason_to_try_all_of_it(caplog):
+    model, sizes = nn.Linear(16, 5), []
+
+    def loss_fn(batch):
+        sizes.append(len(batch))
+        raise torch.OutOfMemoryError("no memory")
+
+    gact_dist.attach(model, config=SETTINGS).calibrate(loss_fn, torch.randn(8, 16), samples=2)
+    assert set(sizes) == {2, 1}
+
+
+def test_a_batch_that_was_refused_once_stays_whole_when_memory_runs_out(caplog):
+    model, sizes = nn.Linear(16, 5), []
+
+    def loss_fn(batch):
+        sizes.append(len(batch))
+        if len(batch) < 8:
+            raise ValueError("of another size")
+        raise torch.OutOfMemoryError("no memory")
+
+    gact_dist.attach(model, config=SETTINGS).calibrate(loss_fn, torch.randn(8, 16), samples=2)
+    assert sizes == [2, 8, 8, 8]  # two examples, then one, then by perturbation
