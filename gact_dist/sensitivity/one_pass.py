@@ -204,20 +204,24 @@ class _OnePass:
         return None if opaque else gradients
 
     def _products(self, gradients: Sequence[Tensor | None], edges: Sequence[tuple]) -> Sequence[Tensor | None]:
-        terms = [
-            (g * self._direction(g)).sum(dtype=torch.float32) for g in gradients if g is not None and g.requires_grad
-        ]
+        used = [gradient for gradient in gradients if gradient is not None and gradient.requires_grad]
+        terms = [(g * self._direction(g).conj()).real.sum(dtype=torch.float32) for g in used]  # over both parts
         if not terms:
             return [None] * len(edges)
         inner = torch.stack(terms).sum()
-        return torch.autograd.grad(inner, [GradientEdge(*edge) for edge in edges], retain_graph=True, allow_unused=True)
+        ends = [GradientEdge(*edge) for edge in edges]
+        found = torch.autograd.grad(inner, ends, retain_graph=True, allow_unused=True)
+        # complex tensors are left to perturbation
+        return [None if product is None or product.is_complex() else product for product in found]
 
     def _direction(self, gradient: Tensor) -> Tensor:
+        """Random numbers of variance one, for real and imaginary parts alike."""
         device = gradient.device
         if device not in self._generators:
             self._generators[device] = torch.Generator(device=device).manual_seed(self.graph.seed & (2**63 - 1))
-        direction = torch.randn(gradient.shape, generator=self._generators[device], device=device, dtype=torch.float32)
-        return direction.to(gradient.dtype)
+        shape = (*gradient.shape, 2) if gradient.is_complex() else gradient.shape
+        direction = torch.randn(shape, generator=self._generators[device], device=device, dtype=torch.float32)
+        return (torch.view_as_complex(direction) if gradient.is_complex() else direction).to(gradient.dtype)
 
     def _produced(self) -> dict[Any, set[int]]:
         outputs: dict[Any, set[int]] = defaultdict(set)

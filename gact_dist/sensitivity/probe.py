@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from ..hooks import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
-from .autograd_graph import nodes_below
+from .autograd_graph import float32_parts, nodes_below
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -191,7 +191,7 @@ class Observation:
     @property
     def squared_gradient(self) -> float:
         """The loss's squared gradient at the outputs, on the remembered examples."""
-        return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
+        return sum(float(float32_parts(gradient).square().sum()) for gradient in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:
         """A scalar with the sensitivities of the job's loss, on the remembered examples.
@@ -226,7 +226,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
-        return (output.float() * gradient.float()).sum()
+        return (float32_parts(output) * float32_parts(gradient)).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

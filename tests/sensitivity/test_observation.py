@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.sensitivity import Observation
 
 SETTINGS = Config(bits=4, adapt_interval=100, calibration_samples=4, min_numel=16)
 
@@ -88,6 +89,31 @@ def test_outputs_that_the_job_uses_beside_the_loss_count_as_well():
     # the gradient is held at what the job had, where the loss function's is taken at the rounded logits
     assert sensitivities(beside_every_state, backward_through_all) == pytest.approx(expected, rel=2e-3)
     assert sensitivities(only_loss, backward_through_loss) != pytest.approx(expected, rel=1e-2)
+
+
+class Spectrum(nn.Module):
+    """[batch, 16] -> complex [batch, 17]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.second(torch.tanh(self.first(x))))
+
+
+def test_both_parts_of_a_complex_output_count():
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(4, 16)
+    observation = Observation(((x,), {}), examples=4)
+    spectrum = model(x)
+    assert observation.outputs(spectrum)
+    loss = (spectrum * torch.exp(1j * torch.randn(17))).real.mean()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    found = torch.autograd.grad(observation.loss(model), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-8) for a, b in zip(found, expected, strict=True))
+    # each number has the modulus of the mean's factor
+    assert observation.squared_gradient == pytest.approx(spectrum.numel() / spectrum.numel() ** 2, rel=1e-5)
 
 
 NODES = 24
