@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
     "report": {"hooks", "offload", "policies"},
     "state": {*BASE, "distributed", "policies"},
-    "schedule": {"_malloc", "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity", "state"},
+    "schedule": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity", "state"},
     "following": {"distributed", "schedule", "sensitivity"},
     "gact_api": {"config", "distributed", "schedule", "sensitivity"},
     "controller": {
