@@ -234,9 +234,11 @@ class Adapter:
         """What this rank measures; None if it runs out of memory."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
-                return measure(
-                    self._hooks, self._model, batch.loss, seed=self._seed(step), fraction=batch.fraction,
-                    probes=self._draws, estimator=estimator,
+                return batch.measured(
+                    lambda forward, fraction: measure(
+                        self._hooks, self._model, forward, seed=self._seed(step), fraction=fraction,
+                        probes=self._draws, estimator=estimator,
+                    )
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with

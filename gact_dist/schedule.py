@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from . import distributed
+from . import _malloc, distributed
 from .adaptation import Adaptation, Adapter, LearntByAdapting
 from .config import Config
 from .hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
@@ -141,6 +141,8 @@ class Schedule:
         longest = _LONGEST_INTERVAL * self.config.adapt_interval
         self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
         self.history.append(adaptation.to_dict(self.step))
+        if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
+            _malloc.trim()
 
     # -- state --------------------------------------------------------------------------------------------------
 

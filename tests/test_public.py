@@ -29,7 +29,7 @@ PUBLIC = {
 }  # fmt: skip
 
 # What each room (a folder of the package, or a file beside the folders) may import of ours.
-BASE = {"_fields", "_patches", "_paths", "_torch_internals"}
+BASE = {"_fields", "_malloc", "_patches", "_paths", "_torch_internals"}
 MAY_IMPORT = {
     **{name: set() for name in BASE},
     "codec": BASE,
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
     "report": {"hooks", "offload", "policies"},
     "state": {*BASE, "distributed", "policies"},
-    "schedule": {"adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity", "state"},
+    "schedule": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity", "state"},
     "following": {"distributed", "schedule", "sensitivity"},
     "gact_api": {"config", "distributed", "schedule", "sensitivity"},
     "controller": {

@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .accounting import Footprint, ReportRow
-from .batches import batch_size, first_samples, map_tensors, tensors_of
+from .batches import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Encoder
@@ -16,6 +16,6 @@ from .roles import OperatorObserver
 __all__ = [
     "Encoder", "Footprint", "LearntNames", "Noted", "OperatorObserver", "Recorded", "Replaceable", "Replay",
     "ReplayError", "Replayed", "ReportRow", "SavedTensorHooks", "View", "batch_size", "check_inlined",
-    "first_samples", "has_compiled_parts", "made_from_parameters", "map_tensors", "origin", "producer", "recomputing",
-    "tensors_of",
+    "first_samples", "has_compiled_parts", "made_from_parameters", "map_tensors",
+    "may_hold_adjacency", "origin", "producer", "recomputing", "tensors_of",
 ]  # fmt: skip

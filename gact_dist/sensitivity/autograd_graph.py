@@ -5,6 +5,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -35,6 +36,11 @@ def parameters_among(nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
+
+
+def float32_parts(gradient: Tensor) -> Tensor:
+    """A gradient in float32, that of a complex parameter as its real and imaginary parts [..., 2]."""
+    return torch.view_as_real(gradient.resolve_conj()).float() if gradient.is_complex() else gradient.float()
 
 
 def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, int]:

@@ -167,6 +167,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    query, key, value, attn_mask = (_as_autocast_has_it(x) for x in (query, key, value, attn_mask))
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     backend = attention_kernel(query, key, value, attn_mask, dropout_p, **options)
     if backend == SDPBackend.MATH.value or dropout_p > 0.0:
@@ -174,3 +175,12 @@ def attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return ScaledDotProductAttention.apply(query, key, value, attn_mask, is_causal, factor, enable_gqa)
+
+
+def _as_autocast_has_it(tensor: Any) -> Any:
+    """An argument in the type that autocast gives it inside the operator: the choice of the kernel depends on it, and
+    it is what autograd saves."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor

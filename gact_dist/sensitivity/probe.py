@@ -4,18 +4,37 @@
 through its gradient G at the model's outputs. So <G, outputs>, with G as the job's own backward had it and held
 constant, has the same sensitivities as the loss. It works for every loop: whoever computes the loss, wherever (the next
 stage of a pipeline), and under any loss scale, which multiplies all sensitivities alike and so changes no plan.
+
+[Note: direct gradient] An output may be computed from another one: a loss that is returned beside its logits, a hidden
+state beside the next. The gradient that autograd passes to the logits then includes what comes through the loss, which
+<G, loss> contains already. Only what reaches an output from outside the model counts: what the model's own nodes, those
+between two outputs, pass to it is subtracted. Where nothing else reaches it, the difference is zero, or a rounding
+error where several such nodes add up.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
-from ..hooks import batch_size, first_samples, map_tensors, tensors_of
+from ..hooks import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
+from .autograd_graph import float32_parts, nodes_below
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# What a model may raise on a batch of another size than it expects.
+_REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+class _PartRefused(Exception):
+    """The loss function raised an error on part of a batch."""
 
 
 class ProbeBatch:
@@ -41,6 +60,7 @@ class ProbeBatch:
         """examples that were asked for"""
         self.unit = unit
         """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
+        self._refuses_parts = False
         if isinstance(batch, Observation):
             self._part: Any = batch.first(examples)
             self.fraction = self._part.fraction
@@ -48,12 +68,38 @@ class ProbeBatch:
         else:
             self._part, self.fraction = first_samples(batch, examples)
 
-    def loss(self) -> Any:
+    def measured(self, measure: Callable[[Callable[[], Any], float], _T]) -> _T:
+        """measure(forward, fraction) on the examples; on the whole batch if the loss function refuses a part of it.
+
+        The rows of a batch need not be examples: those of a dense adjacency matrix are the nodes of one graph.
+        """
+        try:
+            return measure(self._loss_of_part, self.fraction)
+        except _PartRefused as refused:
+            error = str(refused).split("\n", 1)[0]
+        _log.warning(
+            "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
+            self.count, error,
+        )  # fmt: skip
+        self._use_whole()
+        return measure(self.loss_of_whole, 1.0)
+
+    def _loss_of_part(self) -> Any:
         """Run the model on the examples; the scalar loss, or None if the loss function called backward on it."""
-        return self._loss_fn(self._part)
+        if self.fraction == 1.0:
+            return self._loss_fn(self._part)
+        try:
+            return self._loss_fn(self._part)
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as error:
+            raise _PartRefused(error) from error
+
+    def _use_whole(self) -> None:
+        self._part, self.fraction, self._refuses_parts = self._batch, 1.0, True
 
     def loss_of_whole(self) -> Any:
-        """The same for the whole batch."""
+        """Run the model on the whole batch; the scalar loss, or None if the loss function called backward on it."""
         return self._loss_fn(self._batch)
 
     def whole(self) -> Any:
@@ -62,7 +108,10 @@ class ProbeBatch:
 
     def first(self, examples: int) -> "ProbeBatch":
         """The same with another number of examples."""
-        return ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
+        batch = ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
+        if self._refuses_parts:
+            batch._use_whole()
+        return batch
 
     def half(self) -> "ProbeBatch | None":
         """Half as many examples, after running out of memory; None if the whole batch is needed or one is left.
@@ -75,19 +124,23 @@ class ProbeBatch:
 class Observation:
     """The inputs of one forward, sliced to their first examples, and the loss's gradient at its outputs."""
 
-    def __init__(self, inputs: tuple[tuple, dict], examples: int) -> None:
+    def __init__(self, inputs: tuple[tuple, dict], examples: int, *, in_doubt: bool = False) -> None:
+        """in_doubt: slice the inputs even if their rows may not be examples; they are kept whole otherwise."""
+        if not in_doubt and may_hold_adjacency(inputs):
+            examples = sys.maxsize
         self._batch = batch_size(inputs)
         self._examples = examples
         inputs, self.fraction = first_samples(inputs, examples)
         self._inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
+        self._from_inside: dict[int, Tensor] = {}  # what the current backward passes to an output through others
 
     def first(self, examples: int) -> "Observation":
         """The first examples of what was observed, which may be all of it."""
         if examples >= self._examples:
             return self
-        part = Observation(self._inputs, examples)
+        part = Observation(self._inputs, examples, in_doubt=True)
         part._autocast = self._autocast
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
         part.fraction *= self.fraction
@@ -95,16 +148,34 @@ class Observation:
 
     def outputs(self, outputs: Any) -> bool:
         """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
-        watched = [(number, tensor) for number, tensor in enumerate(tensors_of(outputs)) if tensor.requires_grad]
-        for number, tensor in watched:
-            tensor.register_hook(self._keep(number))
-        return bool(watched)
+        tensors = tensors_of(outputs)
+        # a tensor that is returned twice is one output
+        edges = {get_gradient_edge(tensor)[:2]: number for number, tensor in enumerate(tensors) if tensor.requires_grad}
+        for number in edges.values():
+            tensors[number].register_hook(partial(self._keep, number))
+        if len(edges) > 1:
+            self._watch_inside(edges, nodes_below([tensors[number] for number in edges.values()]))
+        return bool(edges)
 
-    def _keep(self, number: int) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self._gradients[number] = self._slice(gradient).detach().clone()
+    def _watch_inside(self, edges: Mapping[tuple[Any, int], int], nodes: Sequence[Any]) -> None:
+        """Watch what nodes between two outputs pass to the first of them. edges: of the outputs, and their numbers."""
+        for node in nodes:
+            places = [(place, edges[edge]) for place, edge in enumerate(node.next_functions) if edge in edges]
+            if places:
+                node.register_hook(partial(self._keep_inside, places))
 
-        return hook
+    def _keep(self, number: int, gradient: Tensor | None) -> None:
+        inside = self._from_inside.pop(number, None)
+        if gradient is not None:  # DDP passes none to an output that is not in the loss
+            gradient = self._slice(gradient).detach()
+            self._gradients[number] = gradient.clone() if inside is None else gradient - inside
+
+    def _keep_inside(self, places: Sequence[tuple[int, int]], results: Sequence[Tensor | None], *_: Any) -> None:
+        for place, number in places:
+            result = results[place]
+            if result is not None:
+                part, earlier = self._slice(result).detach(), self._from_inside.get(number)
+                self._from_inside[number] = part.clone() if earlier is None else earlier + part
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """The rows that belong to the remembered examples; a flattened [batch * length, ...] has `length` for each."""
@@ -120,7 +191,7 @@ class Observation:
     @property
     def squared_gradient(self) -> float:
         """The loss's squared gradient at the outputs, on the remembered examples."""
-        return sum(float(gradient.float().square().sum()) for gradient in self._gradients.values())
+        return sum(float(float32_parts(gradient).square().sum()) for gradient in self._gradients.values())
 
     def loss(self, model: nn.Module) -> Tensor:
         """A scalar with the sensitivities of the job's loss, on the remembered examples.
@@ -133,7 +204,8 @@ class Observation:
         with self._under_autocast():
             outputs = tensors_of(model(*args, **kwargs))
         terms = []
-        for number, gradient in self._gradients.items():
+        direct = {number: gradient for number, gradient in self._gradients.items() if bool(gradient.any())}
+        for number, gradient in (direct or self._gradients).items():
             output = outputs[number]
             # the gradient of a mean over the batch is 1/batch for each example; that of a scalar output is not
             scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
@@ -154,7 +226,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
-        return (output.float() * gradient.float()).sum()
+        return (float32_parts(output) * float32_parts(gradient)).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

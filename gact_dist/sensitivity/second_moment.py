@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..hooks import SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
-from .autograd_graph import nodes_below, parameters_among, scalar
+from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
@@ -68,7 +68,7 @@ def _gradient(loss: Any) -> list[Tensor]:
     """The gradient of the parameters that the loss depends on, in float32."""
     root = scalar(loss)
     found = torch.autograd.grad(root, parameters_among(nodes_below([root])), allow_unused=True)
-    return [part.float() for part in found if part is not None]
+    return [float32_parts(part) for part in found if part is not None]
 
 
 def _square(gradient: Sequence[Tensor]) -> float:

@@ -54,7 +54,7 @@ from ..hooks import (
     producer,
     tensors_of,
 )
-from .autograd_graph import scalar
+from .autograd_graph import float32_parts, scalar
 from .measuring_mode import MeasuringMode
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
 from .surroundings import Surroundings, copied
@@ -640,7 +640,7 @@ class Walk:
                 by_edge = dict(zip(edges, products[len(sources) :], strict=True))
                 for item in wanted:
                     product = by_edge[item.record.node, item.record.output_number]
-                    if product is not None and not item.record.tensor.is_complex():
+                    if product is not None and not product.is_complex():  # complex ones are perturbed
                         seen = seen_through(item.record, product.detach().float())
                         self._tallies[item.first].add(seen, item.view, direction, self._directions)
         return [place if any(tangent.dim() for tangent in place) else None for place in entered]
@@ -688,13 +688,16 @@ class Walk:
             return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
 
     def _direction(self, name: str, edge: GradientEdge, gradient: Tensor, number: int) -> Tensor:
-        """The part of a random direction that belongs to one parameter: made when it is needed, kept nowhere."""
+        """The part of a random direction that belongs to one parameter: made when it is needed, kept nowhere.
+
+        Random numbers of variance one, for real and imaginary parts alike.
+        """
         text = f"{self._seed} {number} {name}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         generator = torch.Generator(device=gradient.device).manual_seed(seed)
-        dtype = torch.complex64 if gradient.is_complex() else torch.float32
-        direction = torch.randn(gradient.shape, generator=generator, device=gradient.device, dtype=dtype)
-        return direction * 2**0.5 if gradient.is_complex() else direction  # unit variance of either part
+        shape = (*gradient.shape, 2) if gradient.is_complex() else gradient.shape
+        direction = torch.randn(shape, generator=generator, device=gradient.device)
+        return torch.view_as_complex(direction) if gradient.is_complex() else direction
 
     def _completed(
         self,
@@ -765,7 +768,7 @@ class Walk:
             along = 0.0
             for new, old, tangent in zip(moved[:count], before[:count], tangents, strict=True):
                 if new is not None and old is not None and tangent is not None and tangent[direction].dim():
-                    along += float(((new - old).float() * tangent[direction].float()).sum())
+                    along += float((float32_parts(new - old) * float32_parts(tangent[direction])).sum())
             total += along**2 / self._directions
         return total
 

@@ -52,6 +52,38 @@ def test_plan_is_shared_though_each_rank_has_its_own_data(ranks):
     assert first[0] != first[-1]  # which moved as the job trained
 
 
+class WithUnusedOutput(nn.Module):
+    """A loss, and logits in another type as transformers returns them, which the job's loss does not contain."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        logits = self.head(torch.tanh(self.first(x)))
+        return logits.square().mean(), logits.float().clone()
+
+
+def sensitivity_with_an_unused_output(attach_to_wrapper, find_unused_parameters):
+    torch.manual_seed(0)
+    model = WithUnusedOutput()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+    gact = gact_dist.attach(wrapped if attach_to_wrapper else model, config=ADAPTIVE).follow()
+    for step in range(3):
+        torch.manual_seed(step)
+        wrapped(torch.randn(WHOLE_BATCH, 64))[0].backward()
+        model.zero_grad()
+    return gact.adaptation.sensitivity
+
+
+@pytest.mark.parametrize("attach_to_wrapper", [False, True])
+def test_follow_with_an_output_to_which_ddp_passes_no_gradient(ranks, attach_to_wrapper):
+    usual = ranks(sensitivity_with_an_unused_output, attach_to_wrapper, False)
+    found = ranks(sensitivity_with_an_unused_output, attach_to_wrapper, True)
+    assert usual[0]
+    assert found == usual
+
+
 def sensitivity_of_rank_and_group():
     """{name: c_l} as this rank measured it, and as all ranks hold it after the reduction."""
     model = build("gpt")

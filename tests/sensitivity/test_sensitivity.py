@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gact_dist
 from gact_dist import Config, codec
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import differentiable_attention, one_pass
+from gact_dist.sensitivity import differentiable_attention, one_pass, rounded_moments
 from gact_dist.sensitivity.differentiable_attention import ScaledDotProductAttention
 from gact_dist.sensitivity.differentiable_norms import BatchNorm, GroupNorm, LayerNorm
 from gact_dist.sensitivity.isolation import untouched
@@ -60,6 +60,54 @@ def test_predicted_variance_of_the_gradient_is_the_measured_one(kind, bits, tole
     assert predicted == pytest.approx(actual, rel=tolerance)
 
 
+class SpectralConvolution(nn.Module):
+    """[batch, 8, 32] -> [batch, 8, 32]: frequencies times complex weights (Li et al., 2021)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 17, dtype=torch.complex64) / 4)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.einsum("bix,iox->box", torch.fft.rfft(x), self.weight), n=x.shape[-1])
+
+
+def spectral_job():
+    torch.manual_seed(0)
+    model = nn.Sequential(SpectralConvolution(), nn.Tanh(), SpectralConvolution(), nn.Tanh(), nn.Linear(32, 4))
+    return model, torch.randn(16, 8, 32), lambda x: model(x).square().mean()
+
+
+@pytest.mark.parametrize("estimator", ["one-pass", "perturbation"])
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.10), (4, 0.25)])
+def test_complex_parameters_count_with_both_parts(bits, tolerance, estimator):
+    model, batch, loss_fn = spectral_job()
+    if estimator == "one-pass":
+        found = measured(model, loss_fn, batch, probes=16, bits=bits)
+        # complex saved tensors are perturbed
+        assert {item.by_perturbation for item in found} == {False, True}
+        predicted = sum(float(item.variance[bits - 1]) for item in found)
+    else:
+        predicted = sum(estimated(model, loss_fn, batch, "perturbation", bits).values())
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=bits, min_numel=0))
+    actual = variance_of_gradient(model, loss_fn, batch, gact, draws=16)
+    assert predicted == pytest.approx(actual, rel=tolerance)
+
+
+def test_the_second_moment_of_complex_parameters_has_both_parts():
+    model, batch, loss_fn = spectral_job()
+    exact = float(flat_gradient(model, loss_fn(batch)).square().sum())
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=8, min_numel=0), 0)
+    with hooks.recording(MeasuringMode()):  # the first forward learns which tensors are what
+        loss_fn(batch)
+    found = rounded_moments(hooks, model, lambda: loss_fn(batch), passes=4, draw=0)
+    hooks.close()
+    # 8 bits add less than 1e-4 of the squared gradient
+    assert found.square == pytest.approx(exact, rel=1e-3)
+    predicted = sum(float(item.variance[7]) for item in measured(model, loss_fn, batch, probes=16))
+    # three squared norms with some tens of effective dimensions: a relative standard deviation of about 0.15
+    assert found.noise == pytest.approx(predicted, rel=0.4)
+
+
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backend):
     with sdpa_kernel(backend):
@@ -72,6 +120,42 @@ def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backe
     quantised = [row.name for row in gact.report().rows if row.codec == "quantised"]
     own = "ScaledDotProductAttention" if backend is SDPBackend.FLASH_ATTENTION else "SafeSoftmax"
     assert sum(f":{own}@" in name for name in quantised) == len(model.blocks)  # its output, or its probabilities
+
+
+class RotaryAttention(nn.Module):
+    """Attention whose rotary embeddings are computed in float32, under autocast [batch, length, 64] -> [.., 10]."""
+
+    def __init__(self, float32: str) -> None:
+        super().__init__()
+        self.qkv, self.head, self.float32 = nn.Linear(64, 192), nn.Linear(64, 10), float32
+
+    def forward(self, x):
+        heads = {
+            name: part.unflatten(-1, (4, 16)).transpose(1, 2)
+            for name, part in zip("qkv", self.qkv(x).split(64, -1), strict=True)
+        }
+        angles = torch.arange(x.shape[1], dtype=torch.float32)[:, None] * torch.linspace(1, 0.01, 16)
+        heads |= {name: heads[name] * angles.cos() for name in self.float32}
+        attended = F.scaled_dot_product_attention(**dict(zip(("query", "key", "value"), heads.values(), strict=True)))
+        return self.head(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("float32", ["", "qk", "qkv"], ids="float32 {!r}".format)
+def test_attention_under_autocast_is_measured_by_one_pass_on_what_a_step_saves(float32):
+    torch.manual_seed(0)
+    model, x = RotaryAttention(float32), torch.randn(4, 16, 64)
+
+    def loss_fn(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    found = measured(model, loss_fn, x, probes=1)
+    assert all(item.by_perturbation == (":Input@" in item.name) for item in found)  # inputs have no graph
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    for _ in range(2):  # the first step only learns which tensors are what
+        with gact.step():
+            loss_fn(x)
+    assert {row.name for row in gact.report().rows if row.codec == "quantised"} == {item.name for item in found}
 
 
 @cache
@@ -97,13 +181,14 @@ def variance_of_each(kind, bits, draws):
     return found
 
 
-def estimated(model, loss_fn, batch, estimator):
-    """{name: variance at 6 bits}, with 16 directions or, of what costs a backward for each tensor, 8 draws."""
+def estimated(model, loss_fn, batch, estimator, bits=6):
+    """{name: variance at some bits}, with 16 directions or, of what costs a backward for each tensor, 8 draws."""
     if estimator == "one-pass":
-        return {item.name: float(item.variance[5]) for item in measured(model, loss_fn, batch, probes=16)}
+        return {item.name: float(item.variance[bits - 1]) for item in measured(model, loss_fn, batch, probes=16)}
     draws = [measured(model, loss_fn, batch, probes=1, seed=1000 * draw, estimator=estimator) for draw in range(8)]
     assert all(item.by_perturbation for items in draws for item in items)
-    return {items[0].name: statistics.fmean(float(i.variance[5]) for i in items) for items in zip(*draws, strict=True)}
+    rows = zip(*draws, strict=True)
+    return {items[0].name: statistics.fmean(float(item.variance[bits - 1]) for item in items) for items in rows}
 
 
 @pytest.mark.parametrize("estimator", ["one-pass", "perturbation"])

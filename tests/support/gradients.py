@@ -12,8 +12,9 @@ import gact_dist
 
 
 def flat_gradient(model: nn.Module, loss: Tensor) -> Tensor:
-    """Gradients of all parameters in one tensor; the graph is kept."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+    """Gradients of all parameters in one tensor, real and imaginary parts of complex ones; the graph is kept."""
+    gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten() for g in gradients])
 
 
 def variance_of_gradient(
