@@ -1,6 +1,6 @@
 """What a job puts around its model (data parallelism, sharding, pipelines), and every collective of the package."""
 
-from .bypass import bypassed, gathered, gathered_in_turn
+from .bypass import PeerFailedError, bypassed, gathered, gathered_in_turn
 from .collectives import (
     PlanMismatchError,
     all_ranks,
@@ -30,9 +30,9 @@ from .wrappers import (
 )
 
 __all__ = [
-    "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
-    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups", "distributed_again", "forwarding_nodes",
-    "gathered", "gathered_in_turn", "learning_shapes", "local_part", "max_over_groups", "mean_of_positive",
-    "operator_aliases", "own_part", "plumbing", "raises_on_all", "rank", "reduce_over", "sharding",
-    "tensor_parallel_groups", "units", "unwrap", "user_path", "world_size",
+    "PeerFailedError", "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files",
+    "checkpoint_savers", "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups",
+    "distributed_again", "forwarding_nodes", "gathered", "gathered_in_turn", "learning_shapes", "local_part",
+    "max_over_groups", "mean_of_positive", "operator_aliases", "own_part", "plumbing", "raises_on_all", "rank",
+    "reduce_over", "sharding", "tensor_parallel_groups", "units", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

@@ -7,22 +7,31 @@ sees that a forward ran. Parameters are gathered as the wrapper itself gathers t
 FSDP's handles, zero.GatheredParameters), in the type the job computes in. bypassed() gathers what lies outside the
 given parts of the model, and gathered() one part at a time, so that a rank holds no more than these two at once. What
 is whole already is left alone: a parameter that two parts share, or a unit that the job itself keeps unsharded.
+
+[Note: roll call] A rank that fails in the middle, out of memory for instance, gathers nothing any more, and the others
+would wait for it in their next gathering. So before every part the ranks that share its shards tell each other with one
+all-reduce of 4 bytes that they go on, and so they do at the end. A rank that fails takes part once more, and says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 
 from .._patches import replaced
+from .collectives import all_ranks
 from .framework import Framework, cast_floating
 from .wrappers import FRAMEWORKS, sharding, unwrap
 
 _NOTHING = nullcontext()
-_modules_of_parts: dict[nn.Module, list[nn.Module]] = {}
-"""while a sharded model is bypassed, the modules of each part, with the wrappers around it"""
+_gatherings: dict[nn.Module, Callable[[], AbstractContextManager[None]]] = {}
+"""while a sharded model is bypassed, what gathers each part"""
+
+
+class PeerFailedError(Exception):
+    """Another rank has failed while a sharded model was bypassed; raised on those that share its shards."""
 
 
 @contextmanager
@@ -32,6 +41,7 @@ def bypassed(model: nn.Module, parts: Sequence[nn.Module] = ()) -> Iterator[None
     parts: modules inside the model, none inside another; gathered() gathers their parameters. Parameters that are
     sharded as one with any outside the parts are gathered as well.
     A collective call where parameters are sharded: all ranks of the sharding group must enter it, with the same parts.
+    Raises PeerFailedError, with parts, if another of these ranks leaves it by an error.
     See [Note: sharded probe].
     """
     with ExitStack() as stack:
@@ -40,7 +50,8 @@ def bypassed(model: nn.Module, parts: Sequence[nn.Module] = ()) -> Iterator[None
         if sharding(model) is not None:
             outside, inside = _divided(model, parts)
             stack.enter_context(_gathered(outside))
-            stack.enter_context(_known(inside))
+            if parts:
+                stack.enter_context(_gathering_in_step(model, inside))
         stack.enter_context(_hooks_aside(model))
         yield
 
@@ -50,9 +61,10 @@ def gathered(part: nn.Module) -> AbstractContextManager[None]:
 
     Its parameters must be read within the context: they may be other objects at every entry.
     A collective call where parameters are sharded; nothing, and quickly so, where they are not.
+    Raises PeerFailedError if a rank that should take part has failed.
     """
-    modules = _modules_of_parts.get(part)
-    return _NOTHING if modules is None else _gathered(modules)
+    gathering = _gatherings.get(part)
+    return _NOTHING if gathering is None else gathering()
 
 
 @contextmanager
@@ -60,11 +72,11 @@ def gathered_in_turn(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[N
     """bypassed(), with each part gathered for every forward of its own, and for no longer: no backward can follow."""
     with bypassed(model, parts), ExitStack() as stack:
         for part in parts:
-            stack.enter_context(replaced(part, "forward", _gathering(part)))
+            stack.enter_context(replaced(part, "forward", _with_gathering(part)))
         yield
 
 
-def _gathering(part: nn.Module) -> Callable[..., Any]:
+def _with_gathering(part: nn.Module) -> Callable[..., Any]:
     forward = part.forward
 
     @wraps(forward)
@@ -95,14 +107,33 @@ def _divided(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[list[nn.Modu
 
 
 @contextmanager
-def _known(parts: dict[nn.Module, list[nn.Module]]) -> Iterator[None]:
-    """Within the context gathered() knows these parts."""
-    _modules_of_parts.update(parts)
+def _gathering_in_step(model: nn.Module, parts: dict[nn.Module, list[nn.Module]]) -> Iterator[None]:
+    """Within the context gathered() knows the parts, and tells of ranks that fail. See [Note: roll call]."""
+    groups = dict.fromkeys(group for framework in FRAMEWORKS for group in framework.sharding_groups(model))
+
+    def answer(going_on: bool) -> None:
+        for group in groups:
+            going_on = all_ranks(going_on, group)
+        if not going_on:
+            raise PeerFailedError("another rank has failed, and can no longer take part in gathering parameters")
+
+    def gather(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        answer(True)
+        return _gathered(modules)
+
+    _gatherings.update((part, partial(gather, modules)) for part, modules in parts.items())
     try:
         yield
+        answer(True)
+    except PeerFailedError:
+        raise
+    except Exception:
+        with suppress(PeerFailedError):
+            answer(False)
+        raise
     finally:
         for part in parts:
-            del _modules_of_parts[part]
+            del _gatherings[part]
 
 
 @contextmanager
