@@ -51,7 +51,8 @@ def bypassed(model: nn.Module, parts: Sequence[nn.Module] = ()) -> Iterator[None
             outside, inside = _divided(model, parts)
             stack.enter_context(_gathered(outside))
             if parts:
-                stack.enter_context(_gathering_in_step(model, inside))
+                ranks = stack.enter_context(_RollCall(model))
+                stack.enter_context(_known({part: partial(ranks.gathered, inside[part]) for part in parts}))
         stack.enter_context(_hooks_aside(model))
         yield
 
@@ -106,33 +107,38 @@ def _divided(model: nn.Module, parts: Sequence[nn.Module]) -> tuple[list[nn.Modu
     return outside, inside
 
 
-@contextmanager
-def _gathering_in_step(model: nn.Module, parts: dict[nn.Module, list[nn.Module]]) -> Iterator[None]:
-    """Within the context gathered() knows the parts, and tells of ranks that fail. See [Note: roll call]."""
-    groups = dict.fromkeys(group for framework in FRAMEWORKS for group in framework.sharding_groups(model))
+class _RollCall(AbstractContextManager["_RollCall"]):
+    """Gathers parts of a model while every rank that takes part goes on. See [Note: roll call]."""
 
-    def answer(going_on: bool) -> None:
-        for group in groups:
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = dict.fromkeys(group for framework in FRAMEWORKS for group in framework.sharding_groups(model))
+
+    def gathered(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        self._answer(True)
+        return _gathered(modules)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._answer(True)
+        elif isinstance(error, Exception) and not isinstance(error, PeerFailedError):
+            with suppress(PeerFailedError):
+                self._answer(False)
+
+    def _answer(self, going_on: bool) -> None:
+        for group in self._groups:
             going_on = all_ranks(going_on, group)
         if not going_on:
             raise PeerFailedError("another rank has failed, and can no longer take part in gathering parameters")
 
-    def gather(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        answer(True)
-        return _gathered(modules)
 
-    _gatherings.update((part, partial(gather, modules)) for part, modules in parts.items())
+@contextmanager
+def _known(gatherings: dict[nn.Module, Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    """Within the context gathered() knows these parts."""
+    _gatherings.update(gatherings)
     try:
         yield
-        answer(True)
-    except PeerFailedError:
-        raise
-    except Exception:
-        with suppress(PeerFailedError):
-            answer(False)
-        raise
     finally:
-        for part in parts:
+        for part in gatherings:
             del _gatherings[part]
 
 
