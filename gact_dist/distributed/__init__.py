@@ -1,5 +1,6 @@
 """What a job puts around its model (data parallelism, sharding, pipelines), and every collective of the package."""
 
+from .bypass import PeerFailedError, bypassed, gathered, gathered_in_turn
 from .collectives import (
     PlanMismatchError,
     all_ranks,
@@ -15,14 +16,11 @@ from .collectives import (
 from .pipeline import learning_shapes
 from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
 from .wrappers import (
-    bypassed,
     checkpoint_files,
     checkpoint_savers,
     checkpoints_as,
     checkpoints_offering_inputs,
     forwarding_nodes,
-    gathered,
-    gathered_in_turn,
     operator_aliases,
     plumbing,
     sharding,
@@ -32,9 +30,9 @@ from .wrappers import (
 )
 
 __all__ = [
-    "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files", "checkpoint_savers",
-    "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups", "distributed_again", "forwarding_nodes",
-    "gathered", "gathered_in_turn", "learning_shapes", "local_part", "max_over_groups", "mean_of_positive",
-    "operator_aliases", "own_part", "plumbing", "raises_on_all", "rank", "reduce_over", "sharding",
-    "tensor_parallel_groups", "units", "unwrap", "user_path", "world_size",
+    "PeerFailedError", "PlanMismatchError", "all_ranks", "bypassed", "check_agreement", "checkpoint_files",
+    "checkpoint_savers", "checkpoints_as", "checkpoints_offering_inputs", "data_parallel_groups",
+    "distributed_again", "forwarding_nodes", "gathered", "gathered_in_turn", "learning_shapes", "local_part",
+    "max_over_groups", "mean_of_positive", "operator_aliases", "own_part", "plumbing", "raises_on_all", "rank",
+    "reduce_over", "sharding", "tensor_parallel_groups", "units", "unwrap", "user_path", "world_size",
 ]  # fmt: skip

@@ -54,6 +54,10 @@ class Framework:
         """
         return nullcontext()
 
+    def sharding_groups(self, model: nn.Module) -> list[Any]:
+        """The process groups over which it gathers parameters of the model."""
+        return []
+
     def plain_forward(self) -> AbstractContextManager[None]:
         """Within the context its wrappers run what they wrap, and otherwise only move and cast inputs."""
         return nullcontext()

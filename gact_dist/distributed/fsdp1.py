@@ -33,6 +33,9 @@ class Fsdp1(Framework):
                     stack.enter_context(_gathered(module))
             yield
 
+    def sharding_groups(self, model: nn.Module) -> list[Any]:
+        return [module.process_group for module in model.modules() if _WRAPPER.made(module)]
+
     def plain_forward(self) -> AbstractContextManager[None]:
         return replaced(_WRAPPER.get(), "forward", _forward) if _WRAPPER.loaded() else nullcontext()
 

@@ -36,6 +36,10 @@ class Fsdp2(Framework):
             for module in sharded:
                 module.reshard()
 
+    def sharding_groups(self, model: nn.Module) -> list[Any]:
+        infos = [group.mesh_info for group in _groups(model)]
+        return [info.shard_process_group for info in infos if hasattr(info, "shard_process_group")]
+
     def hook_casts(self, module: nn.Module) -> tuple[torch.dtype | None, torch.dtype | None]:
         if not _MODULE.made(module):
             return None, None
@@ -45,8 +49,13 @@ class Fsdp2(Framework):
 
 def meshes_gathered(model: nn.Module) -> list[Any]:
     """The device meshes over which parameters are gathered before they are used."""
+    return [group.mesh_info.mesh for group in _groups(model)]
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """The groups of parameters that are gathered as one; what several modules share is there for each."""
     return [
-        group.mesh_info.mesh
+        group
         for module in model.modules()
         if _MODULE.made(module)
         for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups

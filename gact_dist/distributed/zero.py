@@ -41,6 +41,9 @@ class Zero(Framework):
         released = [parameter for parameter in own if _is_partitioned(parameter) and _is_released(parameter)]
         return sys.modules["deepspeed"].zero.GatheredParameters(released) if released else nullcontext()
 
+    def sharding_groups(self, model: nn.Module) -> list[Any]:
+        return [cast(Any, p).ds_process_group for p in model.parameters() if _is_partitioned(p)]
+
     def plain_forward(self) -> AbstractContextManager[None]:
         return replaced(_ENGINE.get(), "forward", _forward) if _ENGINE.loaded() else nullcontext()
 
