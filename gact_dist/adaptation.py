@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import _fields, codec, distributed
 from .hooks import Footprint, SavedTensorHooks, has_compiled_parts
 from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, with_bytes
-from .sensitivity import ProbeBatch, Sensitivity, measure, rounded_moments, untouched
+from .sensitivity import MeasurementError, ProbeBatch, Sensitivity, blocks_of, measure, rounded_moments, untouched
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
@@ -245,6 +245,15 @@ class Adapter:
                 # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
                 # keeps its records would keep the failed forward's frames alive, and with them its graph.
                 _log.warning("out of memory while measuring sensitivity on this rank: %s", _first_line(error))
+            except distributed.PeerFailedError:
+                pass  # that rank says why; if it can go on, so will this one
+            except MeasurementError as error:
+                _log.warning(
+                    "sensitivity could not be measured on this rank (%s): bits follow from the other ranks, or stay as "
+                    'they are; policy "uniform" needs no measurement',
+                    error,
+                )
+                return []
         return None
 
     def _seed(self, step: int) -> int:
@@ -254,16 +263,20 @@ class Adapter:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py."""
         footprint = Footprint()
         narrowest = Plan(default=1)
+        blocks = blocks_of(self._model, self._config.blocks)
         with distributed.raises_on_all(self._groups, "counting the bytes of a step"):
             try:
                 for _ in range(_WEIGHINGS):
                     known = self._hooks.state_dict()
-                    with untouched(self._model), self._hooks.rehearsal(narrowest) as footprint:
+                    alone = untouched(self._model, blocks, forward_only=True)
+                    with alone, self._hooks.rehearsal(narrowest) as footprint:
                         forward()
                     if self._hooks.state_dict() == known:
                         break
             except torch.OutOfMemoryError as error:
                 _log.warning("out of memory while counting the bytes of a step on this rank: %s", _first_line(error))
+            except distributed.PeerFailedError:
+                pass  # that rank says why
         return footprint
 
     # -- what all ranks know ----------------------------------------------------------------------------------------

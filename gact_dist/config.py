@@ -77,6 +77,9 @@ class Config:
     adapt_interval. 0: never kept."""
     calibration_samples: int = 8
     """Examples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
+    blocks: Sequence[str] = ()
+    """Paths of modules ("encoder.layers.3") that are measured one at a time, in addition to those that are found: units
+    of sharding, and what a model repeats. Smaller blocks take less memory in an adaptation."""
     group_size: int = 128
     """Consecutive elements, of memory or of one channel, that share one scale and offset: 64, 128, 256 or 512."""
     min_numel: int = 1024
@@ -113,6 +116,7 @@ class Config:
             )
         for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
+        self._check_blocks()
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
@@ -129,6 +133,12 @@ class Config:
             object.__setattr__(self, "offload", Offload(**self.offload))
         if self.policy == "off" and self.offload.enabled:
             raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
+
+    def _check_blocks(self) -> None:
+        listed = isinstance(self.blocks, Sequence) and not isinstance(self.blocks, str)
+        if not listed or not all(isinstance(path, str) for path in self.blocks):
+            raise TypeError(f'blocks is {self.blocks!r}, expected a list of paths of modules, such as ["decoder"]')
+        object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def _check_compressor(self) -> None:
         if self.compressor not in COMPRESSORS:

@@ -5,7 +5,7 @@ from .batches import batch_size, first_samples, map_tensors, may_hold_adjacency,
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Encoder
-from .engine import LearntNames, SavedTensorHooks
+from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
 from .handles import Noted, Recorded, Replaceable, View
 from .inlined import check_inlined
 from .naming import origin, producer
@@ -14,8 +14,30 @@ from .replay import Replay, Replayed, ReplayError
 from .roles import OperatorObserver
 
 __all__ = [
-    "Encoder", "Footprint", "LearntNames", "Noted", "OperatorObserver", "Recorded", "Replaceable", "Replay",
-    "ReplayError", "Replayed", "ReportRow", "SavedTensorHooks", "View", "batch_size", "check_inlined",
-    "first_samples", "has_compiled_parts", "made_from_parameters", "map_tensors",
-    "may_hold_adjacency", "origin", "producer", "recomputing", "tensors_of",
-]  # fmt: skip
+    "Encoder",
+    "Footprint",
+    "LearntNames",
+    "Noted",
+    "OperatorObserver",
+    "Recorded",
+    "Replaceable",
+    "Replay",
+    "ReplayError",
+    "Replayed",
+    "ReportRow",
+    "SavedTensorHooks",
+    "View",
+    "batch_size",
+    "check_inlined",
+    "first_samples",
+    "has_compiled_parts",
+    "made_from_parameters",
+    "map_tensors",
+    "may_hold_adjacency",
+    "nothing_kept",
+    "origin",
+    "producer",
+    "recomputing",
+    "replaying",
+    "tensors_of",
+]

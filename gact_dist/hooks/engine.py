@@ -31,7 +31,7 @@ from .handles import Distributed, Kept, Noted, Recorded, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
-from .replay import Replayed
+from .replay import Replay, Replayed
 from .roles import OperatorObserver, Role, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
 
@@ -332,6 +332,19 @@ def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
 
 def _unpack(handle: Any) -> Tensor:
     return handle.restore()
+
+
+@contextmanager
+def replaying(replay: Replay) -> Iterator[None]:
+    """Within the context a block runs again. Raises ReplayError if it does not save what it did at first."""
+    with saved_tensors_hooks(replay.pack, _unpack):
+        yield
+    replay.check_complete()
+
+
+def nothing_kept() -> AbstractContextManager[None]:
+    """A context in which graphs keep nothing, for a function whose backward will not run."""
+    return saved_tensors_hooks(lambda _: None, _unpack)
 
 
 def refuse_inside_capture() -> None:

@@ -8,13 +8,11 @@ and buffers saves the same tensors in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_internals import in_backward
 from .handles import Kept, Noted, Recorded, Replaceable, View
@@ -49,15 +47,13 @@ class Replay:
         self._handles: dict[Any, Replaceable] = {}
         self._next = 0
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Within the context the block runs. Raises ReplayError at its end if something was missing."""
-        with saved_tensors_hooks(self._pack, lambda handle: handle.restore()):
-            yield
+    def check_complete(self) -> None:
+        """After the run: raise ReplayError if something was missing."""
         if self._next != len(self._outcomes):
             raise ReplayError(f"it saved {self._next} tensors for backward, {len(self._outcomes)} the first time")
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
+        """The pack hook of the run. Raises ReplayError where it differs from the first."""
         if in_backward():
             return Kept(tensor)
         if self._next == len(self._outcomes):

@@ -1,14 +1,17 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
 from .isolation import untouched
-from .one_pass import Sensitivity, measure
+from .one_pass import MeasurementError, Sensitivity, measure
+from .partition import blocks_of
 from .probe import Observation, ProbeBatch
 from .second_moment import rounded_moments
 
 __all__ = [
+    "MeasurementError",
     "Observation",
     "ProbeBatch",
     "Sensitivity",
+    "blocks_of",
     "measure",
     "rounded_moments",
     "untouched",

@@ -4,7 +4,7 @@
 random number generators of torch (every device in use), Python and NumPy; buffers (BatchNorm's statistics), which are
 replaced by clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
 never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are bypassed
-(see distributed/wrappers.py), so that no reducer and no sharding changes its state.
+(see distributed/bypass.py), so that no reducer and no sharding changes its state.
 """
 
 import random
@@ -15,17 +15,21 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ..distributed import bypassed
+from ..distributed import bypassed, gathered_in_turn
 
 
 @contextmanager
-def untouched(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """What a forward pass of the model changes is restored when the context ends. See [Note: isolation]."""
+def untouched(model: nn.Module, blocks: Sequence[nn.Module] = (), *, forward_only: bool = False) -> Iterator[None]:
+    """What a forward pass of the model changes is restored when the context ends. See [Note: isolation].
+
+    blocks: whose sharded parameters are not gathered at once: distributed.gathered() does that for each of them.
+    forward_only: they are gathered while their forward runs, and no backward follows.
+    """
     with ExitStack() as stack:
         stack.enter_context(generators_restored())
         stack.enter_context(_cloned_buffers(model))
         stack.enter_context(_gradients_aside(model))
-        stack.enter_context(bypassed(model, blocks))
+        stack.enter_context((gathered_in_turn if forward_only else bypassed)(model, blocks))
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.enable_grad())
         yield

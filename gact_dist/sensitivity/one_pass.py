@@ -27,21 +27,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import codec
-from ..distributed import units, unwrap
+from ..distributed import sharding
 from ..hooks import Recorded, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
 from .autograd_graph import scalar
+from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
+from .parts import OpaqueError
 from .perturbation import RecordedGraph, measure_by_rerun, perturb, rounding_of
-from .walk import CutError, Measured, OpaqueError, Walk
+from .walk import Measured, Walk
 
 _log = logging.getLogger(__name__)
 _EXAMPLE_BITS = 2  # the width at which examples of one tensor are compared
 BOUNDARY_BITS: int | None = 8
 """at which tensors at the borders of blocks are kept, None for exactly"""
+
+
+class MeasurementError(Exception):
+    """The sensitivities of a model cannot be measured in the way that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +81,23 @@ def measure(
     fraction: of a step's examples that forward sees. probes: random directions to average over, on this rank.
     estimator: see Config.
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
-    fraction might fit.
+    fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
     if has_compiled_parts(model):
         rerun = measure_by_rerun(hooks, model, forward, seed, fraction)
         return [_sensitivity_of(record, variance) for record, variance in rerun.items()]
-    if estimator == "one-pass":
-        blocks: list[nn.Module] = blocks_of(unwrap(model), units(model), ())
-        while True:
-            try:
-                return _by_walk(hooks, model, blocks, forward, seed, fraction, probes)
-            except CutError as error:
-                blocks = [block for block in blocks if not error.concerns(block)]
-                _log.info("measured together with what is around it, as it cannot run alone: %s", error)
-            except OpaqueError as error:
-                if not blocks:
-                    _log.info("%s: measuring by perturbation", error)
-                    break
-                blocks = []
+    blocks = blocks_of(model, hooks.config.blocks)
+    whole = not blocks or sharding(model) is None  # whether all parameters may be there at once
+    while estimator == "one-pass" or not whole:
+        try:
+            return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
+        except (CutError, OpaqueError) as error:
+            if not whole:
+                raise MeasurementError(str(error)) from error
+            _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
+            if not blocks:
+                break
+            blocks = [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
         with hooks.recording(mode, fraction) as records:
@@ -110,17 +115,19 @@ def _by_walk(
     seed: int,
     fraction: float,
     probes: int,
+    estimator: str,
 ) -> list[Sensitivity]:
     """The sensitivities of all compressible tensors; by perturbation for those that the directions do not reach."""
     mode = MeasuringMode()
-    walk = Walk(hooks, model, blocks, mode, seed=seed, directions=probes, boundary_bits=BOUNDARY_BITS)
-    with untouched(model, blocks), measurable(mode), walk.forward(forward, fraction):
+    cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
+    with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
+        walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
         walk.first()
-        found = {item.first: _measured(hooks, walk, item) for item in walk.second()}
-        return [found[record] for record in walk.found if record.compressible]
+        found = {item.first: _measured(hooks, item) for item in walk.second()}
+        return [found[record] for record in cut.found if record.compressible]
 
 
-def _measured(hooks: SavedTensorHooks, walk: Walk, item: Measured) -> Sensitivity:
+def _measured(hooks: SavedTensorHooks, item: Measured) -> Sensitivity:
     first, tensor = item.first, item.tensor
     if tensor is None:  # the loss does not depend on it
         return Sensitivity(first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64), False)

@@ -10,24 +10,27 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from ..distributed import TENSOR_PARALLELISM, sharding, units, unwrap, user_path
+
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def blocks_of(model: nn.Module, units: Sequence[nn.Module] = (), named: Sequence[str] = ()) -> list[nn.Module]:
+def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
     """The blocks of a model, disjoint, in the order of its modules; none where the model itself is one.
 
-    units: what a framework gathers at once (distributed.units). named: paths of modules; names of several may be given
-    by their last part, as "layers" for the children of every "layers".
-    Raises ValueError for a name that no module has.
+    named: paths of modules that are blocks too. Raises ValueError for one that no module has.
     """
-    wanted = {id(module) for module in units} | _named(model, named)
+    if sharding(model) == TENSOR_PARALLELISM:
+        return []  # measured by perturbation
+    wanted = {id(module) for module in units(model)} | _named(unwrap(model), named)
+    model = unwrap(model)
     if not wanted and not _is_frame(model, False, wanted):
         return []
     return list(_below(model, wanted))
 
 
 def _named(model: nn.Module, named: Sequence[str]) -> set[int]:
-    modules = dict(model.named_modules())
+    modules = {user_path(path): module for path, module in model.named_modules()}
     unknown = [name for name in named if name not in modules]
     if unknown:
         raise ValueError(f"blocks names {unknown}, expected paths of modules, such as {list(modules)[1:4]}")

@@ -1,0 +1,418 @@
+"""A forward of a model whose blocks keep only their inputs, and can run again one by one.
+
+[Note: cuts] In that forward a block gets its inputs, and what follows gets its outputs, as tensors whose graph starts
+anew: what is left of the model's graph is what lies between blocks, and the graph of a block exists while it runs. What
+starts a graph has the name of the node that made the tensor, so that saved tensors have the names and roles of the
+forward. A further run of a block finds the random numbers, autocast and buffers of the first, and saves the same
+tensors in the same order ([Note: replay] in hooks/replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .. import codec
+from .._patches import replaced
+from .._torch_internals import checkpoint_calls
+from ..distributed import gathered, unwrap, user_path
+from ..hooks import (
+    Noted,
+    Recorded,
+    Replaceable,
+    Replay,
+    Replayed,
+    ReplayError,
+    SavedTensorHooks,
+    View,
+    made_from_parameters,
+    map_tensors,
+    nothing_kept,
+    origin,
+    producer,
+    replaying,
+    tensors_of,
+)
+from .autograd_graph import scalar
+from .measuring_mode import MeasuringMode
+from .parts import Part
+from .surroundings import Surroundings, copied
+
+
+class CutError(RuntimeError):
+    """A block cannot be run alone."""
+
+    def __init__(self, block: Visit, why: Exception) -> None:
+        super().__init__(str(why))
+        self._modules = block.modules
+
+    def concerns(self, block: nn.Module) -> bool:
+        """Whether it was this block; all of them, where it was no module but a function that is checkpointed."""
+        return not self._modules or any(module is block for module in self._modules)
+
+
+@dataclass(eq=False)
+class Exit:
+    """An output of a block, where the graph of what follows starts."""
+
+    edge: GradientEdge
+    gradient: Tensor | None = None
+    tangents: list[Tensor] | None = None
+    """one for each direction"""
+
+    def add(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+@dataclass(eq=False)
+class Between:
+    """What lies between some blocks and one that follows, or the loss: a part of the forward's own graph."""
+
+    heads: list[GradientEdge]
+    tails: list[Exit]
+    leaves: list[tuple[str, GradientEdge]]
+    nodes: list[Any]
+    used: set[Replayed] = field(default_factory=set)
+    entering: list[Any] = field(default_factory=list)
+    """boundaries of the gradients at its heads, None where there is none; empty before the loss"""
+
+
+@dataclass(eq=False)
+class Visit:
+    """One run of a block."""
+
+    function: Callable[..., Any]
+    modules: list[nn.Module]
+    arguments: tuple[tuple, dict]
+    """as they were, with boundaries in place of the tensors that were cut"""
+    surroundings: Surroundings
+    checkpointed: bool
+    inputs: list[tuple[int, Any, GradientEdge]] = field(default_factory=list)
+    """(index among the tensors of the arguments, _Boundary or what a checkpoint recorded, edge of the graph before)"""
+    outcomes: list[Any] = field(default_factory=list)
+    own: set[Noted] = field(default_factory=set)
+    exits: list[tuple[int, Exit]] = field(default_factory=list)
+    """(index among the tensors of the outputs, exit)"""
+    before: Between | None = None
+    gradients: list[Any] = field(default_factory=list)
+    """boundaries: of the gradient at each exit, None where there is none"""
+
+    def recorded(self) -> set[Any]:
+        """What the block saves, in whichever part of the model it was stored first."""
+        views = (outcome.base for outcome in self.outcomes if isinstance(outcome, View))
+        return {*self.own, *views, *(kept.handle for _, kept, _ in self.inputs if isinstance(kept, Recorded))}
+
+
+class BlockForward:
+    """One forward of a model, cut at its blocks. See [Note: cuts]."""
+
+    def __init__(
+        self,
+        hooks: SavedTensorHooks,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        mode: MeasuringMode,
+        *,
+        boundary_bits: int | None,
+        seed: int,
+    ) -> None:
+        """boundary_bits: at which tensors at the borders of blocks are kept, None for exactly. seed: of their noise."""
+        self._hooks, self._blocks, self.mode = hooks, blocks, mode
+        self._boundary_bits, self._seed = boundary_bits, seed
+        self._paths = {id(module): path for path, module in unwrap(model).named_modules(remove_duplicate=False)}
+        self._model = unwrap(model)
+        self.names: dict[int, str] = {}
+        """of parameters, by their ids"""
+        self.visits: list[Visit] = []
+        self.found: list[Recorded | Noted] = []
+        """all that the forward saved, in its order"""
+        self.between: list[Replayed] = []
+        """what was saved outside of blocks"""
+        self._exits: dict[Any, Exit] = {}
+        self._current: Visit | None = None
+        self._passing = False  # a region that is not cut is running
+        self._open = ExitStack()  # of the current visit, or for what is gathered outside of one until the end
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def run(self, forward: Callable[[], Any], fraction: float) -> Iterator[None]:
+        """Run forward(), which returns the loss or calls backward on it; within the context its graph is there."""
+        with ExitStack() as self._open:
+            self.learn_names([self._model])  # which sharding may change to gather them
+            again: list[Replayed] = []
+            recording = self._hooks.recording(self.mode, fraction, again=again)
+            with recording as self.found, self._intercepted():
+                result = forward()
+            own = [Replayed(record, record.handle, None) for record in self.found if isinstance(record, Recorded)]
+            self.between = [*own, *again]
+            self.mode.on_discrete = None
+            root = scalar(self.mode.root_of(result))
+            self.last = self._part_before([get_gradient_edge(root)])
+            for visit in self.visits:
+                visit.before = self._part_before([head for _, _, head in visit.inputs])
+            self._number()
+            yield
+
+    def learn_names(self, modules: Sequence[nn.Module]) -> None:
+        """The names of the parameters in some modules, which may be other objects whenever they are gathered."""
+        found: dict[int, str] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                path = ".".join(filter(None, (self._paths.get(id(module)), name)))
+                found.setdefault(id(parameter), user_path(path))
+        self.names.update(found)
+
+    def _number(self) -> None:
+        """Number the compressible tensors in the order of the forward. What the graph holds of each stands for it."""
+        held = [(record.handle if isinstance(record, Recorded) else record, record) for record in self.found]
+        compressible = [(key, record) for key, record in held if record.compressible]
+        self.numbers = {key: number for number, (key, _) in enumerate(compressible)}
+        self.firsts = dict(compressible)
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for block in self._blocks:
+                stack.enter_context(replaced(block, "forward", self._at_block(block)))
+            if self._blocks:
+                stack.enter_context(checkpoint_calls(self._at_checkpoint))
+            yield
+
+    def _at_block(self, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        @wraps(forward)
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                with gathered(block):
+                    return forward(*args, **kwargs)
+            if self._current is None and not self._passing:
+                return self._visit(forward, [block], args, kwargs, False)
+            self._gather(block)
+            return forward(*args, **kwargs)
+
+        return visit
+
+    def _gather(self, block: nn.Module) -> None:
+        """What a block inside of another, or of a checkpoint, needs stays as long as what is around it."""
+        modules = [] if self._current is None else self._current.modules
+        if not any(module is block for module in modules):
+            modules.append(block)
+            self._open.enter_context(gathered(block))
+
+    def _at_checkpoint(
+        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        """In place of torch.utils.checkpoint.checkpoint: outside of blocks, what it runs is a block."""
+        if self._current is not None or self._passing or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **kw)
+        if "context_fn" in kw or kw.get("use_reentrant", True) is not False:  # reentrant ones come back as others
+            self._passing = "context_fn" in kw
+            try:
+                return checkpoint(function, *args, **kw)
+            finally:
+                self._passing = False
+        known = len(self.found)
+
+        def visit(*inputs: Any, **named: Any) -> Any:
+            kept = [record for record in self.found[known:] if isinstance(record, Recorded)]
+            return self._visit(function, [], inputs, named, True, kept)
+
+        return checkpoint(visit, *args, **kw)
+
+    def _visit(
+        self,
+        function: Callable[..., Any],
+        modules: list[nn.Module],
+        args: tuple,
+        kwargs: dict,
+        checkpointed: bool,
+        kept: Sequence[Recorded] = (),
+    ) -> Any:
+        tensors = tensors_of((args, kwargs))
+        chosen = {number: tensor for number, tensor in enumerate(tensors) if _may_be_cut(tensor)}
+        arguments = substituted(copied((args, kwargs)), dict.fromkeys(chosen, _NOTHING))
+        outer, self._open = self._open, ExitStack()
+        with self._open:
+            try:
+                for module in modules:
+                    self._open.enter_context(gathered(module))
+                around = Surroundings(modules, [tensor.device.type for tensor in tensors])
+                visit = Visit(function, modules, arguments, around, checkpointed)
+                for number, tensor in chosen.items():
+                    visit.inputs.append((number, self._kept(tensor, kept), get_gradient_edge(tensor)))
+                starts = {number: cut(tensor) for number, tensor in chosen.items()}
+                args, kwargs = substituted((args, kwargs), starts)
+                known = len(self.found)
+                self._current = visit
+                with nothing_kept() if checkpointed else self._hooks.noting(visit.outcomes):
+                    outputs = function(*args, **kwargs)
+            finally:
+                self._current, self._open = None, outer
+        if any(tensor._version for tensor in starts.values()):
+            raise CutError(visit, ReplayError("it modifies an input in place"))
+        visit.own = {record for record in self.found[known:] if isinstance(record, Noted)}
+        around.settle()
+        self.visits.append(visit)
+        ends = {}
+        for number, tensor in enumerate(tensors_of(outputs)):
+            if _may_be_cut(tensor):
+                ends[number] = start = cut(tensor)
+                edge = get_gradient_edge(start)
+                self._exits[edge.node] = last = Exit(edge)
+                visit.exits.append((number, last))
+        return substituted(outputs, ends)
+
+    def _kept(self, tensor: Tensor, kept: Sequence[Recorded]) -> Any:
+        """What stands for an input until its block runs again: what the checkpoint keeps of it, or a boundary."""
+        for record in kept:
+            same = record.tensor.data_ptr() == tensor.data_ptr() and record.tensor.shape == tensor.shape
+            if same and record.tensor.stride() == tensor.stride():
+                return record
+        return self.boundary(tensor)
+
+    def boundary(self, tensor: Tensor) -> Any:
+        """What stands for a tensor until value_of() gives it back."""
+        return _Boundary(tensor, self._boundary_bits, self._seed + len(self.visits))
+
+    def _part_before(self, heads: Sequence[GradientEdge]) -> Between:
+        nodes, tails, leaves = self._reach([head.node for head in heads])
+        return Between(list(heads), tails, leaves, nodes)
+
+    def _reach(self, roots: Sequence[Any], ends: Sequence[Any] = ()) -> tuple[list, list, list]:
+        """(nodes, exits, leaves) below some nodes, as far as the exits of blocks. ends: nodes to stop at."""
+        nodes: dict[Any, None] = dict.fromkeys(ends)
+        tails: list[Exit] = []
+        leaves: list[tuple[str, GradientEdge]] = []
+        pending = list(roots)
+        while pending:
+            node = pending.pop()
+            if node is None or node in nodes:
+                continue
+            nodes[node] = None
+            if node in self._exits:
+                tails.append(self._exits[node])
+            elif hasattr(node, "variable"):
+                name = self.names.get(id(node.variable))
+                if name is not None or isinstance(node.variable, nn.Parameter) or not self.names:
+                    leaves.append((name or f"leaf {len(leaves)}", GradientEdge(node, 0)))
+            else:
+                pending += [below for below, _ in node.next_functions]
+        return [node for node in nodes if node not in self._exits], tails, leaves
+
+    # -- a block again ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def again(
+        self, visit: Visit, keep: Callable[[Tensor, Any], Replaceable]
+    ) -> Iterator[tuple[Part, Replay | None, list[Tensor]]]:
+        """Within the context the block has its graph. keep(tensor, first): what that holds of each saved tensor."""
+        with ExitStack() as stack:
+            for module in visit.modules:
+                stack.enter_context(gathered(module))
+            try:
+                outputs, inputs, replay = self._run(visit, keep)
+            except ReplayError as error:
+                raise CutError(visit, error) from error
+            heads = [outputs[number] for number, _ in visit.exits]
+            self.learn_names(visit.modules)
+            ends = [tensor.grad_fn for tensor in inputs]
+            nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
+            yield Part(heads, [get_gradient_edge(tensor) for tensor in inputs], leaves, nodes), replay, inputs
+
+    def _run(
+        self, visit: Visit, keep: Callable[[Tensor, Any], Replaceable]
+    ) -> tuple[list[Tensor], list[Tensor], Replay | None]:
+        values = {number: cut(value_of(kept)) for number, kept, _ in visit.inputs}
+        args, kwargs = substituted(copied(visit.arguments), values)
+        replay = None if visit.checkpointed else Replay(visit.outcomes, visit.own, keep)
+        with ExitStack() as stack:
+            stack.enter_context(visit.surroundings.again())
+            if replay is not None:
+                stack.enter_context(replaying(replay))
+            stack.enter_context(self.mode)
+            outputs = tensors_of(visit.function(*args, **kwargs))
+        if any(number >= len(outputs) or not outputs[number].requires_grad for number, _ in visit.exits):
+            raise ReplayError("it returned something else")
+        return outputs, list(values.values()), replay
+
+
+@cache
+def _source(name: str) -> Any:
+    """A function that starts a graph anew at a tensor, under the name of the node that made the tensor before.
+
+    What it returns shares the tensor's memory; its node holds nothing.
+    """
+
+    class Source(Function):
+        @staticmethod
+        def forward(ctx: Any, start: Tensor, tensor: Tensor) -> Tensor:
+            return tensor.data
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+            return None, None
+
+    Source._backward_cls.__name__ = name
+    return Source
+
+
+def cut(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """The tensor with a graph that starts here. like: the tensor that it stands for, itself by default."""
+    made = tensor if like is None else like
+    node = producer(origin(made)) if made.grad_fn is not None else None
+    name = "Source" if node is None else node.name()
+    return _source(name).apply(torch.zeros((), requires_grad=True), tensor.detach())
+
+
+def _may_be_cut(tensor: Tensor) -> bool:
+    """Whether a tensor is computed from activations; parameters, and what is made of them, are no boundaries."""
+    return tensor.requires_grad and tensor.grad_fn is not None and not made_from_parameters(tensor.grad_fn)
+
+
+class _Boundary:
+    """A tensor at the border of a block, until the block runs again."""
+
+    def __init__(self, tensor: Tensor, bits: int | None, seed: int) -> None:
+        self._packed: codec.Packed | None = None
+        self._tensor: Tensor | None = None
+        if bits is not None and tensor.is_floating_point() and type(tensor) is Tensor:
+            with torch.no_grad():
+                self._packed = codec.pack(tensor.detach(), bits, seed)
+        else:
+            self._tensor, self._version = tensor.detach(), tensor._version
+
+    def value(self) -> Tensor:
+        """Raises ReplayError if it was modified in place meanwhile."""
+        if self._packed is not None:
+            return codec.unpack(self._packed)
+        if self._tensor is None or self._tensor._version != self._version:
+            raise ReplayError("an input was modified in place after the block had run")
+        return self._tensor
+
+
+def substituted(structure: Any, tensors: dict[int, Tensor]) -> Any:
+    """The same structure with some of its tensors, by their number, replaced."""
+    numbers = count()
+    return map_tensors(structure, lambda tensor: tensors.get(next(numbers), tensor)) if tensors else structure
+
+
+def value_of(kept: Any) -> Any:
+    """The tensor that a boundary, or the record of a checkpoint's input, stands for; None for None."""
+    if kept is None:
+        return None
+    return kept.handle.restore() if isinstance(kept, Recorded) else kept.value()
+
+
+_NOTHING = torch.empty(0)

@@ -1,0 +1,135 @@
+"""Parts of a graph that are differentiated twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from .._torch_internals import keeps_tensors
+from ..hooks import Recorded, Replayed
+
+_ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
+
+
+class OpaqueError(RuntimeError):
+    """A part of a model has an operator whose backward cannot be differentiated."""
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of the graph that is differentiated twice: gradients enter at its heads, leave at its tails and leaves."""
+
+    heads: Sequence[Any]
+    tails: Sequence[GradientEdge]
+    leaves: Sequence[tuple[str, GradientEdge]]
+    nodes: Sequence[Any]
+
+    def gradients(self, entering: Sequence[Tensor] | None, create_graph: bool = False) -> list[Tensor | None]:
+        """At tails, then leaves."""
+        inputs = [*self.tails, *(edge for _, edge in self.leaves)]
+        if not inputs:
+            return []
+        return list(
+            torch.autograd.grad(
+                self.heads, inputs, entering, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+        )
+
+    def differentiable_gradients(self, entering: Sequence[Tensor] | None) -> list[Tensor | None]:
+        """The same with their graph. Raises OpaqueError if some backward leaves it or refuses.
+
+        If it does not run at all, the plain backward of a perturbation raises the error.
+        """
+        opaque: list[str] = []
+        handles = [node.register_hook(_watch(node, opaque)) for node in self.nodes]
+        try:
+            with refused():
+                found = self.gradients(entering, create_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if opaque:
+            raise OpaqueError(f"backward of {', '.join(sorted(set(opaque)))} has no derivative")
+        return found
+
+
+def present(heads: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor] | None]:
+    """The heads that a gradient enters at, and these gradients."""
+    if not gradients:
+        return list(heads), None
+    pairs = [(head, gradient) for head, gradient in zip(heads, gradients, strict=True) if gradient is not None]
+    return [head for head, _ in pairs], [gradient for _, gradient in pairs]
+
+
+@contextmanager
+def cut_off(found: Sequence[Replayed]) -> Iterator[None]:
+    """Within the context nothing flows back from one saved tensor into what it was computed from."""
+    outputs: dict[Any, set[int]] = defaultdict(set)
+    for item in found:
+        if item.record.node is not None:
+            outputs[item.record.node].add(item.record.output_number)
+    handles = [node.register_prehook(_without(numbers)) for node, numbers in outputs.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
+    def prehook(inputs: Sequence[Tensor]) -> tuple:
+        return tuple(None if number in numbers else value for number, value in enumerate(inputs))
+
+    return prehook
+
+
+def seen_through(record: Recorded, product: Tensor) -> Tensor:
+    """The part of an edge's values that lies under the saved view, in the view's shape."""
+    origin, tensor = record.origin, record.tensor
+    if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
+        return product
+    laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)
+    laid_out.copy_(product)
+    return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
+
+
+def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
+    """A hook that notes a node whose results do not depend, for autograd, on what they are computed from."""
+
+    def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        for result in results:
+            if result is None:
+                continue
+            if result.grad_fn is not None:
+                underivable = result.grad_fn.name() in _ERROR_NODES
+            else:
+                varies = any(gradient is not None and gradient.requires_grad for gradient in given)
+                varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
+                underivable = varies and not result.requires_grad and bool(result.any())
+            if underivable:
+                opaque.append(node.name())
+
+    return hook
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """An operator that refuses to be differentiated raises OpaqueError; too little memory is what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise OpaqueError(f"no one-pass sensitivity ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
