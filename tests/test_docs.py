@@ -19,7 +19,8 @@ PAGES += sorted((ROOT / "benchmarks" / "results").glob("*.md"))
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Quoted inside another message, which has a row: "state cannot be used: …".
-WITHOUT_A_ROW = {"StateError", "_fields.StateError"}
+# caught, and shown as a part of another message
+WITHOUT_A_ROW = {"StateError", "_fields.StateError", "ReplayError", "OpaqueError"}
 SOURCES = ("benchmarks", "configs", "csrc", "docs", "examples", "gact_dist", "launch", "tests", "tools")
 NAMES_A_FILE = re.compile(r"[\w./*-]+\.(cpp|cu|h|json|md|png|py|sh|toml|txt)|[\w-]+(/[\w-]+)*/")
 # Named by a page and not in the repository: made by a run, or the reader's own.

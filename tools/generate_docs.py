@@ -31,11 +31,19 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "deepspeed" / "gact.schema.json"
 PAGE = ROOT / "docs" / "configuration.md"
 START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
-JSON_TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "None": "null"}
+JSON_TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "float": "number",
+    "str": "string",
+    "None": "null",
+    "Sequence": "array",
+}
 LIMITS: dict[str, dict[str, Any]] = {
     "policy": {"enum": list(POLICIES)},
     "compressor": {"enum": list(COMPRESSORS)},
     "estimator": {"enum": list(ESTIMATORS)},
+    "blocks": {"items": {"type": "string"}},
     "level": {"enum": list(LEVELS)},
     "bits": {"minimum": 1, "maximum": 8},
     "retained_bytes": {"minimum": 1},
@@ -101,7 +109,7 @@ def _property(name: str, kind: str, default: object, text: str) -> dict:
     types = json_types(kind)
     return {
         "type": types if len(types) > 1 else types[0],
-        "default": default,
+        "default": list(default) if isinstance(default, tuple) else default,
         "description": text,
         **LIMITS.get(name, {}),
     }

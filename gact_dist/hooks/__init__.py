@@ -6,11 +6,11 @@ from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
-from .handles import Noted, Recorded, Replaceable, View
+from .handles import Noted, Recorded, Replaceable, ReplayError, View
 from .inlined import check_inlined
 from .naming import origin, producer
 from .parameters import made_from_parameters
-from .replay import Replay, Replayed, ReplayError
+from .replay import Replay, Replayed
 from .roles import OperatorObserver
 
 __all__ = [

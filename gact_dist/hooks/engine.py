@@ -27,7 +27,7 @@ from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .compiled import RegionParameters, has_compiled_parts, running_region
 from .encoder import Encoder
-from .handles import Distributed, Kept, Noted, Recorded, View
+from .handles import Distributed, Kept, Noted, Recorded, ReplayError, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
@@ -191,7 +191,7 @@ class SavedTensorHooks:
 
         record = self._sink
         if not isinstance(record, Record):
-            raise RuntimeError("tensors can be noted only while a forward is recorded")
+            raise ReplayError("tensors can be noted only while a forward is recorded")
         record.notes = True
         try:
             with saved_tensors_hooks(pack, _unpack):

@@ -124,6 +124,10 @@ class Recorded:
         self.handle.replacement = tensor
 
 
+class ReplayError(RuntimeError):
+    """A block did not do the same when it ran again, or cannot run again."""
+
+
 @dataclass(eq=False)
 class Noted:
     """A tensor that a block saved in a run that only showed what it saves: the graph holds none of its memory."""
@@ -138,7 +142,7 @@ class Noted:
         return self.shape.numel()
 
     def restore(self) -> Tensor:
-        raise RuntimeError(f"{self.name!r} was noted, not kept: a backward reached a block that ran only to be noted")
+        raise ReplayError(f"a backward reached {self.name!r} in a block that had run only to be noted")
 
 
 class View:

@@ -15,12 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import in_backward
-from .handles import Kept, Noted, Recorded, Replaceable, View
+from .handles import Kept, Noted, Recorded, Replaceable, ReplayError, View
 from .naming import origin
-
-
-class ReplayError(RuntimeError):
-    """A block did not do the same when it ran again."""
 
 
 @dataclass(eq=False)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from ..distributed import sharding
-from ..hooks import Recorded, SavedTensorHooks, has_compiled_parts
+from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
 from .autograd_graph import scalar
 from .blocks import BlockForward, CutError
@@ -91,7 +91,7 @@ def measure(
     while estimator == "one-pass" or not whole:
         try:
             return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
-        except (CutError, OpaqueError) as error:
+        except (CutError, OpaqueError, ReplayError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
             _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
