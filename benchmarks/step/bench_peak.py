@@ -4,12 +4,13 @@
     python -m benchmarks.step.bench_peak --json benchmarks/results/peak.json --jobs unet vit --methods untouched L2
     python -m benchmarks.step.bench_peak --table benchmarks/results/peak.json
 
-The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks (gloo; each rank has the whole batch;
-figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks (non-reentrant), a level, or
-both. Every job and method is measured in a fresh process. A level trains with gact.step(loss_fn, batch), which adapts
-in the first step; adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. Other
-methods run three steps. Worst: the largest peak of all steps. Later: the median of the peaks after the last adaptation
-(after the first step where nothing adapts).
+The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks (gloo; each has half of the batch, or
+all of one sequence; figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks
+(non-reentrant), a level, or both. Every job and method is measured in a fresh process, on two threads, with two ranks
+on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which adapts in the first step;
+adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. Methods that do not adapt
+run three steps. Worst: the largest peak of all steps. Later: the median of the peaks after the last adaptation (after
+the first step where nothing adapts).
 
 Two figures for each step, both above what the process held before the first one: model, optimizer state, batch, and
 what torch keeps of kernels. The same for all methods: one step on the batch without gact_dist comes before, then freed
@@ -50,7 +51,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import gact_dist
 from benchmarks.adaptation.bench_adaptation import processor
-from benchmarks.step.peak_jobs import JOBS, SMALL_SIZES, UNSHARDED, Job
+from benchmarks.step.peak_jobs import JOBS, SIZES_ON_TWO_RANKS, SMALL_SIZES, UNSHARDED, Job
 from examples.train.peak_memory import PeakMemory
 
 METHODS = ("untouched", "checkpointing", "L1", "L2", "L2 with checkpointing")
@@ -143,7 +144,7 @@ def checkpoint_blocks(job: Job) -> None:
     )
 
     if job.pretrained is not None:
-        job.pretrained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        job.pretrained.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         return
     blocks = set(job.blocks)
     apply_activation_checkpointing(job.model, check_fn=lambda module: module in blocks)
@@ -198,7 +199,8 @@ def live_peaks(start: Callable[[], None], step: Callable[[], None], steps: int) 
 def measure(name: str, method: str, *, sharded: bool, follow: bool, steps: int, small: bool) -> Row:
     """One job under one method, in this process."""
     torch.manual_seed(0)
-    job = JOBS[name](**SMALL_SIZES[name] if small else {})
+    sizes = SIZES_ON_TWO_RANKS.get(name, {}) if sharded else {}
+    job = JOBS[name](**SMALL_SIZES[name] if small else sizes)
     training = Training(job, method, sharded=sharded, follow=follow, steps=steps)
     resident, adapted_at, times_s = resident_peaks(training)
     live = live_peaks(training.start, training.step, training.steps)
@@ -226,17 +228,15 @@ def run(name: str, method: str, ranks: int, options: argparse.Namespace) -> Row:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", "benchmarks.step.bench_peak", "--one", name, method]
     command += ["--steps", str(options.steps), *(["--follow"] * options.follow), *(["--small"] * options.small)]
-    threads = {"OMP_NUM_THREADS": str(max(1, 2 // ranks))}
+    environment = {"OMP_NUM_THREADS": str(2 // ranks), **os.environ, **ENVIRONMENT}
     where = {"job": name, "method": method, "ranks": ranks, "follow": options.follow}
     where |= {"date": datetime.date.today().isoformat(), "commit": commit()}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LONGEST_S, env={**os.environ, **ENVIRONMENT, **threads}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, env=environment)
     except subprocess.TimeoutExpired:
         return {**where, "error": f"no result after {LONGEST_S} s"}
     if done.returncode:
-        return {**where, "error": done.stderr.strip()}
+        return {**where, "error": done.stderr.strip() or f"exit status {done.returncode}"}
     return {**where, **json.loads(done.stdout.splitlines()[-1])}
 
 
@@ -292,7 +292,7 @@ def write(path: Path, rows: Iterable[Row], steps: int) -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "gact_dist": gact_dist.__version__,
-        "threads": "2 on one process, 1 on each of two ranks",
+        "threads": os.environ.get("OMP_NUM_THREADS", "2 on one process, 1 on each of two ranks"),
         "environment": ENVIRONMENT,
         "steps": steps,
         "steps_without_adaptation": STEPS_WITHOUT_ADAPTATION,
@@ -310,7 +310,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2), default=(1, 2), help="2: FSDP2 (default: both)")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps of a level that adapts")
-    parser.add_argument("--follow", action="store_true", help="attach(model).follow() in place of gact.step()")
+    parser.add_argument("--follow", action="store_true", help="follow() in place of step(); use a file of its own")
     parser.add_argument("--small", action="store_true", help="tiny sizes: whether the script works")
     parser.add_argument("--json", type=Path, help="write the results to this file; its other rows stay")
     parser.add_argument("--table", type=Path, metavar="JSON", help="only print the table of this file")
@@ -335,10 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
         row = run(name, method, ranks, options)
         measured.append(row)
         rows[name, ranks, method] = row
-        cells = (
-            row["error"].splitlines()[-1] if "error" in row else ", ".join(_cell(row, f) for f in ("resident", "live"))
-        )
-        print(f"{name}, {ranks} rank(s), {method}: {cells} ({time.perf_counter() - start_s:.0f} s)", flush=True)
+        found = row["error"].splitlines()[-1] if "error" in row else f"{_cell(row, 'resident')}, {_cell(row, 'live')}"
+        print(f"{name}, {ranks} rank(s), {method}: {found} ({time.perf_counter() - start_s:.0f} s)", flush=True)
         if options.json:
             write(options.json, rows.values(), options.steps)
     print("\n" + table({"rows": measured}))

@@ -236,6 +236,15 @@ JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in (text, image
 UNSHARDED = frozenset({"gat"})
 """jobs that nobody would run with FSDP2: two small layers and one graph"""
 
+SIZES_ON_TWO_RANKS: dict[str, dict[str, int]] = {
+    "text": {"batch_size": 32},
+    "image": {"batch_size": 128},
+    "unet": {"batch_size": 8},
+    "vit": {"batch_size": 16},
+    "llama": {"batch_size": 2},
+}
+"""half of the batch for each rank, where it has more than one example"""
+
 SMALL_SIZES: dict[str, dict[str, int]] = {
     "text": {"batch_size": 2},
     "image": {"batch_size": 2},
