@@ -19,8 +19,8 @@ memory is returned to the system (malloc_trim), and only then gact_dist is attac
 * resident: the high-water mark of the resident set, reset before each step. The child's allocator (glibc) returns freed
   blocks of 64 KiB or more to the system at once and has one arena.
 * live: the largest sum of the bytes that torch's CPU allocator had given out, from the memory events of torch.profiler
-  in a second pass of the same process, which attaches anew. This counts tensors, the workspaces of operators and no
-  others' memory. Allocations of gloo's own threads are not seen.
+  in a second pass of the same process, which attaches anew. This counts tensors and the workspaces of operators, those
+  of gloo's threads as far as they are alive when the training thread allocates or frees.
 
 Results are written after every process; other rows of the same file stay.
 """
@@ -38,7 +38,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _EventType
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -176,24 +178,52 @@ def resident_peaks(training: Training) -> tuple[list[int], list[int], list[float
 def live_peaks(start: Callable[[], None], step: Callable[[], None], steps: int) -> list[int]:
     """Largest sum of live bytes of torch's CPU allocator in each step, above those before start()."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with counting_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         start()
         for _ in range(steps):
             with record_function(_STEP):
                 step()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    ends = [event.start_ns() + event.duration_ns() for event in events if event.name() == _STEP]
-    peaks, live = [0] * steps, 0
-    number = 0
-    for event in events:
-        if event.name() != "[memory]":
-            continue
-        while number < steps - 1 and event.start_ns() > ends[number]:
+    events = _events(profiler)
+    ends = [event.end_time_ns for event in events if event.name == _STEP]
+    totals = [
+        (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
+        for event in events
+        if event.tag == _EventType.Allocation
+    ]
+    before = totals[0][1] - totals[0][2] if totals else 0
+    peaks, live, number = [0] * steps, 0, 0
+    for time_ns, total, _ in totals:
+        while number < steps - 1 and time_ns > ends[number]:
             number += 1
             peaks[number] = live
-        live += event.nbytes()
+        live = total - before
         peaks[number] = max(peaks[number], live)
     return peaks
+
+
+@contextmanager
+def counting_all_threads() -> Iterator[None]:
+    """Count what other threads allocate and free as well: gloo's free tensors that this one has allocated.
+
+    The profiler records events of this thread alone, but each has the total of the allocator.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    flag = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = False
+
+
+def _events(profiler: profile) -> list[Any]:
+    """All that the profiler recorded, in the order of time."""
+    events, rest = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while rest:
+        event = rest.pop()
+        events.append(event)
+        rest += event.children
+    return sorted(events, key=lambda event: event.start_time_ns)
 
 
 def measure(name: str, method: str, *, sharded: bool, follow: bool, steps: int, small: bool) -> Row:

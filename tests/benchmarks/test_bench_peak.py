@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from argparse import Namespace
 from pathlib import Path
 
@@ -49,6 +50,19 @@ def test_live_storages_are_counted_exactly():
     steps = iter([first, lambda: None, lambda: torch.empty(KIB, dtype=torch.uint8)])
     peaks = live_peaks(start, lambda: next(steps)(), 3)
     assert peaks == [(1 + 3 + 2 + 4) * KIB, (1 + 2) * KIB, (1 + 2 + 1) * KIB]
+
+
+def test_what_another_thread_frees_is_counted():
+    held: list[torch.Tensor] = []
+
+    def step() -> None:
+        held.append(torch.empty(2 * KIB, dtype=torch.uint8))
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        torch.empty(KIB, dtype=torch.uint8)
+
+    assert live_peaks(lambda: None, step, 3) == [2 * KIB] * 3
 
 
 def test_the_peak_of_a_training_step_is_the_count_by_hand():
