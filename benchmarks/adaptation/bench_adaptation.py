@@ -1,13 +1,20 @@
-"""What does one adaptation cost, in multiples of one plain training step, and does it grow with the number of tensors?
+"""What does one adaptation cost, in plain steps of the job's own batch, and how long is the longest step of it?
 
-    python -m benchmarks.adaptation.bench_adaptation [--json FILE] [--rounds 9]
+    python -m benchmarks.adaptation.bench_adaptation [--json FILE] [--rounds 5]
 
-Language models of 3, 6 and 26 blocks, which keep about 50, 100 and 400 tensors for backward. Beside the adaptation
-stands GACT's own procedure, written here from the paper (Liu et al., ICML 2022, section 4): for each tensor three
+Small GPTs with batches of 1, 2, 8 and 64 examples, one with a single long sequence, and at 8 examples two more depths,
+which keep about 50 and 400 tensors for backward. Three copies of a model take turns, one step each, so that a change of
+the machine's speed meets all: the untouched job, level L2 with one adaptation before the measurement, and level L2 with
+an adaptation every few steps. An adaptation may be spread over steps, so whole steps are timed, from the end of one
+adaptation to the end of the next. Its total is the sum of their differences to the compressed step that was taken in
+the same turn; its longest step is counted whole. The unit of both is the median plain step of these turns; medians
+over the rounds are reported.
+
+Below stands GACT's own procedure, written here from the paper (Liu et al., ICML 2022, section 4): for each tensor three
 forward and backward passes of the compressed model, in which all that changes is the rounding of that tensor. Its
-passes all cost the same, so one tensor is measured and the number of tensors multiplied in. What is compared runs in
-turns, so that a change of the machine's speed meets all; medians are reported, each of the ratio to the plain step
-beside it. Times are processor seconds of a single thread: other work on the machine hardly shows in them.
+passes all cost the same, so one tensor is measured and the number of tensors multiplied in; all of it is one step.
+
+Times are processor seconds of a single thread: other work on the machine hardly shows in them.
 """
 
 from __future__ import annotations
@@ -20,7 +27,8 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +39,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gact_dist
 from examples.train.models import LanguageModel
-from gact_dist import codec
+from gact_dist import Config, codec
 from gact_dist.adaptation import _PROBES
 
-BLOCKS = (3, 6, 26)
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, SLICE = 256, 128, 4, 32, 32, 8
+VOCABULARY, WIDTH, HEADS = 256, 128, 4
+INTERVAL = 10
+"""steps from one adaptation to the next; one that is spread over steps has to fit"""
+SLICE = 8
+"""examples that GACT's procedure is measured on as well, the default of calibration_samples"""
 GACT_BITS = 4
 GACT_PASSES = 3
 BATCH_OF_TOKENS = tuple[Tensor, Tensor]
@@ -77,72 +88,151 @@ class GactProcedure:
         return kept if isinstance(kept, Tensor) else codec.unpack(kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One model. The multiples are medians of the ratio to the plain step of the same round."""
+@dataclass(frozen=True)
+class Case:
+    """A model and the shape of its batch."""
 
     blocks: int
-    saved_tensors: int
+    batch: int
+    length: int
+
+
+CASES = (
+    *(Case(6, batch, 32) for batch in (1, 2, 8, 64)),
+    Case(6, 1, 1024),
+    Case(3, 8, 32),
+    Case(26, 8, 32),
+)
+GACT_CASE = Case(6, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case. Multiples are in plain steps of its batch, medians over the rounds."""
+
+    blocks: int
+    batch: int
+    length: int
+    method: str
     compressible_tensors: int
     plain_step_s: float
-    adaptation_slice_s: float
-    adaptation_full_s: float
-    adaptation_slice_steps: float
-    """one adaptation on 8 samples, in plain steps on the whole batch"""
-    adaptation_full_steps: float
-    gact_full_steps: float
-    """GACT's procedure on the whole batch for all compressible tensors: measured for one of them, times their number"""
-    gact_slice_steps: float
-    """the same on the 8 samples of the slice"""
+    compressed_step_s: float | None = None
+    total_steps: float
+    """what one adaptation adds, summed over the steps that it is spread over"""
+    longest_step_steps: float
+    """the longest of these steps, with the training that it does as well"""
 
 
-def measure(blocks: int, rounds: int) -> Row:
-    """Times of one model, everything once in each round."""
-    torch.manual_seed(0)
-    model = LanguageModel(VOCABULARY, LENGTH, WIDTH, blocks, HEADS, dropout=0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
-    batch = tokens[:, :-1], tokens[:, 1:]
-    part = batch[0][:SLICE], batch[1][:SLICE]
+class Job:
+    """A GPT, its batch and its optimizer."""
 
-    def loss_fn(inputs_and_targets: BATCH_OF_TOKENS) -> Tensor:
-        inputs, targets = inputs_and_targets
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.model = LanguageModel(VOCABULARY, case.length, WIDTH, case.blocks, HEADS, dropout=0.0)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        tokens = torch.randint(0, VOCABULARY, (case.batch, case.length + 1))
+        self.batch = tokens[:, :-1], tokens[:, 1:]
 
-    def plain_step() -> None:
-        optimizer.zero_grad()
-        loss_fn(batch).backward()
-        optimizer.step()
+    def loss(self, batch: BATCH_OF_TOKENS) -> Tensor:
+        """The mean cross entropy of the next token."""
+        inputs, targets = batch
+        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
-    gact = gact_dist.attach(model, level="L2")
-    with gact.step(loss_fn, batch):
-        loss_fn(batch)
-    saved, compressible = len(gact.report().rows), len(gact.plan)
-    whole_batch, few_samples = GactProcedure(model, loss_fn, batch), GactProcedure(model, loss_fn, part)
-    times = times_s(
-        {
-            "plain": plain_step,
-            "slice": lambda: gact.calibrate(loss_fn, batch, samples=SLICE),
-            "full": lambda: gact.calibrate(loss_fn, batch, samples=BATCH),
-            "gact full": lambda: whole_batch.sensitivity(0),
-            "gact slice": lambda: few_samples.sensitivity(0),
-        },
-        rounds,
+    def step(self, gact: gact_dist.Controller | None = None) -> None:
+        """One training step, compressed if there is a controller."""
+        self._optimizer.zero_grad()
+        with nullcontext() if gact is None else gact.step(self.loss, self.batch):
+            loss = self.loss(self.batch)
+        loss.backward()
+        self._optimizer.step()
+
+
+@dataclass
+class Round:
+    """Seconds of the steps from the end of one adaptation to the end of the next, turn by turn."""
+
+    plain_s: list[float] = field(default_factory=list)
+    compressed_s: list[float] = field(default_factory=list)
+    adapting_s: list[float] = field(default_factory=list)
+
+    @property
+    def total_steps(self) -> float:
+        """What the adaptation adds, in plain steps."""
+        added_s = sum(self.adapting_s) - sum(self.compressed_s)
+        return added_s / statistics.median(self.plain_s)
+
+    @property
+    def longest_step_steps(self) -> float:
+        """The longest step, in plain steps."""
+        return max(self.adapting_s) / statistics.median(self.plain_s)
+
+
+def measure(case: Case, rounds: int) -> Row:
+    """An adaptation of one case."""
+    plain, compressed, adapting = Job(case), Job(case), Job(case)
+    settled = gact_dist.attach(compressed.model, config=Config.from_level("L2", adapt_interval=10**9))
+    # with tolerance 0 no plan is kept, which would make the next interval longer
+    often = Config.from_level("L2", adapt_interval=INTERVAL, adapt_tolerance=0.0)
+    gact = gact_dist.attach(adapting.model, config=often)
+
+    def turns() -> Round:
+        """Until an adaptation has ended."""
+        current, adaptations = Round(), len(gact.history)
+        while len(gact.history) == adaptations:
+            current.plain_s.append(seconds(plain.step))
+            current.compressed_s.append(seconds(lambda: compressed.step(settled)))
+            current.adapting_s.append(seconds(lambda: adapting.step(gact)))
+            if len(current.plain_s) > 10 * INTERVAL:
+                raise RuntimeError(f"no adaptation ended within {len(current.plain_s)} steps at {case}")
+        return current
+
+    turns()  # the first adaptation of both warms up
+    found = [turns() for _ in range(rounds)]
+    row = Row(
+        **asdict(case),
+        method="one pass",
+        compressible_tensors=len(gact.plan),
+        plain_step_s=statistics.median(statistics.median(current.plain_s) for current in found),
+        compressed_step_s=statistics.median(statistics.median(current.compressed_s) for current in found),
+        total_steps=statistics.median(current.total_steps for current in found),
+        longest_step_steps=statistics.median(current.longest_step_steps for current in found),
     )
     gact.detach()
-    steps = {name: median_ratio(values, times["plain"]) for name, values in times.items()}
-    return Row(
-        blocks=blocks,
-        saved_tensors=saved,
-        compressible_tensors=compressible,
-        plain_step_s=statistics.median(times["plain"]),
-        adaptation_slice_s=statistics.median(times["slice"]),
-        adaptation_full_s=statistics.median(times["full"]),
-        adaptation_slice_steps=steps["slice"],
-        adaptation_full_steps=steps["full"],
-        gact_full_steps=steps["gact full"] * compressible,
-        gact_slice_steps=steps["gact slice"] * compressible,
-    )
+    settled.detach()
+    return row
+
+
+def measure_gact(case: Case, rounds: int, tensors: int) -> list[Row]:
+    """GACT's procedure for as many tensors, on the whole batch and on a slice of it."""
+    job = Job(case)
+    part = job.batch[0][:SLICE], job.batch[1][:SLICE]
+    whole_batch, few = (GactProcedure(job.model, job.loss, batch) for batch in (job.batch, part))
+    methods = {
+        "GACT, whole batch": lambda: whole_batch.sensitivity(0),
+        f"GACT, {SLICE} examples": lambda: few.sensitivity(0),
+    }
+    times = times_s({"plain": job.step, **methods}, rounds)
+    rows = []
+    for method in methods:
+        steps = tensors * median_ratio(times[method], times["plain"])
+        rows.append(
+            Row(
+                **asdict(case),
+                method=method,
+                compressible_tensors=tensors,
+                plain_step_s=statistics.median(times["plain"]),
+                total_steps=steps,
+                longest_step_steps=steps + 1,
+            )
+        )
+    return rows
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Processor seconds of an action."""
+    start_s = time.process_time()
+    action()
+    return time.process_time() - start_s
 
 
 def times_s(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -150,10 +240,9 @@ def times_s(actions: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     times: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
-            start_s = time.process_time()
-            action()
+            time_s = seconds(action)
             if number > 0:
-                times[name].append(time.process_time() - start_s)
+                times[name].append(time_s)
     return times
 
 
@@ -172,31 +261,34 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def show(rows: list[Row]) -> None:
-    """The table."""
-    print("cost of one adaptation, in plain training steps (forward, backward, AdamW) on the whole batch")
-    print(f"{'':>42} {'one pass':>17} {'GACT, 3 a tensor':>17}")
-    columns = ("blocks", "saved", "compressible", "step ms")
-    print(" ".join(f"{c:>{w}}" for c, w in zip(columns, (6, 8, 13, 12), strict=True)), end="")
-    print(f" {'8 samples':>10} {'all':>6} {'8 samples':>10} {'all':>6}")
-    for row in rows:
-        print(
-            f"{row.blocks:6} {row.saved_tensors:8} {row.compressible_tensors:13} {1e3 * row.plain_step_s:12.1f}"
-            f" {row.adaptation_slice_steps:10.2f} {row.adaptation_full_steps:6.2f}"
-            f" {row.gact_slice_steps:10.0f} {row.gact_full_steps:6.0f}"
-        )
+def show(row: Row) -> None:
+    """One line of the table."""
+    print(
+        f"{row.blocks:6} {row.batch:6} {row.length:7} {row.compressible_tensors:8} {1e3 * row.plain_step_s:8.1f}"
+        f" {row.total_steps:8.1f} {row.longest_step_steps:8.1f}  {row.method}",
+        flush=True,
+    )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, show, and write the results where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results to this file as well")
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each case; the median counts")
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=5, help="adaptations of each case; the median counts")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = [measure(blocks, arguments.rounds) for blocks in BLOCKS]
-    show(rows)
-    if arguments.json:
+    print("cost of one adaptation, in plain training steps (forward, backward, AdamW) on the job's own batch")
+    print(" blocks  batch  tokens  tensors  step ms    total  longest  method")
+    rows = []
+    for case in CASES:
+        rows.append(measure(case, options.rounds))
+        show(rows[-1])
+        if case == GACT_CASE:
+            beside = measure_gact(case, options.rounds, rows[-1].compressible_tensors)
+            rows += beside
+            for row in beside:
+                show(row)
+    if options.json:
         report = {
             "benchmark": "adaptation",
             "date": datetime.date.today().isoformat(),
@@ -206,15 +298,17 @@ def main() -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "gact_dist": gact_dist.__version__,
-            "model": f"width {WIDTH}, {HEADS} heads, {LENGTH} tokens, batch {BATCH}, slice of {SLICE} samples",
-            "rounds": arguments.rounds,
+            "model": f"width {WIDTH}, {HEADS} heads, {VOCABULARY} words",
+            "level": "L2",
+            "adapt_interval": INTERVAL,
+            "rounds": options.rounds,
             "probes": _PROBES,
             "probes_note": "all on the one rank of this benchmark; in a job the ranks share them",
             "gact_note": "the three passes of one tensor are measured in each round, times the number of tensors",
             "rows": [asdict(row) for row in rows],
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

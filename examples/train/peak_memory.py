@@ -25,14 +25,17 @@ class PeakMemory:
     only the first steps are measured. They include the first adaptation of an adaptive level.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, steps: int = MEASURED_STEPS, return_from_bytes: int = _RETURN_ALL_BYTES
+    ) -> None:
+        """steps: how many are measured; return_from_bytes: freed blocks of this size are returned to the system."""
+        self.device, self._steps = device, steps
         self.steps_bytes: list[int] = []
         self.resettable = True
         """False if the process cannot reset its high-water mark; each peak is then that of the lifetime so far."""
         gc.collect()
         if not self._on_gpu:
-            _set_allocator(_RETURN_ALL_BYTES)
+            _set_allocator(return_from_bytes)
         self._reset()
         self._before_bytes = torch.cuda.memory_allocated(device) if self._on_gpu else _status_bytes("VmRSS")
 
@@ -41,13 +44,13 @@ class PeakMemory:
         return self.device.type == "cuda"
 
     def end_step(self) -> None:
-        """Record the peak since the last call. Only the first MEASURED_STEPS calls do this."""
-        if len(self.steps_bytes) == MEASURED_STEPS:
+        """Record the peak since the last call. Only the first `steps` calls do this."""
+        if len(self.steps_bytes) == self._steps:
             return
         peak_bytes = torch.cuda.max_memory_allocated(self.device) if self._on_gpu else _status_bytes("VmHWM")
         self.steps_bytes.append(peak_bytes - self._before_bytes)
         self._reset()
-        if len(self.steps_bytes) == MEASURED_STEPS and not self._on_gpu:
+        if len(self.steps_bytes) == self._steps and not self._on_gpu:
             _set_allocator(_KEEP_BYTES)
 
     def _reset(self) -> None:
