@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
 # deviation of 0.08 and more, and allocation favours tensors whose estimates are too low.
 _PROBES = 4
+# The time of a measurement on all of a step's batch, in plain steps: of its three visits to each block, and of every
+# direction in the last of them. In a step of the job it is to take no more than the first.
+_LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -118,9 +121,10 @@ class Adapter:
         self.most_examples = sys.maxsize
         """for which memory may be enough to measure"""
 
-    def adapt(self, batch: ProbeBatch, step: int) -> Adaptation:
+    def adapt(self, batch: ProbeBatch, step: int, *, in_step: bool = True) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
 
+        in_step: where most of the step's batch is measured, with fewer directions, so that the step is not long.
         Raises on every rank what the loss function or the model raised on any, ValueError when the loss is no scalar
         with a graph or the budget cannot be reached.
         """
@@ -128,7 +132,7 @@ class Adapter:
         step_bytes = self._weigh(batch.whole) if self.policy.needs_step_bytes else None
         if step_bytes is not None and not self._hooks.plan.bits:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
-        costs, invalid = self._measured(batch, step)
+        costs, invalid = self._measured(batch, step, in_step)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
@@ -213,12 +217,12 @@ class Adapter:
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, batch: ProbeBatch, step: int) -> tuple[Costs, dict[str, int]]:
+    def _measured(self, batch: ProbeBatch, step: int, in_step: bool) -> tuple[Costs, dict[str, int]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
         on fewer examples, then without a second derivative."""
         estimator = self._config.estimator
         while True:
-            measured = self._measure(batch, step, estimator)
+            measured = self._measure(batch, step, estimator, in_step)
             costs, invalid, fits = self._reduced(measured, batch.fraction)
             half = None if fits else batch.half()
             if half is not None:
@@ -230,14 +234,14 @@ class Adapter:
             else:
                 return costs, invalid
 
-    def _measure(self, batch: ProbeBatch, step: int, estimator: str) -> list[Sensitivity] | None:
+    def _measure(self, batch: ProbeBatch, step: int, estimator: str, in_step: bool) -> list[Sensitivity] | None:
         """What this rank measures; None if it runs out of memory."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
                 return batch.measured(
                     lambda forward, fraction: measure(
                         self._hooks, self._model, forward, seed=self._seed(step), fraction=fraction,
-                        probes=self._draws, estimator=estimator,
+                        probes=self._directions(fraction) if in_step else self._draws, estimator=estimator,
                     )
                 )  # fmt: skip
             except torch.OutOfMemoryError as error:
@@ -255,6 +259,10 @@ class Adapter:
                 )
                 return []
         return None
+
+    def _directions(self, fraction: float) -> int:
+        """How many directions a step has time for. fraction: of its examples that are measured."""
+        return min(self._draws, max(1, int((_LONGEST / fraction - _VISITS) / _DIRECTION)))
 
     def _seed(self, step: int) -> int:
         return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank

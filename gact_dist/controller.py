@@ -88,7 +88,8 @@ class Controller:
         if loss_fn is not None:
             schedule.draw(partial(loss_fn, batch))
             if schedule.due():
-                self.calibrate(loss_fn, batch, samples=self.config.calibration_samples)
+                examples = schedule.probe_examples(self.config.calibration_samples)
+                schedule.adapt(ProbeBatch(loss_fn, batch, examples))
         elif schedule.adapter is not None:
             schedule.adapter.idle(schedule.step)
         with schedule.forward(), watched:
@@ -117,7 +118,7 @@ class Controller:
         self._expect_not_detached("calibrate()")
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
-        self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)))
+        self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), in_step=False)
 
     # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
 

@@ -120,13 +120,13 @@ class Schedule:
             with self.measurement():
                 self.adapter.draw(self.step, loss, unit)
 
-    def adapt(self, batch: ProbeBatch) -> None:
-        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree."""
+    def adapt(self, batch: ProbeBatch, *, in_step: bool = True) -> None:
+        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt."""
         if self.adapter is None or self.hooks is None:
             return
         before = self.plan.bits
         with self.measurement():
-            adaptation = self.adaptation = self.adapter.adapt(batch, self.step)
+            adaptation = self.adaptation = self.adapter.adapt(batch, self.step, in_step=in_step)
         # The bits used until now are compared as well: a rank that went its own way since (another state loaded, say)
         # would otherwise be put right here without a word.
         in_use = {f"{name} (in use until now)": bits for name, bits in before.items()}

@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend
 
 from .._torch_internals import attention_kernel
 
-_BLOCK = 2**23  # scores, in float32 32 MiB; the derivative holds some ten times as much
+_LEAST_BLOCK, _LARGEST_BLOCK = 2**18, 2**23  # scores in float32; the derivative holds some ten times as much
+_CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64  # of rows: those above a block's last row have no part in it
 
 
 class ScaledDotProductAttention(Function):
@@ -31,10 +32,8 @@ class ScaledDotProductAttention(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, gqa: bool
     ) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+        # saved for its name alone: backward computes it anew, from the q and k that it is given
         logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        for block in _blocks(q, k):
-            queries, keys = block.of([q, k], first=2)
-            logsumexp[block.queries] = torch.logsumexp(_scores(queries, keys, block.mask(mask, causal), scale), -1)
         ctx.save_for_backward(mask, q, k, v, logsumexp, out)
         ctx.causal, ctx.scale = causal, scale
         return out
@@ -62,7 +61,7 @@ class _AttentionGradient(Function):
         ctx.save_for_backward(mask, *tensors)
         ctx.causal, ctx.scale = causal, scale
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[2:]]
-        for block in _blocks(*tensors[2:4]):
+        for block in _blocks(*tensors[2:4], causal):
             block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)), first=2)
         return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors[2:], strict=True))
 
@@ -71,7 +70,7 @@ class _AttentionGradient(Function):
     def backward(ctx: Any, *weights: Tensor) -> tuple:
         mask, *tensors = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
-        for block in _blocks(*tensors[2:4]):
+        for block in _blocks(*tensors[2:4], ctx.causal):
             with torch.enable_grad():
                 inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
                 gradients = _block_gradients(block.mask(mask, ctx.causal), ctx.scale, *inputs)
@@ -82,10 +81,10 @@ class _AttentionGradient(Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """Query rows of some heads of some examples, with all keys of these heads."""
+    """Query rows of some heads of some examples, with the keys of these heads that they may attend to."""
 
     queries: tuple[slice, slice, slice]
-    keys: tuple[slice, slice]
+    keys: tuple[slice, slice, slice]
     scores: tuple[int, int, int, int]
     """shape of all scores, [B, H, T, S]"""
     device: torch.device
@@ -109,27 +108,30 @@ class _Block:
     def mask(self, mask: Tensor | None, causal: bool) -> Tensor | None:
         """The block's part of the mask; the causal mask is made here."""
         if causal:
-            rows, columns = range(self.scores[2])[self.queries[2]], self.scores[3]
+            rows, columns = range(self.scores[2])[self.queries[2]], self.keys[2].stop
             return torch.ones(len(rows), columns, dtype=torch.bool, device=self.device).tril(rows.start)
         return None if mask is None else mask.expand(self.scores)[self.queries]
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[_Block]:
-    """Blocks of at most _BLOCK scores, or of one row: of whole examples, else of whole heads, else of rows."""
+def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
+    """Blocks of about as many scores as q has elements, or of one row: of whole examples, else of heads, else of rows."""
     (examples, heads, rows, _), key_heads, columns = q.shape, k.shape[1], k.shape[2]
     repeats = heads // key_heads
-    at_once = max(1, _BLOCK // max(1, repeats * columns))  # rows of a key's head
-    whole = max(1, rows)
+    scores = min(max(_LEAST_BLOCK, q.numel()), _LARGEST_BLOCK)
+    at_once = max(1, scores // max(1, repeats * columns))  # rows of a key's head
+    whole = max(1, rows if not causal else min(rows, max(_LEAST_ROWS, -(-rows // _CAUSAL_BLOCKS))))
     for example in _slices(examples, at_once // (key_heads * whole)):
         for head in _slices(key_heads, at_once // whole):
             theirs = slice(head.start * repeats, head.stop * repeats)
-            for row in _slices(rows, at_once):
-                yield _Block((example, theirs, row), (example, head), (examples, heads, rows, columns), q.device)
+            for row in _slices(rows, min(at_once, whole)):
+                keys = slice(0, min(columns, row.stop) if causal else columns)
+                shape = (examples, heads, rows, columns)
+                yield _Block((example, theirs, row), (example, head, keys), shape, q.device)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
     size = max(1, size)
-    return (slice(start, start + size) for start in range(0, total, size))
+    return (slice(start, min(total, start + size)) for start in range(0, total, size))
 
 
 def _block_gradients(

@@ -464,7 +464,8 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
         return differentiable_attention._AttentionGradient.apply(constant, causal, 8**-0.5, *tensors)
 
     found = []
-    monkeypatch.setattr(differentiable_attention, "_BLOCK", scores)
+    for limit in ("_LEAST_BLOCK", "_LARGEST_BLOCK"):
+        monkeypatch.setattr(differentiable_attention, limit, scores)
     for function in (plainly, in_blocks):
         inputs = [x.clone().requires_grad_() for x in (out, grad, q, k, v, *learned)]
         gradients = function(*inputs)
@@ -485,7 +486,8 @@ def test_measuring_attention_holds_the_probabilities_of_one_block(monkeypatch):
         held.add(found)
         return found
 
-    monkeypatch.setattr(differentiable_attention, "_BLOCK", 2**10)
+    for limit in ("_LEAST_BLOCK", "_LARGEST_BLOCK"):
+        monkeypatch.setattr(differentiable_attention, limit, 2**10)
     monkeypatch.setattr(torch, "softmax", watched)
     model = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
 
