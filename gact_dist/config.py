@@ -69,8 +69,9 @@ class Config:
     """How sensitivities are measured (policies gact, actnn and acgc): one-pass: all tensors from one double backward;
     perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
-    """Steps between two adaptations (policies gact, actnn and acgc). The first step that is given a loss function
-    adapts as well, and with acgc any step after the error bound was found to be exceeded."""
+    """Optimizer steps between two adaptations (policies gact, actnn and acgc); forwards, where no torch.optim optimizer
+    holds the model's parameters. The first step that is given a loss function adapts as well, and with acgc any step
+    after the error bound was found to be exceeded."""
     adapt_tolerance: float = 0.1
     """The current plan is kept if a fresh one would gain no more than this fraction: less gradient variance, or with
     policy acgc fewer bits. With policies gact and actnn the steps to the next adaptation then double, up to 8 times

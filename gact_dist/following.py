@@ -1,17 +1,21 @@
 """follow(): every forward of the model is a step, without a line in the training loop."""
 
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .distributed import all_ranks, learning_shapes
 from .schedule import Schedule
 from .sensitivity import Observation, ProbeBatch
+
+_log = logging.getLogger(__name__)
 
 
 class Following:
@@ -26,6 +30,9 @@ class Following:
         begin = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         end = self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
         self._handles = (begin, end)
+        self._backward_hooks: list[Any] = []
+        if schedule.hooks is not None:
+            self._watch_backward()
 
     def forget(self) -> None:
         """Drop what was observed for an adaptation: the next forward is observed in its place."""
@@ -36,6 +43,7 @@ class Following:
         self._step.close()
         for handle in self._handles:
             handle.remove()
+        self._stop_watching_backward()
         self._observation = self._candidate = None
 
     def _begin(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -45,6 +53,7 @@ class Following:
         if schedule.hooks is None or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
             return
         schedule.step += 1
+        self._stop_watching_backward()
         forward = partial(self._model, *args, **kwargs)
         self._use_observation(forward)
         if schedule.step == 1:
@@ -67,6 +76,32 @@ class Following:
         if self._candidate is not None and self._candidate.outputs(outputs):
             self._observation = self._candidate
         self._candidate = None
+
+    def _watch_backward(self) -> None:
+        """Until a forward is seen, look for gradients that the model's parameters get without one."""
+        warn = WeakMethod(self._warn_of_unseen_forward)  # the collector does not see what a parameter's hooks hold
+
+        def hook(_: Tensor) -> None:
+            method = warn()
+            if method is not None:
+                method()
+
+        for parameter in self._model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._backward_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _stop_watching_backward(self) -> None:
+        while self._backward_hooks:
+            self._backward_hooks.pop().remove()
+
+    def _warn_of_unseen_forward(self) -> None:
+        if self._backward_hooks:
+            self._stop_watching_backward()
+            _log.warning(
+                "parameters of the %s got gradients, but its forward was never called: follow() compresses nothing; "
+                "attach to the module whose forward the loop calls, or use step() around the forward",
+                type(self._model).__name__,
+            )
 
     def _use_observation(self, whole: Callable[[], Any]) -> None:
         """Draw the gradient of the observed step, or adapt, where either is due and all ranks have one to use.

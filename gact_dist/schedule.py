@@ -13,6 +13,7 @@ from .adaptation import Adaptation, Adapter, LearntByAdapting
 from .config import Config
 from .hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
 from .offload import open_offload
+from .optimizer_steps import OptimizerSteps
 from .policies import Plan, policy_of
 from .sensitivity import ProbeBatch
 from .state import State
@@ -50,6 +51,8 @@ class Schedule:
         self.history: list[dict[str, Any]] = []
         self._plan_while_off = Plan()
         self._adapted_at: int | None = None
+        # an interval is counted in optimizer steps where they are seen, see [Note: optimizer steps]
+        self._optimizer = None if self.adapter is None else OptimizerSteps(model)
         self._interval = config.adapt_interval
 
     @property
@@ -71,6 +74,8 @@ class Schedule:
             yield
             return
         self.hooks.begin(self.step)
+        if self._optimizer is not None:
+            self._optimizer.begun(self.step)
         with self.hooks.hooks():
             yield
 
@@ -96,7 +101,13 @@ class Schedule:
             return False
         if self.policy.due or self._adapted_at is None:
             return True
-        return self.step + in_steps - self._adapted_at >= self._interval
+        return self._since(self._adapted_at) + in_steps >= self._interval
+
+    def _since(self, adapted_at: int) -> int:
+        """Optimizer steps begun since the last adaptation, or forwards where none was seen yet."""
+        if self._optimizer is None or not self._optimizer.seen:
+            return self.step - adapted_at
+        return self._optimizer.begun(self.step)
 
     def drawing_due(self, in_steps: int = 0) -> bool:
         """Whether the gradient should be drawn this many steps from now."""
@@ -136,6 +147,8 @@ class Schedule:
         self.hooks.plan = plan
         self.sensitivity = {**self.sensitivity, **adaptation.sensitivity}
         self._adapted_at = self.step
+        if self._optimizer is not None:
+            self._optimizer.restart(self.step)
         # an error bound is watched at adaptations, and the gradient shrinks while bits stand still
         settled = adaptation.kept and adaptation.gradient_error is None
         longest = _LONGEST_INTERVAL * self.config.adapt_interval
@@ -157,6 +170,7 @@ class Schedule:
             self.history,
             {} if self.hooks is None else self.hooks.state_dict(),
             {} if self.adapter is None else self.adapter.state_dict(),
+            None if self._optimizer is None else self._optimizer.state,
         )
 
     def load(self, state: State) -> None:
@@ -171,8 +185,14 @@ class Schedule:
             self.hooks.load_state(learnt)
         if self.adapter is not None and adapted is not None:
             self.adapter.load_state(adapted)
+        if self._optimizer is not None:
+            # as many as forwards, in a state that says nothing
+            forwards = 0 if state.adapted_at is None else state.step + 1 - state.adapted_at
+            self._optimizer.load(state.optimizer_steps, forwards)
 
     def close(self) -> None:
         """Take all hooks off the model."""
         if self.hooks is not None:
             self.hooks.close()
+        if self._optimizer is not None:
+            self._optimizer.close()

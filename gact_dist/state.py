@@ -41,6 +41,8 @@ class State:
     """of SavedTensorHooks.state_dict()"""
     adapter: dict[str, Any]
     """of Adapter.state_dict()"""
+    optimizer_steps: int | None
+    """of OptimizerSteps.state"""
 
     def fields(self) -> dict[str, Any]:
         """Plain values for JSON. With compression off there is no default to speak of."""
@@ -50,6 +52,7 @@ class State:
             "step": self.step,
             "adapted_at": self.adapted_at,
             "interval": self.interval,
+            "optimizer_steps": self.optimizer_steps,
             "plan": self.plan.bits,
             **default,
             "sensitivity": self.sensitivity,
@@ -82,6 +85,7 @@ class State:
             history=_fields.read(fields, "history", _fields.sequence(_fields.mapping(_fields.anything)), []),
             hooks=hooks,
             adapter=_fields.read(fields, "adapter", _fields.mapping(_fields.anything), {}),
+            optimizer_steps=_fields.read(fields, "optimizer_steps", _fields.optional(_fields.integer(0)), None),
         )
 
 

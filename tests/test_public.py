@@ -40,9 +40,13 @@ MAY_IMPORT = {
     "hooks": {*BASE, "codec", "config", "distributed", "offload", "policies"},
     "sensitivity": {*BASE, "codec", "distributed", "hooks", "policies"},
     "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
+    "optimizer_steps": {"distributed"},
     "report": {"hooks", "offload", "policies"},
     "state": {*BASE, "distributed", "policies"},
-    "schedule": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity", "state"},
+    "schedule": {
+        *BASE, "adaptation", "config", "distributed", "hooks", "offload", "optimizer_steps", "policies", "sensitivity",
+        "state",
+    },
     "following": {"distributed", "schedule", "sensitivity"},
     "gact_api": {"config", "distributed", "schedule", "sensitivity"},
     "controller": {

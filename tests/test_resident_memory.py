@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -52,6 +53,27 @@ def test_the_resident_set_after_an_adaptation_is_within_two_percent_of_before():
     growth = [float(line) for line in result.stdout.split()]
     assert len(growth) == 2
     assert max(growth) < 1.02
+
+
+def live_bytes() -> int:
+    """Of the storages of all tensors that Python knows."""
+    storages = {}
+    for candidate in gc.get_objects():
+        if type(candidate) is torch.Tensor and candidate.device.type == "cpu":
+            storages[candidate.untyped_storage().data_ptr()] = candidate.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("estimator", ["one-pass", "perturbation"])
+def test_an_adaptation_leaves_no_tensor_alive(estimator):
+    model, batch = small_models.gpt()
+    gact = gact_dist.attach(model, config=Config(bits=4, min_numel=64, estimator=estimator))
+    gc.collect()
+    before = live_bytes()
+    gact.calibrate(small_models.loss_of(model), batch)
+    gc.collect()
+    # a block's smallest activation is far larger; masks and single numbers may be cached
+    assert live_bytes() - before < 1024
 
 
 def test_a_model_on_an_accelerator_leaves_the_allocator_alone(monkeypatch):

@@ -109,6 +109,7 @@ def test_a_plan_survives_a_while_with_compression_off():
         ("gact", "step", True, "'step' is True"),
         ("gact", "adapted_at", 1.5, "'adapted_at' is 1.5"),
         ("gact", "interval", 0, "'interval' is 0"),
+        ("gact", "optimizer_steps", -1, "'optimizer_steps' is -1"),
         ("gact", "version", 3, "written by a newer gact_dist"),
         ("gact", "version", "2", "'version' is '2'"),
         ("gact", "plan", [1, 2], "'plan' is"),

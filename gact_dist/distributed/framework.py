@@ -66,6 +66,10 @@ class Framework:
         """The types that its forward hooks cast a module's inputs and outputs to; None where they do not."""
         return None, None
 
+    def steps_optimizer(self, module: nn.Module) -> bool:
+        """Whether a module is a wrapper that steps the optimizer itself, with a number of forwards for each step."""
+        return False
+
     def checkpoints_as(self, checkpoint: Callable[..., Any]) -> AbstractContextManager[None]:
         """Checkpoints of its own call checkpoint(function, *args) instead."""
         return nullcontext()

@@ -49,6 +49,11 @@ def sharding(model: nn.Module) -> str | None:
     return next((framework.name for framework in FRAMEWORKS if framework.shards(model)), None)
 
 
+def steps_optimizer(model: nn.Module) -> bool:
+    """Whether a model's outermost wrapper steps the optimizer itself, as an engine does."""
+    return any(framework.steps_optimizer(model) for framework in FRAMEWORKS)
+
+
 def forwarding_nodes() -> frozenset[str]:
     """Names of the autograd nodes by which wrappers notice a backward: they pass on what they are given."""
     return frozenset(name for framework in FRAMEWORKS for name in framework.forwarding_nodes)

@@ -47,6 +47,9 @@ class Zero(Framework):
     def plain_forward(self) -> AbstractContextManager[None]:
         return replaced(_ENGINE.get(), "forward", _forward) if _ENGINE.loaded() else nullcontext()
 
+    def steps_optimizer(self, module: nn.Module) -> bool:
+        return _ENGINE.made(module)
+
     def checkpoints_as(self, checkpoint: Callable[..., Any]) -> AbstractContextManager[None]:
         def apply(function: Callable[..., Any], all_outputs: list, *args: Any) -> Any:
             outputs = checkpoint(function, *args)

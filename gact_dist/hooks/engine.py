@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -337,7 +338,9 @@ def _unpack(handle: Any) -> Tensor:
 @contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
     """Within the context a block runs again. Raises ReplayError if it does not save what it did at first."""
-    with saved_tensors_hooks(replay.pack, _unpack):
+    # the graph holds its pack hook, and a replay holds nodes of the graph: a cycle that the collector does not see
+    running: Any = WeakMethod(replay.pack)
+    with saved_tensors_hooks(lambda tensor: running()(tensor), _unpack):
         yield
     replay.check_complete()
 
