@@ -61,7 +61,7 @@ class _AttentionGradient(Function):
         ctx.save_for_backward(mask, *tensors)
         ctx.causal, ctx.scale = causal, scale
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[2:]]
-        for block in _blocks(*tensors[2:4], causal):
+        for block in _blocks(tensors[2], tensors[3], causal):
             block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)), first=2)
         return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors[2:], strict=True))
 
@@ -70,7 +70,7 @@ class _AttentionGradient(Function):
     def backward(ctx: Any, *weights: Tensor) -> tuple:
         mask, *tensors = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
-        for block in _blocks(*tensors[2:4], ctx.causal):
+        for block in _blocks(tensors[2], tensors[3], ctx.causal):
             with torch.enable_grad():
                 inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
                 gradients = _block_gradients(block.mask(mask, ctx.causal), ctx.scale, *inputs)
@@ -114,7 +114,7 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    """Blocks of about as many scores as q has elements, or of one row: of whole examples, else of heads, else of rows."""
+    """Blocks of some scores, about as many as q has elements: of whole examples, else of heads, else of rows."""
     (examples, heads, rows, _), key_heads, columns = q.shape, k.shape[1], k.shape[2]
     repeats = heads // key_heads
     scores = min(max(_LEAST_BLOCK, q.numel()), _LARGEST_BLOCK)
