@@ -12,7 +12,7 @@ The inner backward has run with exact tensors when the pass begins, so J is take
 A tensor that the pass does not reach gets a forward and a backward of its own, in which it alone is rounded. If others
 were rounded too, those that are saved later would be rounded differently whenever it is, and their error would be
 counted again: up to 1.8 times the variance for a gradient penalty. Fused operators are not replaced, as the inner
-backward needs their own derivatives.
+backward needs their own derivatives. With a checkpoint in the forward every tensor is measured in this way.
 """
 
 import logging
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from .._torch_internals import in_backward
 from ..hooks import Recorded, SavedTensorHooks
 from .autograd_graph import nodes_below, parameters_among, scalar, watched
 from .checkpoint import measurable
@@ -61,6 +62,9 @@ class InnerBackwards(MeasuringMode):
         self._number = 0
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if in_backward():
+            # what is recomputed from a rounded input is read as if it were exact, and may be stored as well
+            self.opaque.append("a checkpointed function")
         if function not in BACKWARDS or not kwargs.get("create_graph"):
             return super().call(function, args, kwargs)
         roots = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
@@ -110,12 +114,13 @@ class ReadProducts:
         """edges: of the tensors wanted."""
         self._edges, self._made_by, self._seed = dict.fromkeys(edges), dict(inner.made_by), seed
         self._unclear: set[Edge] = set()
-        nodes, opaque = nodes_below([loss]), list(inner.opaque)
-        with watched(nodes, opaque):
+        nodes = nodes_below([loss])
+        with watched(nodes, inner.opaque):
             found = torch.autograd.grad(loss, parameters_among(nodes), create_graph=True, allow_unused=True)
         self._gradients = [part for part in found if part is not None and part.requires_grad]
-        if opaque:
-            _log.info("backward of %s has no derivative: measuring by perturbation", ", ".join(sorted(set(opaque))))
+        if inner.opaque:
+            names = ", ".join(sorted(set(inner.opaque)))
+            _log.info("backward of %s has no derivative: measuring by perturbation", names)
             self._gradients = []
         for node in set(nodes_below(self._gradients)).difference(nodes):
             self._made_by.setdefault(node, _OUTER)

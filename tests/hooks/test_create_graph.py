@@ -442,6 +442,30 @@ def test_what_cannot_be_followed_is_measured_in_forwards_of_its_own(kind):
     assert all(item.by_perturbation for item in found)
 
 
+class Stack(nn.Module):
+    """Each layer is a block that would be measured alone."""
+
+    def __init__(self, checkpoints):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.last, self.checkpoints = nn.Linear(32, 1), checkpoints
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_an_inner_backward_through_blocks_is_measured_with_the_whole_model(checkpoints):
+    torch.manual_seed(0)
+    model, batch, loss_fn = critic_job(Stack(checkpoints), 32)
+    draws = [measured(model, lambda: loss_fn(batch), seed=1000 * draw, probes=4) for draw in range(8)]
+    assert all(item.by_perturbation for item in draws[0]) == checkpoints
+    predicted = statistics.fmean(sum(float(item.variance[7]) for item in items) for items in draws)
+    assert predicted == pytest.approx(squared_error(model, batch, loss_fn, 8, draws=64), rel=0.15)
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()
