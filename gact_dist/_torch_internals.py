@@ -63,6 +63,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_backward_call(frame: FrameType) -> bool:
+    """Whether a frame is that of a call of torch.autograd.grad() or torch.autograd.backward()."""
+    return frame.f_code.co_filename == torch.autograd.__file__ and frame.f_code.co_name in ("grad", "backward")
+
+
+def creates_graph(frame: FrameType) -> bool:
+    """Whether such a call was made with create_graph=True."""
+    return bool(frame.f_locals["create_graph"])
+
+
 def innermost_hooks() -> Any:
     """This thread's innermost (pack, unpack) hooks for saved tensors; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -6,7 +6,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .._torch_internals import storage_id, storage_reference
+from .._torch_internals import innermost_hooks, storage_id, storage_reference
+from .handles import Distributed, Kept, Replaceable, View
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
 _VIEW_FRACTION = 4
@@ -44,6 +45,32 @@ class StorageRecords:
             record = self._records[key] = StorageRecord(tensor)
         return record
 
+    def restore(self, handle: Any) -> Tensor:
+        """The tensor that a handle holds: the unpack hook.
+
+        An inner backward saves again what it reads. In a step its storage is noted, so that the handle serves twice.
+        """
+        if torch.is_grad_enabled() and innermost_hooks() is not None:
+            return self._restore_and_note(handle)
+        return handle.restore()
+
+    def _restore_and_note(self, handle: Any) -> Tensor:
+        if isinstance(handle, Distributed):
+            return handle.make(self._restore_and_note(handle.local))
+        if isinstance(handle, View):
+            return handle.within(self._restore_and_note(handle.base))
+        tensor = handle.restore()
+        if isinstance(handle, Kept):
+            return tensor
+        found, private = find_stored(tensor, self.of(tensor)), handle.restores_private
+        if found is not None and found[0] is handle:
+            return tensor
+        # what is recorded is not encoded: ReLU's own result, and parts that lie between one another, share memory
+        if not private and isinstance(handle, Replaceable) and (found is not None or span(tensor) > tensor.numel()):
+            tensor, private = _own_memory(tensor), True
+        note_stored(tensor, self.of(tensor), handle, with_gaps=private)
+        return tensor
+
     def clear(self) -> None:
         """At the end of a step."""
         self._records.clear()
@@ -62,12 +89,20 @@ def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int] | None
     return None
 
 
-def note_stored(tensor: Tensor, record: StorageRecord, handle: Any) -> None:
-    """A tensor's memory is stored now. The handle is held weakly."""
+def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: bool = False) -> None:
+    """A tensor's memory is stored now. The handle is held weakly.
+
+    with_gaps: no other tensor lies between the elements of this one.
+    """
     length = span(tensor)
-    if length <= tensor.numel():
+    if with_gaps or length <= tensor.numel():
         start = int(tensor.storage_offset())
         record.stored.append((tensor._version, tensor.dtype, start, start + length, ref(handle)))
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def span(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Where in a program a tensor is saved: one walk of the call stack for each saved tensor."""
 
 import sys
+import threading
 from enum import Enum
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -8,9 +9,9 @@ from typing import NamedTuple
 from torch import nn
 
 from .._paths import PACKAGE_ROOT
-from .._torch_internals import DIRECTORY
+from .._torch_internals import DIRECTORY, creates_graph, is_backward_call
 from ..distributed import plumbing
-from .checkpoint import SAVERS, is_checkpoint_call
+from .checkpoint import SAVERS, is_checkpoint_call, is_of_checkpoint
 from .compiled import BETWEEN_HOOK_AND_REGION, behind_compiler, compiled_region
 
 _PLUMBING = (
@@ -31,6 +32,8 @@ class CallSite(NamedTuple):
     """the module whose compiled forward is saving, None where something else saves"""
     checkpoint: FrameType | None = None
     """the call of checkpoint() whose block's input is being saved, None where something else saves"""
+    in_backward: bool = False
+    """whether a backward with create_graph=True is saving; the line is that of its call"""
 
 
 def call_site(frame: FrameType) -> CallSite:
@@ -38,6 +41,21 @@ def call_site(frame: FrameType) -> CallSite:
     if _kind(frame.f_code) is _Kind.SAVES:
         return _call_site_of_library(behind_compiler(frame))
     return _site_above(frame)
+
+
+def site_in_backward(frame: FrameType, thread: int) -> CallSite | None:
+    """Where autograd.grad() or backward() was called with create_graph=True, if that is why a tensor is saved now.
+
+    None in a plain backward, and where a block is recomputed; see [Note: nesting] in checkpoint.py. frame: of the
+    caller of a pack hook. thread: the one that runs the step. On an accelerator the engine calls hooks in threads of
+    its own, which show no caller, while the step's thread waits in the call.
+    """
+    call = _backward_call(frame)
+    if call is None and thread != threading.get_ident():
+        call = _backward_call(sys._current_frames().get(thread))
+    if call is None or not is_backward_call(call) or not creates_graph(call):
+        return None
+    return _site_above(call)._replace(in_backward=True)
 
 
 def current_line() -> str | None:
@@ -76,6 +94,13 @@ def _site_above(frame: FrameType | None) -> CallSite:
     while frame is not None and _kind(frame.f_code) is not _Kind.USERS:
         frame = frame.f_back
     return _NOWHERE if frame is None else _site(frame.f_code, frame.f_lasti)
+
+
+def _backward_call(frame: FrameType | None) -> FrameType | None:
+    """The innermost call of a backward around a frame, or a frame of a checkpoint's if that comes first."""
+    while frame is not None and not is_backward_call(frame) and not is_of_checkpoint(frame):
+        frame = frame.f_back
+    return frame
 
 
 def _site(code: CodeType, instruction: int) -> CallSite:

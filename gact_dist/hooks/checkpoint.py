@@ -3,8 +3,9 @@
 [Note: nesting] Around a checkpoint the hooks see the block's positional tensor inputs, which is what should be
 compressed. Inside, the innermost hooks win: checkpoint's own (non-reentrant) would be shadowed by ours, everything
 would be stored and nothing recomputed; in reentrant mode the forward saves nothing and the recomputation, which is
-freed at once, would be packed for nothing. So hooks that are opened inside a checkpointed function are refused, and
-nothing is packed while a backward runs.
+freed at once, would be packed for nothing. So hooks that are opened inside a checkpointed function are refused. While a
+backward runs, only what it saves itself is packed: with create_graph=True, for the backward through it. Grad mode does
+not tell the two apart, as it is on in a recomputation too; the innermost frame of a checkpoint or a backward does.
 """
 
 import sys
@@ -77,10 +78,15 @@ def recomputing() -> bool:
     """Whether a checkpoint is fetching the tensors that it recomputes a block from."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_FILES):
+        if is_of_checkpoint(frame):
             return True
         frame = frame.f_back
     return False
+
+
+def is_of_checkpoint(frame: FrameType) -> bool:
+    """Whether a frame is one of a checkpoint's functions."""
+    return frame.f_code.co_filename.endswith(_FILES)
 
 
 class _WatchedPolicy:

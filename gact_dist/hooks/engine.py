@@ -4,6 +4,7 @@ Nothing else in the package uses saved_tensors_hooks. For the lifetime of what p
 """
 
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -23,7 +24,7 @@ from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, find_stored, note_stored
-from .call_stack import CallSite, call_site, current_line
+from .call_stack import CallSite, call_site, current_line, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .compiled import RegionParameters, has_compiled_parts, running_region
@@ -65,6 +66,7 @@ class SavedTensorHooks:
         self._parameters = ParameterRecognition(unwrap(model))
         self._region_parameters = RegionParameters()
         self._storages = StorageRecords()
+        self._thread = threading.get_ident()  # that runs the step
         self._bases = SharedBases()
         self._roles = KnownRoles(config)
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
@@ -130,11 +132,12 @@ class SavedTensorHooks:
     @contextmanager
     def _saved_tensors_hooks(self) -> Iterator[None]:
         served: AbstractContextManager[None] = nullcontext()
-        hooks: tuple[Any, Any] = self._pack, _unpack
+        hooks: tuple[Any, Any] = self._pack, self._storages.restore
         if self._namer.scope.compiled and self.config.compile_hooks == "inlined":
             served, hooks = inlined.serving(self._pack, self._pack_in_graph), inlined.hooks()
         elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
-            hooks = torch.compiler.disable(self._pack), torch.compiler.disable(_unpack)
+            hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
+        self._thread = threading.get_ident()
         with served, saved_tensors_hooks(*hooks):
             yield
 
@@ -236,12 +239,14 @@ class SavedTensorHooks:
 
     def _pack_from(self, tensor: Tensor, frame: FrameType) -> Any:
         """frame: of the caller of the pack hook."""
-        if tensor.layout != torch.strided or tensor.is_meta or in_backward():
-            return Kept(tensor)  # in a backward: what is recomputed there is freed at once
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return Kept(tensor)
+        if in_backward():
+            return self._pack_in_backward(tensor, frame)
         if self._parameters.is_parameter(tensor, self._namer.scope.innermost):
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
-            return self._pack_distributed(tensor)
+            return self._pack_distributed(tensor, CallSite(current_line()))
         site = call_site(frame)
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor)
@@ -260,6 +265,17 @@ class SavedTensorHooks:
             if alias is not None:
                 return self._sink.alias(tensor, alias)
         return self._pack_new(tensor, record, site, sign_only)
+
+    def _pack_in_backward(self, tensor: Tensor, frame: FrameType) -> Any:
+        """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
+        site = site_in_backward(frame, self._thread)
+        if site is None or self._parameters.is_parameter(tensor, self._namer.scope.innermost):
+            return Kept(tensor)  # what is recomputed is freed at once
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return self._pack_distributed(tensor, site)
+        record = self._storages.of(tensor)
+        alias = _alias(tensor, record)
+        return self._pack_new(tensor, record, site, False) if alias is None else self._sink.alias(tensor, alias)
 
     def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
         """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
@@ -287,7 +303,7 @@ class SavedTensorHooks:
             note_stored(tensor, record, stored)
         return stored
 
-    def _pack_distributed(self, tensor: Tensor) -> Any:
+    def _pack_distributed(self, tensor: Tensor, site: CallSite) -> Any:
         """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
         local = local_part(tensor)
         if local is None or type(local) is not Tensor:
@@ -295,7 +311,6 @@ class SavedTensorHooks:
         record = self._storages.of(local)
         stored: Any = _alias(local, record)
         if stored is None:
-            site = CallSite(current_line())
             name = self._namer.name(tensor, site)
             role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
             stored = self._sink.take(Captured(local, name, role, record))

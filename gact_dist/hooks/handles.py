@@ -48,6 +48,11 @@ class Stored:
         """Bytes of the payload in host memory."""
         return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
 
+    @property
+    def restores_private(self) -> bool:
+        """Whether restore() returns memory that holds nothing else."""
+        return not isinstance(self.payload, Tensor)
+
     def replace(self, tensor: Tensor) -> None:
         """Keep another tensor in place of an alias."""
         self.payload = self.witness = tensor
@@ -77,6 +82,11 @@ class Replaceable:
         self.replacement: Tensor | None = None
         self.on_restore: Callable[[], None] | None = None
         """told of every use"""
+
+    @property
+    def restores_private(self) -> bool:
+        """See Stored.restores_private."""
+        return self.replacement is not None
 
     def restore(self) -> Tensor:
         if self.on_restore is not None:

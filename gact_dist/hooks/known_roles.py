@@ -71,6 +71,8 @@ class KnownRoles:
         """
         if site.checkpoint is not None:
             return self.role_of_block_input(name, site.checkpoint, recording)
+        if site.in_backward:  # its operators are observed by no mode: a tensor without a graph may be anything
+            return role_of_itself(tensor) or Role.STATISTIC
         if self._keeps_batch_norm_inputs and isinstance(module, BatchNorm):
             return Role.STATISTIC
         if site.region is not None and tensor.grad_fn is None:

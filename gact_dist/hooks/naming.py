@@ -3,7 +3,9 @@
 [Note: names] A name is built from where a tensor is saved (the module whose forward is running and the line in it)
 and from what produced it (the autograd node, views passed over). Order of saving plays a part only among tensors that
 agree in all of these, so a branch that is taken in one step and not in the next shifts no other name. At top level
-(outside every module of the model) the line is left out: the job's loop and its loss function then give one name.
+(outside every module of the model) the line is left out: the job's loop and its loss function then give one name. What
+a backward with create_graph=True saves has the line of its call, at top level too: a penalty that is left out of some
+steps, or one of two, then shifts no other name. A job's loop and its loss function call it in a function they share.
 """
 
 import re
@@ -116,7 +118,7 @@ class Namer:
             return self._numbered(self.scope.paths.get(id(site.region)), f"Compiled{tensor.dim()}D{last}", None)
         node, path = producer(origin(tensor)), self._path
         operator = operator_name(node.name()) if node is not None else "Input"
-        return self._numbered(path, operator, None if path is None else site.line)
+        return self._numbered(path, operator, None if path is None and not site.in_backward else site.line)
 
     def name_in_graph(self, region: nn.Module | None, label: str) -> str:
         """The name of a tensor that the graph of a compiled region packs itself. label: its own within that graph."""

@@ -1,12 +1,18 @@
 """What an autograd graph shows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from .._torch_internals import keeps_tensors
+
+_ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 
 
 def scalar(loss: Any) -> Tensor:
@@ -61,3 +67,36 @@ def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, in
                 own = bits.get(id(node.variable), 0) if hasattr(node, "variable") else 0
                 found[node] = reduce(or_, (found[following] for following in below), own)
     return found
+
+
+@contextmanager
+def watched(nodes: Iterable[Any], opaque: list[str]) -> Iterator[None]:
+    """Within the context backwards with create_graph=True add the names of nodes whose results have no derivative.
+
+    Such is a kernel that autograd cannot see.
+    """
+    handles = [node.register_hook(_watch(node, opaque)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
+    """A hook that notes a node whose results do not depend, for autograd, on what they are computed from."""
+
+    def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        for result in results:
+            if result is None:
+                continue
+            if result.grad_fn is not None:
+                underivable = result.grad_fn.name() in _ERROR_NODES
+            else:
+                varies = any(gradient is not None and gradient.requires_grad for gradient in given)
+                varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
+                underivable = varies and not result.requires_grad and bool(result.any())
+            if underivable:
+                opaque.append(node.name())
+
+    return hook

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,6 +20,10 @@ REPLACEMENTS: dict[Callable, Callable] = {
 """Fused functions of torch.nn.functional, and what replaces them where the gradient is differentiated."""
 
 
+BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""what a call of a backward is to a function mode"""
+
+
 class MeasuringMode(OperatorObserver):
     """An observer that keeps the root of a backward call instead of running it, so that a closure which ends in
     loss.backward() can be measured without touching any .grad; and that replaces fused operators."""
@@ -28,14 +33,28 @@ class MeasuringMode(OperatorObserver):
         super().__init__()
         self.root: Tensor | None = None
         """what backward() was called on"""
+        self._inner_root: Tensor | None = None
+        self.inner_backward = False
+        """whether the forward ran a backward with create_graph=True; see [Note: inner backward] in inner_backward.py"""
         self._replacements = REPLACEMENTS if differentiable else {}
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if function is Tensor.backward:
+        if function in BACKWARDS and kwargs.get("create_graph"):
+            self.inner_backward = True
+            if function is Tensor.backward:
+                self._inner_root = args[0]
+        elif function is Tensor.backward:
             self.root = args[0]
             return None
         return self._replacements.get(function, function)(*args, **kwargs)
 
     def root_of(self, result: Any) -> Any:
-        """The root of a closure's backward call, or else what the closure returned."""
-        return result if self.root is None else self.root
+        """The root of a closure's backward call, or else what the closure returned.
+
+        The mode lets go of it: a checkpoint in its graph holds the mode that it recomputes under.
+        """
+        (root, inner), self.root, self._inner_root = (self.root, self._inner_root), None, None
+        if root is not None:
+            return root
+        # a closure may end in backward(create_graph=True), as for AdaHessian
+        return result if isinstance(result, Tensor) or inner is None else inner

@@ -19,7 +19,9 @@ from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,17 +35,25 @@ from ..policies import statistics
 from .autograd_graph import scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
+from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
-from .parts import OpaqueError
-from .perturbation import RecordedGraph, measure_by_rerun, perturb, rounding_of
+from .parts import OpaqueError, seen_through
+from .perturbation import RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .walk import Measured, Walk
 
 _log = logging.getLogger(__name__)
 _EXAMPLE_BITS = 2  # the width at which examples of one tensor are compared
 BOUNDARY_BITS: int | None = 8
 """at which tensors at the borders of blocks are kept, None for exactly"""
+
+
+class _InnerBackwardError(Exception):
+    """The forward that is to be cut at blocks runs a backward, which goes through all of it."""
+
+    def __str__(self) -> str:
+        return "the forward runs a backward with create_graph=True, which is measured with the whole model at once"
 
 
 class MeasurementError(Exception):
@@ -91,6 +101,10 @@ def measure(
     while estimator == "one-pass" or not whole:
         try:
             return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
+        except _InnerBackwardError as error:
+            if not whole:
+                raise MeasurementError(str(error)) from error
+            return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, probes)
         except (CutError, OpaqueError, ReplayError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
@@ -101,10 +115,14 @@ def measure(
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
         with hooks.recording(mode, fraction) as records:
-            result = forward()
-        exact = [record for record in records if isinstance(record, Recorded)]
-        graph = RecordedGraph(scalar(mode.root_of(result)), exact, hooks.encoder, seed)
-        return _perturbed(hooks, perturb(graph, graph.compressible))
+            root = mode.root_of(forward())
+        if not mode.inner_backward:
+            exact = [record for record in records if isinstance(record, Recorded)]
+            graph = RecordedGraph(scalar(root), exact, hooks.encoder, seed)
+            return _perturbed(hooks, perturb(graph, graph.compressible))
+    records.clear()
+    del root
+    return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
 
 
 def _by_walk(
@@ -120,11 +138,46 @@ def _by_walk(
     """The sensitivities of all compressible tensors; by perturbation for those that the directions do not reach."""
     mode = MeasuringMode()
     cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
-    with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
-        walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
-        walk.first()
-        found = {item.first: _measured(hooks, item) for item in walk.second()}
-        return [found[record] for record in cut.found if record.compressible]
+    try:
+        with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
+            if mode.inner_backward:
+                raise _InnerBackwardError
+            walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
+            walk.first()
+            found = {item.first: _measured(hooks, item) for item in walk.second()}
+            return [found[record] for record in cut.found if record.compressible]
+    except RuntimeError as error:  # the inner backward may have met the border of a block
+        if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
+            raise _InnerBackwardError from error
+        raise
+
+
+def _with_inner_backward(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -> list[Sensitivity]:
+    """The sensitivities where the forward runs a backward; by perturbation alone without probes.
+
+    See [Note: inner backward] in inner_backward.py.
+    """
+    found = _by_reads(hooks, reruns, seed, probes)
+    missed = {item.name: item.variance for item in found if item.by_perturbation}
+    if missed:
+        _log.debug("measured by perturbation: %s", ", ".join(missed))
+    variances = perturb_by_rerun(reruns, missed, partial(own_bits, hooks.plan), seed)
+    return [replace(item, variance=variances.get(item.name, item.variance)) for item in found]
+
+
+def _by_reads(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -> list[Sensitivity]:
+    """The sensitivities of what one pass over the reads reaches; of all else, marked as perturbed, what rounding_of()
+    gives."""
+    found = []
+    with closing(InnerBackwards()) as inner, reruns.recorded(inner, {}) as (loss, records):
+        compressible = [record for record in records if record.compressible]
+        squares = squared_products(loss, compressible, inner, seed, probes) if probes else {}
+        for record in compressible:
+            weight = seen_through(record, squares[record]) if record in squares else None
+            variance = rounding_of(record.tensor, weight, hooks.encoder)
+            item = _sensitivity_of(record, variance, _example_statistics(hooks, record.tensor, weight))
+            found.append(replace(item, by_perturbation=weight is None))
+    return found
 
 
 def _measured(hooks: SavedTensorHooks, item: Measured) -> Sensitivity:

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from .._torch_internals import keeps_tensors
 from ..hooks import Recorded, Replayed
-
-_ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
+from .autograd_graph import watched
 
 
 class OpaqueError(RuntimeError):
@@ -49,13 +46,8 @@ class Part:
         If it does not run at all, the plain backward of a perturbation raises the error.
         """
         opaque: list[str] = []
-        handles = [node.register_hook(_watch(node, opaque)) for node in self.nodes]
-        try:
-            with refused():
-                found = self.gradients(entering, create_graph=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watched(self.nodes, opaque), refused():
+            found = self.gradients(entering, create_graph=True)
         if opaque:
             raise OpaqueError(f"backward of {', '.join(sorted(set(opaque)))} has no derivative")
         return found
@@ -99,25 +91,6 @@ def seen_through(record: Recorded, product: Tensor) -> Tensor:
     laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)
     laid_out.copy_(product)
     return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
-
-
-def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
-    """A hook that notes a node whose results do not depend, for autograd, on what they are computed from."""
-
-    def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
-        for result in results:
-            if result is None:
-                continue
-            if result.grad_fn is not None:
-                underivable = result.grad_fn.name() in _ERROR_NODES
-            else:
-                varies = any(gradient is not None and gradient.requires_grad for gradient in given)
-                varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
-                underivable = varies and not result.requires_grad and bool(result.any())
-            if underivable:
-                opaque.append(node.name())
-
-    return hook
 
 
 @contextmanager
