@@ -14,7 +14,7 @@ from .collectives import (
     world_size,
 )
 from .pipeline import learning_shapes
-from .tensor_parallel import TENSOR_PARALLELISM, distributed_again, local_part, own_part, tensor_parallel_groups
+from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
 from .wrappers import (
     checkpoint_files,
     checkpoint_savers,
@@ -31,7 +31,6 @@ from .wrappers import (
 )
 
 __all__ = [
-    "TENSOR_PARALLELISM",
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",

@@ -10,14 +10,12 @@ from .fsdp2 import meshes_gathered
 
 _DTENSOR = OptionalClass("torch.distributed.tensor", "DTensor")
 _PENDING = OptionalClass("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-TENSOR_PARALLELISM = "tensor parallelism"
-"""what sharding() says of it"""
 
 
 class TensorParallel(Framework):
     """parallelize_module, and DTensor parameters in general."""
 
-    name = TENSOR_PARALLELISM
+    name = "tensor parallelism"
 
     def shards(self, model: nn.Module) -> bool:
         return any(_DTENSOR.made(parameter) for parameter in model.parameters())

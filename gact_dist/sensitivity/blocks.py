@@ -195,7 +195,7 @@ class BlockForward:
         @wraps(forward)
         def visit(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                with gathered(block):
+                with self._gathered(block):
                     return forward(*args, **kwargs)
             if self._current is None and not self._passing:
                 return self._visit(forward, [block], args, kwargs, False)
@@ -209,7 +209,27 @@ class BlockForward:
         modules = [] if self._current is None else self._current.modules
         if not any(module is block for module in modules):
             modules.append(block)
-            self._open.enter_context(gathered(block))
+            self._open.enter_context(self._gathered(block))
+
+    @contextmanager
+    def _gathered(self, block: nn.Module) -> Iterator[None]:
+        """gathered(), unobserved: the decisions that ranks take in it are not those of the model."""
+        with ExitStack() as stack:
+            with self._unobserved():
+                stack.enter_context(gathered(block))
+            try:
+                yield
+            finally:
+                with self._unobserved():
+                    stack.close()
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        noting, self.mode.on_discrete = self.mode.on_discrete, None
+        try:
+            yield
+        finally:
+            self.mode.on_discrete = noting
 
     def _at_checkpoint(
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any
@@ -247,7 +267,7 @@ class BlockForward:
         with self._open:
             try:
                 for module in modules:
-                    self._open.enter_context(gathered(module))
+                    self._open.enter_context(self._gathered(module))
                 around = Surroundings(modules, [tensor.device.type for tensor in tensors])
                 visit = Visit(function, modules, arguments, around, checkpointed)
                 for number, tensor in chosen.items():
