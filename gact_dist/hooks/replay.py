@@ -62,6 +62,7 @@ class Replay:
             return self._take(tensor, outcome, None)
         first = outcome.base
         if first in self._handles:
+            self._find(tensor, Replaceable(tensor), first, outcome)  # a further input of the block may share the memory
             return View(self._handles[first], tensor, outcome.offset)
         if first not in self._own:
             return self._take(tensor, first, outcome)
@@ -78,10 +79,13 @@ class Replay:
             raise ReplayError(
                 f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
             )
-        handle, source = self._keep(tensor, first), origin(tensor)
+        handle = self._keep(tensor, first)
         if view is None:
             self._handles[first] = handle
-        name = first.name if isinstance(first, Noted) else ""
+        self._find(tensor, handle, first, view)
+        return handle
+
+    def _find(self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None) -> None:
+        source, name = origin(tensor), first.name if isinstance(first, Noted) else ""
         record = Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, True)
         self.found.append(Replayed(record, first, view))
-        return handle

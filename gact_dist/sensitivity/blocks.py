@@ -131,6 +131,7 @@ class BlockForward:
         self._boundary_bits, self._seed = boundary_bits, seed
         self._paths = {id(module): path for path, module in unwrap(model).named_modules(remove_duplicate=False)}
         self._model = unwrap(model)
+        self._tied = _tied(self._model)
         self.names: dict[int, str] = {}
         """of parameters, by their ids"""
         self.visits: list[Visit] = []
@@ -169,8 +170,8 @@ class BlockForward:
         found: dict[int, str] = {}
         for module in modules:
             for name, parameter in module.named_parameters():
-                path = ".".join(filter(None, (self._paths.get(id(module)), name)))
-                found.setdefault(id(parameter), user_path(path))
+                path = user_path(".".join(filter(None, (self._paths.get(id(module)), name))))
+                found.setdefault(id(parameter), self._tied.get(path, path))
         self.names.update(found)
 
     def _number(self) -> None:
@@ -366,6 +367,17 @@ class BlockForward:
         if any(number >= len(outputs) or not outputs[number].requires_grad for number, _ in visit.exits):
             raise ReplayError("it returned something else")
         return outputs, list(values.values()), replay
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Of each parameter that several modules share: its other names, and the one that stands for all of them."""
+    first: dict[int, str] = {}
+    tied = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        name = user_path(path)
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied
 
 
 @cache

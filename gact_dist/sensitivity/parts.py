@@ -89,8 +89,31 @@ def seen_through(record: Recorded, product: Tensor) -> Tensor:
     if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
         return product
     laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)
-    laid_out.copy_(product)
+    repeats = _repeats(origin)
+    once(laid_out).copy_(product.sum(repeats, keepdim=True) if repeats else product)
     return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
+
+
+def once(tensor: Tensor) -> Tensor:
+    """A tensor without the elements that only repeat others in memory, since it was expanded."""
+    for dimension in _repeats(tensor):
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def repeated_as(values: Tensor, tensor: Tensor) -> Tensor:
+    """Values of a tensor's shape, repeated in memory where it repeats its elements."""
+    shape = once(tensor).shape
+    return values if shape == values.shape else values[tuple(map(slice, shape))].expand(values.shape)
+
+
+def _repeats(tensor: Tensor) -> list[int]:
+    return [n for n, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if size > 1 > stride]
+
+
+def edge_of(item: Replayed) -> tuple[Any, int]:
+    """Where the saved tensor, or what it is a view of, was made."""
+    return item.record.node, item.record.output_number
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from ..distributed import gathered
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
-from .parts import OpaqueError, Part, cut_off, present, refused, seen_through
+from .parts import OpaqueError, Part, cut_off, edge_of, once, present, refused, repeated_as, seen_through
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
 from .surroundings import copied
 
@@ -65,23 +65,53 @@ class Tally:
         self.sums: list[Tensor] = []
         """products that are not complete yet, one for each direction, laid out as the tensor"""
 
-    def add(self, product: Tensor, view: View | None, direction: int, directions: int) -> None:
-        """One product, in the shape of the tensor or of a view of it."""
-        if self.uses == 1 and not self.sums:
-            square = product.square() / directions
-            self.squares = square if self.squares is None else self.squares.add_(square)
+    def add(self, products: Iterable[Sequence[tuple[View | None, Tensor]]], direction: int, directions: int) -> None:
+        """The products of one part.
+
+        products: of each edge that leads to the tensor, one for each view in which it was saved, in the view's shape.
+        """
+        by_edge = list(products)
+        if self.uses == 1 and not self.sums and len(by_edge) == len(by_edge[0]) == 1:
+            self._add_square(by_edge[0][0][1], directions)
             return
         while len(self.sums) < directions:
-            self.sums.append(torch.zeros_like(product if self.tensor is None else self.tensor, dtype=product.dtype))
-        total = self.sums[direction]
-        (total if view is None else total.as_strided(view.size, view.stride, view.offset)).add_(product)
+            self.sums.append(self._zeros(by_edge[0][0][1]))
+        for seen in by_edge:
+            self._add_one(seen, self.sums[direction])
+
+    def _add_square(self, product: Tensor, directions: int) -> None:
+        square = product.square() / directions
+        self.squares = square if self.squares is None else self.squares.add_(square)
+
+    def _add_one(self, seen: Sequence[tuple[View | None, Tensor]], total: Tensor) -> None:
+        """The product of one edge: what is seen through several views is there once."""
+        if len(seen) == 1:
+            view, product = seen[0]
+            place = once(_within(total, view))
+            place.add_(product[tuple(map(slice, place.shape))])
+            return
+        joined = self._zeros(total)
+        for view, product in seen:
+            place = once(_within(joined, view))
+            place.copy_(product[tuple(map(slice, place.shape))])
+        once(total).add_(once(joined))
+
+    def _zeros(self, product: Tensor) -> Tensor:
+        like = product if self.tensor is None else self.tensor
+        return torch.zeros_like(once(like), dtype=product.dtype).expand(like.shape)
 
     def weight(self) -> Tensor | None:
         """Mean square of the complete products over the directions; None if all of them are zero."""
-        if self.sums:
-            self.squares = torch.stack([total.square() for total in self.sums]).mean(0)
-            self.sums = []
-        return self.squares if self.squares is not None and bool(self.squares.any()) else None
+        count = len(self.sums)
+        while self.sums:  # laid out as the tensor, which stacked ones would not be
+            self._add_square(self.sums.pop(), count)
+        if self.squares is None or not bool(self.squares.any()):
+            return None
+        return self.squares if self.tensor is None else repeated_as(self.squares, self.tensor)
+
+
+def _within(base: Tensor, view: View | None) -> Tensor:
+    return base if view is None else base.as_strided(view.size, view.stride, view.offset)
 
 
 class Walk:
@@ -252,8 +282,11 @@ class Walk:
                 tally.tensor, item.view = item.record.tensor, None
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         leaving = part.differentiable_gradients(sources if entering is not None else None)
-        wanted = [item for item in found if item.first in self._tallies and item.record.node is not None]
-        edges = list(dict.fromkeys((item.record.node, item.record.output_number) for item in wanted))
+        wanted: dict[Any, list[Replayed]] = {}
+        for item in found:
+            if item.first in self._tallies and item.record.node is not None:
+                wanted.setdefault(item.first, []).append(item)
+        edges = list(dict.fromkeys(edge_of(item) for items in wanted.values() for item in items))
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         entered: list[list[Tensor]] = [[] for _ in sources]
         with cut_off(found if cuts else ()):
@@ -262,11 +295,10 @@ class Walk:
                 for place, tangent in zip(entered, products, strict=False):
                     place.append(torch.zeros(()) if tangent is None else tangent.detach())
                 by_edge = dict(zip(edges, products[len(sources) :], strict=True))
-                for item in wanted:
-                    product = by_edge[item.record.node, item.record.output_number]
-                    if product is not None and not product.is_complex():  # complex ones are perturbed
-                        seen = seen_through(item.record, product.detach().float())
-                        self._tallies[item.first].add(seen, item.view, direction, self._directions)
+                for first, items in wanted.items():
+                    seen = _seen_by_edge(items, by_edge)
+                    if seen:
+                        self._tallies[first].add(seen, direction, self._directions)
         return [place if any(tangent.dim() for tangent in place) else None for place in entered]
 
     def _products(
@@ -316,7 +348,7 @@ class Walk:
     ) -> Iterator[Measured]:
         """Of the tensors that a part saved, those that no other part adds to."""
         missed = []
-        for item in {item.first: item for item in found}.values():
+        for item in {item.first: item for item in reversed(found)}.values():
             tally = self._tallies.get(item.first)
             if tally is None:
                 continue
@@ -422,6 +454,20 @@ class Walk:
         with visit.surroundings.again(), self._forward.mode:
             outputs = tensors_of(torch.func.functional_call(module, moved, args, kwargs))
         return [outputs[number] for number, _ in visit.exits]
+
+
+def _seen_by_edge(
+    items: Sequence[Replayed], products: Mapping[tuple[Any, int], Tensor | None]
+) -> list[list[tuple[View | None, Tensor]]]:
+    """What Tally.add() takes, of one tensor. Complex products are left out: such tensors are perturbed."""
+    seen: dict[tuple[Any, int], dict[Any, tuple[View | None, Tensor]]] = {}
+    for item in items:
+        product, view = products[edge_of(item)], item.view
+        if product is not None and not product.is_complex():
+            place = None if view is None else (view.size, view.stride, view.offset)
+            through = seen_through(item.record, product.detach().float())
+            seen.setdefault(edge_of(item), {}).setdefault(place, (view, through))
+    return [list(views.values()) for views in seen.values()]
 
 
 _NO_EDGE: Any = None

@@ -1,0 +1,145 @@
+"""Sensitivity block by block: the numbers are those of the whole model as one part, however its blocks are wired."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_models import CASES, Case, made
+
+from gact_dist import Config
+from gact_dist.hooks import SavedTensorHooks
+from gact_dist.sensitivity import one_pass
+from gact_dist.sensitivity.blocks import BlockForward
+from gact_dist.sensitivity.one_pass import Sensitivity, measure
+
+# How many blocks run: those of the model, as often as they run. A selective checkpoint is no block: it lies between the
+# others. Of the block that changes its input, what calls it has to run it.
+VISITS = {
+    "selective checkpoints": 3,
+    "unet": 6,
+    "encoder and decoder": 9,
+    "called several times": 7,
+    "stages": 8,
+    "skipped by a branch": 4,
+    "structures": 6,
+    "random numbers of Python and NumPy": 6,
+    "changes its input": 4,
+    "gpt2 with labels": 7,
+    "GAT": 3,
+    "GCN": 3,
+    **dict.fromkeys(
+        (
+            "tables and masks",
+            "model outputs",
+            "expanded",
+            "buffers",
+            "spectral and batch norm",
+            "changed after a block",
+        ),
+        5,
+    ),
+}
+# Both ways compute each product by the same operators on the same values. Where several blocks read a tensor, its
+# products and gradients are added in another order: a few float32 roundings of 6e-8, squared, and up to a hundred in a
+# sum that cancels.
+RELATIVE = 1e-5
+# Kinds in which an input without a gradient is read inside a block, whose effect on the parameters before it is seen
+# along random directions only: sampled, not computed.
+SAMPLED = ("tables and masks", "structures", "GAT", "llama", "llama with eager attention", "llama with labels")
+
+
+def started(case: Case, config: Config) -> SavedTensorHooks:
+    """Hooks that have learnt in a first step which tensors are what."""
+    hooks = SavedTensorHooks(case.model, config, 0)
+    seed()
+    with hooks.hooks():
+        case.loss_fn(case.batch)
+    return hooks
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+def measured(case: Case, probes: int = 2, bits: int = 8, estimator: str = "one-pass") -> list[Sensitivity]:
+    hooks = started(case, Config(min_numel=0, bits=bits))
+    seed()
+    found = measure(hooks, case.model, lambda: case.loss_fn(case.batch), seed=3, probes=probes, estimator=estimator)
+    hooks.close()
+    return found
+
+
+@pytest.fixture
+def forwards(monkeypatch) -> list[BlockForward]:
+    """Every forward with blocks that a measurement has run; boundaries are exact."""
+    made: list[BlockForward] = []
+
+    class Noted(BlockForward):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(one_pass, "BlockForward", Noted)
+    monkeypatch.setattr(one_pass, "BOUNDARY_BITS", None)
+    return made
+
+
+def as_one_part(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Sensitivity]:
+    with monkeypatch.context() as patch:
+        patch.setattr(one_pass, "blocks_of", lambda *_: [])
+        return measured(make(), **options)
+
+
+def distance(one: Sensitivity, other: Sensitivity) -> float:
+    """Relative to the second."""
+    size = float(other.variance.norm())
+    return float((one.variance - other.variance).norm()) / size if size else float(one.variance.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_give_the_numbers_of_the_whole(name, forwards, monkeypatch):
+    whole = as_one_part(lambda: made(name), monkeypatch)
+    forwards.clear()
+    by_block = measured(made(name))
+    assert len(forwards) == (2 if name == "changes its input" else 1)
+    assert len(forwards[-1].visits) == VISITS.get(name, 6)
+    assert [item.name for item in by_block] == [item.name for item in whole]
+    assert [item.by_perturbation for item in by_block] == [item.by_perturbation for item in whole]
+    assert any(not item.by_perturbation for item in whole)
+    for one, other in zip(by_block, whole, strict=True):
+        if name not in SAMPLED or not other.by_perturbation:
+            assert distance(one, other) <= RELATIVE, one.name
+
+
+def test_buffers_and_random_numbers_of_the_cases_matter():
+    """Without them as they were, a block computes something else: the cases above would not be right by chance."""
+    for name in ("buffers", "random numbers of Python and NumPy", "gpt with dropout"):
+        _, loss_fn, batch = made(name)
+        seed()
+        first = loss_fn(batch).item()
+        assert loss_fn(batch).item() != first, name
+
+
+@pytest.mark.parametrize("name", ["gpt with dropout", "unet", "encoder and decoder", "called several times", "stages"])
+def test_boundaries_of_8_bits_add_little(name, forwards, monkeypatch):
+    """Rounding at 8 bits moves an element by at most 1/255 of its group's range, a relative error of the tensor of
+    1/255 / sqrt(6) * range / rms: with a range of 6 rms, 1%. It reaches a product through its block's input, the
+    gradient at its output, and the same of the blocks on the way: of the square, twice that and some. 10% leaves room
+    for three blocks and for the few elements that small tensors have."""
+    exact = measured(made(name))
+    monkeypatch.setattr(one_pass, "BOUNDARY_BITS", 8)
+    rounded = measured(made(name))
+    assert [item.name for item in rounded] == [item.name for item in exact]
+    for one, other in zip(rounded, exact, strict=True):
+        if not other.by_perturbation:
+            assert distance(one, other) <= 0.1, one.name
+    total = sum(float(item.variance[3]) for item in exact)
+    assert sum(float(item.variance[3]) for item in rounded) == pytest.approx(total, rel=0.03)
+    assert any(distance(one, other) > 0 for one, other in zip(rounded, exact, strict=True))
