@@ -90,7 +90,7 @@ def storage_reference(tensor: Tensor) -> Any:
 
 def saved_handle(node: Any, name: str) -> Any:
     """What the graph holds in place of a tensor that a node saved; None where torch does not expose it."""
-    return getattr(getattr(node, f"_raw_saved_{name}"), "data", None)
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
 def saves_own_result(node: Any) -> bool:

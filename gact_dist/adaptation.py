@@ -363,6 +363,14 @@ class Adapter:
                 row = [noise, moments.square / unit, unit]
             except torch.OutOfMemoryError as error:
                 _log.warning("out of memory while measuring the gradient's error on this rank: %s", _first_line(error))
+            except distributed.PeerFailedError:
+                pass  # as in _measure
+            except MeasurementError as error:
+                _log.warning(
+                    "the gradient's error could not be measured on this rank (%s): it follows from the other ranks, or "
+                    "the plan stays as it is",
+                    error,
+                )
         values: Tensor = torch.tensor([row], dtype=torch.float64)
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit

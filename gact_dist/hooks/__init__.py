@@ -4,6 +4,7 @@ from .accounting import Footprint, ReportRow
 from .batches import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
+from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
 from .handles import Noted, Recorded, Replaceable, ReplayError, View
@@ -14,6 +15,7 @@ from .replay import Replay, Replayed
 from .roles import OperatorObserver
 
 __all__ = [
+    "Draw",
     "Encoder",
     "Footprint",
     "LearntNames",
@@ -26,6 +28,7 @@ __all__ = [
     "Replayed",
     "ReportRow",
     "SavedTensorHooks",
+    "StoredAgain",
     "View",
     "batch_size",
     "check_inlined",

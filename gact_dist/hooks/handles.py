@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from ..offload import HostOffload, Payload
+from .roles import Role
 
 
 class Stored:
@@ -88,6 +89,10 @@ class Replaceable:
         """See Stored.restores_private."""
         return self.replacement is not None
 
+    def replace(self, tensor: Tensor) -> None:
+        """Hand out another tensor in its place."""
+        self.replacement = tensor
+
     def restore(self) -> Tensor:
         if self.on_restore is not None:
             self.on_restore()
@@ -133,6 +138,10 @@ class Recorded:
     def replacement(self, tensor: Tensor | None) -> None:
         self.handle.replacement = tensor
 
+    def keep_exactly(self) -> None:
+        """It turned out that it must not be rounded."""
+        self.compressible = False
+
 
 class ReplayError(RuntimeError):
     """A block did not do the same when it ran again, or cannot run again."""
@@ -145,11 +154,20 @@ class Noted:
     name: str
     shape: torch.Size
     itemsize_bits: int
-    compressible: bool
+    role: Role | None
+    """None where it makes no difference: of a small tensor, or one of integers"""
+
+    @property
+    def compressible(self) -> bool:
+        return self.role is Role.ACTIVATION
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    def keep_exactly(self) -> None:
+        """It turned out that it must not be rounded."""
+        self.role = Role.STATISTIC
 
     def restore(self) -> Tensor:
         raise ReplayError(f"a backward reached {self.name!r} in a block that had run only to be noted")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import saved_handle
-from .handles import Stored, View
+from .handles import Replaceable, Stored, View
 
 _aten = torch.ops.aten
 _MOST_BITS = 6
@@ -66,26 +66,28 @@ class LogsumexpFit:
     """Fits what a step keeps. See [Note: fitted logsumexp]."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[Stored, Any]] = deque(maxlen=_OPERANDS)
+        self._latest: deque[tuple[Stored | Replaceable, Any]] = deque(maxlen=_OPERANDS)
 
-    def add(self, stored: Stored, payload: Any) -> None:
+    def add(self, handle: Stored | Replaceable, payload: Any) -> None:
         """payload: of a tensor that is kept; still on the device, which it may be about to leave."""
-        self._latest.append((stored, payload))
+        self._latest.append((handle, payload))
 
     def forget(self) -> None:
         """At the end of a step."""
         self._latest.clear()
 
-    def after(self, output: Tensor) -> None:
-        """After a tensor is kept: if it is the output of fused attention, all else that the operator saved is kept."""
-        operator = None if output.grad_fn is None else _OPERATORS.get(output.grad_fn.name())
+    def after(self, node: Any) -> None:
+        """After a tensor is kept: if it is the output of fused attention, all else that the operator saved is kept.
+
+        node: that computed the tensor, None without a graph.
+        """
+        operator = None if node is None else _OPERATORS.get(node.name())
         if operator is None:
             return
-        node: Any = output.grad_fn
         query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
         payloads = dict(self._latest)
-        operands = payloads.get(_stored(query)), payloads.get(_stored(key))
-        if None in operands or not any(map(_is_coarse, operands)) or not isinstance(kept, Stored):
+        operands = payloads.get(_whole(query)), payloads.get(_whole(key))
+        if None in operands or not any(map(_is_coarse, operands)) or not isinstance(kept, (Stored, Replaceable)):
             return
         with torch.no_grad():
             q, k = (_decoded(handle, payloads) for handle in (query, key))
@@ -93,7 +95,7 @@ class LogsumexpFit:
             kept.replace(operator.run(q, k, bias, node._saved_is_causal, node._saved_scale))
 
 
-def _stored(handle: Any) -> Any:
+def _whole(handle: Any) -> Any:
     return handle.base if isinstance(handle, View) else handle
 
 
@@ -101,7 +103,7 @@ def _is_coarse(payload: Any) -> bool:
     return isinstance(payload, codec.Packed) and payload.average_bits <= _MOST_BITS
 
 
-def _decoded(handle: Any, payloads: dict[Stored, Any]) -> Tensor:
-    payload = payloads[_stored(handle)]
+def _decoded(handle: Any, payloads: dict[Stored | Replaceable, Any]) -> Tensor:
+    payload = payloads[_whole(handle)]
     tensor = codec.unpack(payload) if isinstance(payload, codec.Packed) else payload
     return handle.within(tensor) if isinstance(handle, View) else tensor

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import in_backward
-from .handles import Kept, Noted, Recorded, Replaceable, ReplayError, View
+from .handles import Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
 from .naming import origin
 
 
@@ -31,16 +31,20 @@ class Replayed:
 
 
 class Replay:
-    """Keeps what one further run of a block saves, and records it under the names of its first run."""
+    """Keeps what one further run of a block saves, under the names of its first run."""
 
-    def __init__(self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any], Replaceable]) -> None:
+    def __init__(
+        self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any], Replaceable | Stored]
+    ) -> None:
         """outcomes: of the first run, from SavedTensorHooks.noting(). own: what the block itself stored in it.
 
-        keep(tensor, first): the handle that the graph is to hold.
+        keep(tensor, first): the handle that the graph is to hold. A tensor that is not stored but can be replaced is
+        recorded as well.
         """
         self.found: list[Replayed] = []
+        """what was recorded"""
         self._outcomes, self._own, self._keep = outcomes, own, keep
-        self._handles: dict[Any, Replaceable] = {}
+        self._handles: dict[Any, Replaceable | Stored] = {}
         self._next = 0
 
     def check_complete(self) -> None:
@@ -62,8 +66,10 @@ class Replay:
             return self._take(tensor, outcome, None)
         first = outcome.base
         if first in self._handles:
-            self._find(tensor, Replaceable(tensor), first, outcome)  # a further input of the block may share the memory
-            return View(self._handles[first], tensor, outcome.offset)
+            handle = self._handles[first]
+            if isinstance(handle, Replaceable):  # a further input of the block may share the memory
+                self._find(tensor, Replaceable(tensor), first, outcome)
+            return View(handle, tensor, outcome.offset)
         if first not in self._own:
             return self._take(tensor, first, outcome)
         if tensor.shape == first.shape:
@@ -74,7 +80,7 @@ class Replay:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
         return View(self._take(target, first, None), tensor, outcome.offset)
 
-    def _take(self, tensor: Tensor, first: Any, view: View | None) -> Replaceable:
+    def _take(self, tensor: Tensor, first: Any, view: View | None) -> Replaceable | Stored:
         if isinstance(first, Noted) and view is None and tensor.shape != first.shape:
             raise ReplayError(
                 f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
@@ -82,7 +88,8 @@ class Replay:
         handle = self._keep(tensor, first)
         if view is None:
             self._handles[first] = handle
-        self._find(tensor, handle, first, view)
+        if isinstance(handle, Replaceable):
+            self._find(tensor, handle, first, view)
         return handle
 
     def _find(self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None) -> None:

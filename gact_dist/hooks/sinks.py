@@ -96,7 +96,7 @@ class Store(Sink):
 
     def after(self, tensor: Tensor) -> None:
         """See Sink.after."""
-        self._logsumexp.after(tensor)
+        self._logsumexp.after(tensor.grad_fn)
 
     def forget_step(self) -> None:
         """See Sink.forget_step."""
@@ -125,7 +125,7 @@ class Record(Sink):
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
         if self.notes:
-            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role is Role.ACTIVATION)
+            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role)
             self.found.append(noted)
             return noted
         source, handle = origin(tensor), Replaceable(tensor)
@@ -152,4 +152,5 @@ class Record(Sink):
     def settle(self, roles: Mapping[str, Role]) -> None:
         """When the forward is over, some block inputs turn out to be needed exactly."""
         for record in self.found:
-            record.compressible &= roles.get(record.name) is not Role.STATISTIC
+            if record.compressible and roles.get(record.name) is Role.STATISTIC:
+                record.keep_exactly()

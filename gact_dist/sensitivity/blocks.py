@@ -28,7 +28,6 @@ from ..distributed import gathered, unwrap, user_path
 from ..hooks import (
     Noted,
     Recorded,
-    Replaceable,
     Replay,
     Replayed,
     ReplayError,
@@ -104,6 +103,8 @@ class Visit:
     exits: list[tuple[int, Exit]] = field(default_factory=list)
     """(index among the tensors of the outputs, exit)"""
     before: Between | None = None
+    leaves: set[Any] = field(default_factory=set)
+    """keys of the parameters that it uses, see BlockForward.key_of()"""
     gradients: list[Any] = field(default_factory=list)
     """boundaries: of the gradient at each exit, None where there is none"""
 
@@ -279,6 +280,7 @@ class BlockForward:
                 self._current = visit
                 with nothing_kept() if checkpointed else self._hooks.noting(visit.outcomes):
                     outputs = function(*args, **kwargs)
+                visit.leaves = self._leaves_of(visit, outputs, list(starts.values()))
             finally:
                 self._current, self._open = None, outer
         if any(tensor._version for tensor in starts.values()):
@@ -294,6 +296,17 @@ class BlockForward:
                 self._exits[edge.node] = last = Exit(edge)
                 visit.exits.append((number, last))
         return substituted(outputs, ends)
+
+    def _leaves_of(self, visit: Visit, outputs: Any, starts: Sequence[Tensor]) -> set[Any]:
+        self.learn_names(visit.modules)
+        heads = [tensor.grad_fn for tensor in tensors_of(outputs) if _may_be_cut(tensor)]
+        _, _, leaves = self._reach(heads, [start.grad_fn for start in starts])
+        return {self.key_of(edge) for _, edge in leaves}
+
+    def key_of(self, leaf: GradientEdge) -> Any:
+        """What stands for a parameter in every part of the graph: its name; for one that has none, its identity."""
+        node: Any = leaf.node
+        return self.names.get(id(node.variable), id(node.variable))
 
     def _kept(self, tensor: Tensor, kept: Sequence[Recorded]) -> Any:
         """What stands for an input until its block runs again: what the checkpoint keeps of it, or a boundary."""
@@ -336,7 +349,7 @@ class BlockForward:
 
     @contextmanager
     def again(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Replaceable]
+        self, visit: Visit, keep: Callable[[Tensor, Any], Any]
     ) -> Iterator[tuple[Part, Replay | None, list[Tensor]]]:
         """Within the context the block has its graph. keep(tensor, first): what that holds of each saved tensor."""
         with ExitStack() as stack:
@@ -353,7 +366,7 @@ class BlockForward:
             yield Part(heads, [get_gradient_edge(tensor) for tensor in inputs], leaves, nodes), replay, inputs
 
     def _run(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Replaceable]
+        self, visit: Visit, keep: Callable[[Tensor, Any], Any]
     ) -> tuple[list[Tensor], list[Tensor], Replay | None]:
         values = {number: cut(value_of(kept)) for number, kept, _ in visit.inputs}
         args, kwargs = substituted(copied(visit.arguments), values)

@@ -49,7 +49,7 @@ BOUNDARY_BITS: int | None = 8
 """at which tensors at the borders of blocks are kept, None for exactly"""
 
 
-class _InnerBackwardError(Exception):
+class InnerBackwardError(Exception):
     """The forward that is to be cut at blocks runs a backward, which goes through all of it."""
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def measure(
     while estimator == "one-pass" or not whole:
         try:
             return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
-        except _InnerBackwardError as error:
+        except InnerBackwardError as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
             return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, probes)
@@ -141,14 +141,14 @@ def _by_walk(
     try:
         with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
             if mode.inner_backward:
-                raise _InnerBackwardError
+                raise InnerBackwardError
             walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
             walk.first()
             found = {item.first: _measured(hooks, item) for item in walk.second()}
             return [found[record] for record in cut.found if record.compressible]
     except RuntimeError as error:  # the inner backward may have met the border of a block
         if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
-            raise _InnerBackwardError from error
+            raise InnerBackwardError from error
         raise
 
 

@@ -10,6 +10,7 @@ micro-batches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,12 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hooks import SavedTensorHooks, has_compiled_parts
+from ..distributed import sharding
+from ..hooks import ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
 from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
+from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
+from .one_pass import BOUNDARY_BITS, InnerBackwardError, MeasurementError
+from .partition import blocks_of
+from .rounded_walk import RoundedWalk
+
+_log = logging.getLogger(__name__)
 
 
 def rounded_moments(
@@ -34,13 +42,63 @@ def rounded_moments(
     passes: int,
     draw: int,
 ) -> Moments:
-    """Moments of the gradient of one rank's batch, from forwards and backwards like a step's; the job is untouched.
+    """Moments of the gradient of one rank's batch, rounded as in a step; the job is untouched.
 
     forward: runs the model and returns the scalar loss, or calls backward on it. plan: None for the current one.
     passes: at least two, each rounded with other random numbers and all else the same. draw: names the random numbers;
-    passes of another draw are independent. Nothing is kept exactly, so a pass takes the memory of a step.
+    passes of another draw are independent.
     With rounded gradients g_i of mean m, noise is sum |g_i - m|^2 / (passes - 1) and square |m|^2 - noise / passes.
+    The model is measured block by block (see [Note: rounded walk] in rounded_walk.py), a model without blocks in
+    forwards and backwards like a step's. Raises MeasurementError where that would take a whole model whose parameters
+    are sharded.
     """
+    blocks = [] if has_compiled_parts(model) else blocks_of(model, hooks.config.blocks)
+    whole = not blocks or sharding(model) is None  # whether all parameters may be there at once
+    while blocks:
+        try:
+            return _by_walk(hooks, model, blocks, forward, plan, passes, draw)
+        except (CutError, ReplayError, InnerBackwardError) as error:
+            if not whole:
+                raise MeasurementError(str(error)) from error
+            _log.info("%s: drawing gradients with what is around it", error)
+            blocks = [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
+    return _of_whole(hooks, model, forward, plan, passes, draw)
+
+
+def _by_walk(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    forward: Callable[[], Any],
+    plan: Plan | None,
+    passes: int,
+    draw: int,
+) -> Moments:
+    mode = MeasuringMode(differentiable=False)
+    cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=draw)
+    try:
+        with untouched(model, blocks), measurable(mode), cut.run(forward, 1.0):
+            if mode.inner_backward:
+                raise InnerBackwardError
+            walk = RoundedWalk(
+                hooks, cut, hooks.plan if plan is None else plan, passes=passes, first_draw=draw * passes
+            )
+            return walk.moments()
+    except RuntimeError as error:  # the inner backward may have met the border of a block
+        if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
+            raise InnerBackwardError from error
+        raise
+
+
+def _of_whole(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    forward: Callable[[], Any],
+    plan: Plan | None,
+    passes: int,
+    draw: int,
+) -> Moments:
+    """Nothing is kept exactly, so a pass takes the memory of a step."""
     mean = _rounded_gradient(hooks, model, forward, plan, draw * passes)
     scatter = 0.0
     for number in range(2, passes + 1):

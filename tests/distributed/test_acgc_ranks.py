@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,9 @@ import small_models
 import torch
 import torch.distributed as dist
 from gradients import flat_gradient
+from modes import batch_of
 from test_acgc import ERROR, Digits, acgc
+from test_units import LAYERS, started, stripped, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,6 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
+from gact_dist import Config
+from gact_dist.hooks import SavedTensorHooks
+from gact_dist.policies import Moments as Drawn
+from gact_dist.sensitivity import rounded_moments
+from gact_dist.sensitivity.parts import Part
 
 SMALLER, MICRO_BATCHES = 0.01, 4  # an error at which not every width of the mlp is the narrowest
 
@@ -97,8 +104,10 @@ def trained(wrap: Callable[[nn.Module], nn.Module], follow: bool, steps: int = 1
     """A wrapped model, trained beside an uncompressed copy that takes the same steps and has the exact gradients."""
     job, result = Digits("mlp", rank=dist.get_rank()), Trained()
     reference = copy.deepcopy(job.model)
+    # the units of those that are sharded: numbers depend on where blocks meet, as that is rounded to 8 bits
+    blocks = [path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)]
     model = wrap(job.model)
-    gact = gact_dist.attach(model, config=acgc(SMALLER))
+    gact = gact_dist.attach(model, config=acgc(SMALLER, blocks=blocks))
     if follow:
         gact.follow()
     loss_fn, exact_loss_fn = small_models.loss_of(model), small_models.loss_of(reference)
@@ -162,3 +171,53 @@ def test_accumulated_gradients_keep_the_error_with_as_much_to_spare_as_they_have
     parts = 2 * MICRO_BATCHES
     # seven steps and more of squared norms with tens of effective dimensions: a standard deviation below 0.1
     assert first.reduced.noise / first.reduced.count == pytest.approx(noise / first.own.count / parts, rel=0.3)
+
+
+# -- what is unsharded while a gradient is drawn ------------------------------------------------------------------
+
+
+def drawn(row: str) -> tuple[Drawn, list[set[str]]]:
+    """(the moments of a gradient, which parameters of blocks are whole in each of their backwards)."""
+    job, rank = started(row, "fp32"), dist.get_rank()
+    hooks = SavedTensorHooks(job.model, Config(policy="uniform", bits=4, min_numel=64), rank)
+    inputs, targets = batch_of(0, rank)
+    seen: list[set[str]] = []
+    gradients = Part.gradients
+
+    def watched(self: Part, *arguments: Any) -> list[Tensor | None]:
+        seen.append({name for name in stripped(whole(job.model)) if name.startswith("blocks.")})
+        return gradients(self, *arguments)
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(job.model(inputs).flatten(0, -2), targets.flatten())
+
+    Part.gradients = watched
+    try:
+        torch.manual_seed(rank)
+        found = rounded_moments(hooks, job.model, loss, passes=2, draw=1)
+    finally:
+        Part.gradients = gradients
+    assert row == "DDP" or not whole(job.model)
+    hooks.close()
+    job.close()
+    return found, seen
+
+
+def drawn_in_each(rows: Sequence[str]) -> dict[str, tuple[Drawn, list[set[str]]]]:
+    return {row: drawn(row) for row in rows}
+
+
+SHARDED = {2: ["FSDP1", "FSDP1 use_orig_params", "FSDP2", "FSDP2 CPU offload", "ZeRO-3"], 4: ["HSDP"]}
+
+
+@pytest.mark.parametrize("size", SHARDED)
+def test_one_block_at_a_time_is_unsharded_while_a_gradient_is_drawn(ranks, size):
+    for found in ranks(drawn_in_each, ["DDP", *SHARDED[size]], world_size=size):
+        unsharded, _ = found.pop("DDP")
+        for moments, seen in found.values():
+            blocks = [{name.split(".")[1] for name in names} for names in seen]
+            assert max(map(len, blocks)) == 1
+            assert len(set().union(*blocks)) == LAYERS
+            # sums of float32 in another order; a value that this moves across a threshold of the rounding weighs more
+            assert moments.noise == pytest.approx(unsharded.noise, rel=1e-3)
+            assert moments.square == pytest.approx(unsharded.square, rel=1e-4)

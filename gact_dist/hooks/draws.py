@@ -1,0 +1,86 @@
+"""What a forward saved, stored once more as a step would store it, with other random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .. import codec
+from ..policies import Plan
+from .accounting import Account
+from .aliases import StorageRecord
+from .encoder import Encoder
+from .handles import Noted, Recorded, Replaceable, Stored
+from .logsumexp import LogsumexpFit
+from .replay import Replayed
+from .roles import Role
+from .sinks import Captured, Store
+
+
+class Draw:
+    """One rounding, under a plan, of all that a recorded forward saved."""
+
+    def __init__(
+        self, encoder: Encoder, plan: Plan, number: int, firsts: Mapping[Replaceable | Noted, Recorded | Noted]
+    ) -> None:
+        """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the compressible tensors, by
+        what the graph holds of each."""
+        self.plan = plan
+        self._encoder, self._number, self._firsts = encoder, number, firsts
+
+    @contextmanager
+    def _keys(self) -> Iterator[None]:
+        self._encoder.keys.begin(-self._number)  # no step of the job has these
+        try:
+            yield
+        finally:
+            self._encoder.keys.begin(0)
+
+    def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted) -> Stored:
+        """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded."""
+        if isinstance(first, Noted):
+            name, role = first.name, first.role
+        else:
+            record = self._firsts.get(first)
+            name, role = ("", Role.STATISTIC) if record is None else (record.name, Role.ACTIVATION)
+        with self._keys():
+            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor)))
+        sink.after(tensor)
+        return stored
+
+    def payloads(self, between: Sequence[Replayed]) -> dict[Replaceable, Tensor | codec.Packed]:
+        """What a step would keep of tensors that the graph holds as they are, where that makes a difference."""
+        found: dict[Replaceable, Tensor | codec.Packed] = {}
+        fit = LogsumexpFit()
+        for item in between:
+            handle, first = item.record.handle, self._firsts.get(item.first)
+            payload: Tensor | codec.Packed = handle.tensor
+            if first is not None and self.plan.bits_of(first.name) is not None:
+                with self._keys(), torch.no_grad():
+                    payload = self._encoder.encode(handle.tensor, first.name, Role.ACTIVATION, self.plan)
+                found[handle] = payload
+            fit.add(handle, payload)
+            fit.after(item.record.node)
+        for item in between:
+            fitted, item.record.replacement = item.record.replacement, None
+            if fitted is not None:
+                found[item.record.handle] = fitted
+        return found
+
+
+class StoredAgain:
+    """Stores what one further run of a block saves as a step would: what a Replay is given to keep tensors."""
+
+    def __init__(self, draw: Draw, encoder: Encoder) -> None:
+        self._draw = draw
+        self._sink = Store(encoder, draw.plan, Account())
+        self._known: dict[tuple, Stored] = {}
+
+    def __call__(self, tensor: Tensor, first: Replaceable | Noted) -> Stored:
+        key = first, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+        if key not in self._known:  # memory of another block may be saved several times
+            self._known[key] = self._draw.stored(self._sink, tensor, first)
+        return self._known[key]
