@@ -4,6 +4,7 @@ from .bypass import PeerFailedError, bypassed, gathered, gathered_in_turn
 from .collectives import (
     PlanMismatchError,
     all_ranks,
+    any_rank,
     check_agreement,
     data_parallel_groups,
     max_over_groups,
@@ -14,7 +15,19 @@ from .collectives import (
     world_size,
 )
 from .pipeline import learning_shapes
-from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
+from .tensor_parallel import (
+    TENSOR_PARALLELISM,
+    differentiable_twice,
+    distributed_again,
+    distributed_as,
+    fingerprint,
+    local_part,
+    own_part,
+    part_of_gradient,
+    ranks_sharing,
+    tensor_parallel_groups,
+    whole_value,
+)
 from .wrappers import (
     checkpoint_files,
     checkpoint_savers,
@@ -34,6 +47,7 @@ __all__ = [
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",
+    "any_rank",
     "bypassed",
     "check_agreement",
     "checkpoint_files",
@@ -41,7 +55,10 @@ __all__ = [
     "checkpoints_as",
     "checkpoints_offering_inputs",
     "data_parallel_groups",
+    "differentiable_twice",
     "distributed_again",
+    "distributed_as",
+    "fingerprint",
     "forwarding_nodes",
     "gathered",
     "gathered_in_turn",
@@ -51,9 +68,11 @@ __all__ = [
     "mean_of_positive",
     "operator_aliases",
     "own_part",
+    "part_of_gradient",
     "plumbing",
     "raises_on_all",
     "rank",
+    "ranks_sharing",
     "reduce_over",
     "sharding",
     "steps_optimizer",
@@ -61,5 +80,6 @@ __all__ = [
     "units",
     "unwrap",
     "user_path",
+    "whole_value",
     "world_size",
 ]

@@ -6,7 +6,7 @@ from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
-from .handles import Noted, Recorded, Replaceable, ReplayError, View
+from .handles import Distributed, Noted, Recorded, Replaceable, ReplayError, View
 from .inlined import check_inlined
 from .naming import origin, producer
 from .parameters import made_from_parameters
@@ -14,6 +14,7 @@ from .replay import Replay, Replayed
 from .roles import OperatorObserver
 
 __all__ = [
+    "Distributed",
     "Encoder",
     "Footprint",
     "LearntNames",

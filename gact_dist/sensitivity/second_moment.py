@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import whole_value
 from ..hooks import SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
 from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
@@ -72,4 +73,4 @@ def _gradient(loss: Any) -> list[Tensor]:
 
 
 def _square(gradient: Sequence[Tensor]) -> float:
-    return sum(float(part.square().sum()) for part in gradient)
+    return sum(whole_value(part.square().sum()) for part in gradient)
