@@ -44,6 +44,7 @@ from .wrappers import (
 )
 
 __all__ = [
+    "TENSOR_PARALLELISM",
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",

@@ -23,7 +23,7 @@ _SAME = 1e-3
 class TensorParallel(Framework):
     """parallelize_module, and DTensor parameters in general."""
 
-    name = "tensor parallelism"
+    name = TENSOR_PARALLELISM
 
     def shards(self, model: nn.Module) -> bool:
         return any(_DTENSOR.made(parameter) for parameter in model.parameters())
