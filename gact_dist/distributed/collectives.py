@@ -104,6 +104,14 @@ def any_rank(conditions: Sequence[bool], groups: Sequence[ProcessGroup | None]) 
     return [bool(value) for value in holds.tolist()]
 
 
+def least_of_ranks(value: float, groups: Sequence[ProcessGroup | None]) -> float:
+    """The least of a value on all ranks of the groups. Collectives in each group: one all_reduce."""
+    least = torch.tensor([value], dtype=torch.float64)
+    for group in groups:
+        least = _reduced(least, dist.ReduceOp.MIN, group)
+    return least.item()
+
+
 def raises_on_all(groups: Sequence[ProcessGroup | None], doing: str) -> AbstractContextManager[None]:
     """Within the context this rank works alone; if that raises on any rank of the groups, every rank raises at its end.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._patches import replaced
-from .collectives import max_over_groups, world_size
+from .collectives import max_over_groups, reduce_over, world_size
 from .framework import Framework, OptionalClass
 from .fsdp2 import meshes_gathered
 
@@ -86,7 +86,8 @@ def whole_value(tensor: Tensor) -> float:
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """float64 [5] on the CPU: four random projections of a tensor, the same on every rank, and its norm."""
-    values = tensor.detach().float().flatten()
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = values.detach().float().flatten()
     generator = torch.Generator(device=values.device).manual_seed(0)
     projected = values * torch.randn(values.shape, generator=generator, device=values.device)
     sums = [projected[start::4].sum() for start in range(4)]
@@ -110,6 +111,17 @@ def ranks_sharing(fingerprints: Mapping[str, Tensor], groups: Sequence[Any]) -> 
         for name, parts in zip(names, differs.tolist(), strict=True):
             ranks[name] = ranks.get(name, 1) * (world_size(group) if parts else 1)
     return ranks
+
+
+def sum_over_parts(value: float, tensor: Tensor, groups: Sequence[Any]) -> float:
+    """The sum over tensor-parallel groups of what each rank computed from its part of a plain tensor.
+
+    Of a copy, or of a distributed tensor, the value is that of the whole already. Collectives, if there are groups.
+    """
+    if not groups or _DTENSOR.made(tensor):
+        return value
+    parts = ranks_sharing({"": fingerprint(tensor)}, groups)[""]
+    return parts * float(reduce_over([""], torch.tensor([[value]]), groups).mean)
 
 
 @contextmanager

@@ -30,7 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
-from ..distributed import any_rank, differentiable_twice, distributed_as, gathered, whole_value
+from ..distributed import (
+    any_rank,
+    differentiable_twice,
+    distributed_as,
+    gathered,
+    least_of_ranks,
+    sum_over_parts,
+    whole_value,
+)
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
@@ -411,7 +419,8 @@ class Walk:
             along = 0.0
             for new, old, tangent in zip(moved[:count], before[:count], tangents, strict=True):
                 if new is not None and old is not None and tangent is not None and tangent[direction].dim():
-                    along += whole_value((float32_parts(new - old) * float32_parts(tangent[direction])).sum())
+                    product = (float32_parts(new - old) * float32_parts(tangent[direction])).sum()
+                    along += sum_over_parts(whole_value(product), tangent[direction], self._forward.groups)
             total += along**2 / self._directions
         return total
 
@@ -432,7 +441,7 @@ class Walk:
                     if p.requires_grad
                 }
                 ways = [None if tangent is None else tangent[direction] for tangent in tangents]
-                step = _step_of(module, along, values, ways)
+                step = least_of_ranks(_step_of(module, along, values, ways), self._forward.groups)
                 ahead, behind = (self._shifted(visit, along, values, ways, sign * step) for sign in (1.0, -1.0))
                 found.append([(a.float() - b.float()) / (2 * step) for a, b in zip(ahead, behind, strict=True)])
         reached = [n for n, gradient in enumerate(gradients) if gradient is not None]

@@ -181,12 +181,15 @@ def test_what_crosses_blocks_may_be_whole_or_a_part_or_a_dtensor(ranks, kind, bl
         assert_alike(dict(list(split.items())[1:]), dict(list(whole.items())[1:]), rel=0.05)
 
 
-def test_all_ranks_perturb_what_cannot_be_differentiated(ranks):
+@pytest.mark.parametrize("kind", ["tensors", "sequences", "DTensors"])
+def test_all_ranks_perturb_what_cannot_be_differentiated(ranks, kind):
     whole, _ = ranks(of_stack, None, OpaqueMLP, world_size=1)[0]
-    found = ranks(of_stack, "tensors", OpaqueMLP)
+    found = ranks(of_stack, kind, OpaqueMLP)
     assert found[0][0] == found[1][0]
     assert all(any("its block saves is measured by perturbation" in text for text in texts) for _, texts in found)
-    assert sum(found[0][0].values()) == pytest.approx(sum(whole.values()), rel=0.1)
+    # one perturbation of the small numbers of a norm has a large error
+    split, whole = ({n: value for n, value in of.items() if "norm" not in n} for of in (found[0][0], whole))
+    assert_alike(split, whole, rel=0.15)
 
 
 def test_ranks_go_on_together_where_only_one_holds_what_matters(ranks):
