@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import codec
-from ..distributed import gathered
+from ..distributed import gathered, whole_value
 from ..hooks import Draw, Replaceable, SavedTensorHooks, StoredAgain
 from ..policies import Moments, Plan
 from .autograd_graph import float32_parts
@@ -43,7 +43,7 @@ class RunningMoments:
             self.mean = gradient
             return
         apart = gradient - self.mean
-        self.scatter += float(apart.square().sum()) * (self.count - 1) / self.count
+        self.scatter += whole_value(apart.square().sum()) * (self.count - 1) / self.count
         self.mean = self.mean + apart / self.count
 
 
@@ -55,7 +55,7 @@ class GradientMoments:
         self._left = uses
         self._shared = {key for key, count in uses.items() if count > 1}
         self._passes = passes
-        self._sums: dict[Any, list[Tensor]] = {}
+        self._sums: dict[Any, list[Tensor | None]] = {}
         self._running: dict[Any, RunningMoments] = {}
         self._scatter = self._square = 0.0
 
@@ -67,8 +67,9 @@ class GradientMoments:
         if key not in self._shared:
             self._running.setdefault(key, RunningMoments()).add(gradient)
             return
-        sums = self._sums.setdefault(key, [torch.zeros(()).to(gradient)] * self._passes)
-        sums[number] = sums[number] + gradient
+        sums = self._sums.setdefault(key, [None] * self._passes)
+        before = sums[number]
+        sums[number] = gradient if before is None else before + gradient
 
     def leave(self, keys: Iterable[Any]) -> None:
         """One part of the model, with these parameters, has contributed all it will."""
@@ -79,11 +80,12 @@ class GradientMoments:
 
     def _complete(self, key: Any) -> None:
         for gradient in self._sums.pop(key, ()):
-            self._running.setdefault(key, RunningMoments()).add(gradient)
+            if gradient is not None:
+                self._running.setdefault(key, RunningMoments()).add(gradient)
         running = self._running.pop(key, None)
         if running is not None:
             self._scatter += running.scatter
-            self._square += float(running.mean.square().sum())
+            self._square += whole_value(running.mean.square().sum())
 
     def moments(self) -> Moments:
         """When all parts have been visited."""
