@@ -49,6 +49,8 @@ NEEDED = (
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "torch.distributed.tensor._redistribute.Redistribute",
+    "torch.distributed.tensor._redistribute.NestedRedistribute",
 )
 """dotted names that must exist"""
 

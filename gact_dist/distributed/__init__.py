@@ -4,8 +4,10 @@ from .bypass import PeerFailedError, bypassed, gathered, gathered_in_turn
 from .collectives import (
     PlanMismatchError,
     all_ranks,
+    any_rank,
     check_agreement,
     data_parallel_groups,
+    least_of_ranks,
     max_over_groups,
     mean_of_positive,
     raises_on_all,
@@ -14,7 +16,20 @@ from .collectives import (
     world_size,
 )
 from .pipeline import learning_shapes
-from .tensor_parallel import distributed_again, local_part, own_part, tensor_parallel_groups
+from .tensor_parallel import (
+    TENSOR_PARALLELISM,
+    differentiable_twice,
+    distributed_again,
+    distributed_as,
+    fingerprint,
+    local_part,
+    own_part,
+    part_of_gradient,
+    ranks_sharing,
+    sum_over_parts,
+    tensor_parallel_groups,
+    whole_value,
+)
 from .wrappers import (
     checkpoint_files,
     checkpoint_savers,
@@ -31,9 +46,11 @@ from .wrappers import (
 )
 
 __all__ = [
+    "TENSOR_PARALLELISM",
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",
+    "any_rank",
     "bypassed",
     "check_agreement",
     "checkpoint_files",
@@ -41,25 +58,33 @@ __all__ = [
     "checkpoints_as",
     "checkpoints_offering_inputs",
     "data_parallel_groups",
+    "differentiable_twice",
     "distributed_again",
+    "distributed_as",
+    "fingerprint",
     "forwarding_nodes",
     "gathered",
     "gathered_in_turn",
     "learning_shapes",
+    "least_of_ranks",
     "local_part",
     "max_over_groups",
     "mean_of_positive",
     "operator_aliases",
     "own_part",
+    "part_of_gradient",
     "plumbing",
     "raises_on_all",
     "rank",
+    "ranks_sharing",
     "reduce_over",
     "sharding",
     "steps_optimizer",
+    "sum_over_parts",
     "tensor_parallel_groups",
     "units",
     "unwrap",
     "user_path",
+    "whole_value",
     "world_size",
 ]

@@ -96,6 +96,22 @@ def all_ranks(condition: bool, group: ProcessGroup | None = None) -> bool:
     return bool(holds.item())
 
 
+def any_rank(conditions: Sequence[bool], groups: Sequence[ProcessGroup | None]) -> list[bool]:
+    """Which of some conditions hold on any rank of the groups. Collectives in each group: one all_reduce."""
+    holds = torch.tensor(conditions, dtype=torch.int32)
+    for group in groups:
+        holds = _reduced(holds, dist.ReduceOp.MAX, group)
+    return [bool(value) for value in holds.tolist()]
+
+
+def least_of_ranks(value: float, groups: Sequence[ProcessGroup | None]) -> float:
+    """The least of a value on all ranks of the groups. Collectives in each group: one all_reduce."""
+    least = torch.tensor([value], dtype=torch.float64)
+    for group in groups:
+        least = _reduced(least, dist.ReduceOp.MIN, group)
+    return least.item()
+
+
 def raises_on_all(groups: Sequence[ProcessGroup | None], doing: str) -> AbstractContextManager[None]:
     """Within the context this rank works alone; if that raises on any rank of the groups, every rank raises at its end.
 

@@ -1,21 +1,29 @@
 """Tensor parallelism: DTensors whose shards take part in a forward without being gathered."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from .._patches import replaced
+from .collectives import max_over_groups, reduce_over, world_size
 from .framework import Framework, OptionalClass
 from .fsdp2 import meshes_gathered
 
 _DTENSOR = OptionalClass("torch.distributed.tensor", "DTensor")
 _PENDING = OptionalClass("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+TENSOR_PARALLELISM = "tensor parallelism"
+"""what sharding() says of it"""
+_SAME = 1e-3
+"""Relative to its norm, how far the projections of copies of a tensor may be apart; those of parts are about 1."""
 
 
 class TensorParallel(Framework):
     """parallelize_module, and DTensor parameters in general."""
 
-    name = "tensor parallelism"
+    name = TENSOR_PARALLELISM
 
     def shards(self, model: nn.Module) -> bool:
         return any(_DTENSOR.made(parameter) for parameter in model.parameters())
@@ -45,6 +53,129 @@ def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     place = {"device_mesh": like.device_mesh, "placements": like.placements}
     whole = {"shape": like.shape, "stride": like.stride()}
     return lambda local: _DTENSOR.get().from_local(local, **place, **whole, run_check=False)
+
+
+def distributed_as(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor that all ranks hold whole, distributed as a gradient is; itself where the gradient is a plain tensor.
+
+    No communication. What is pending a reduction in the gradient is whole on every rank.
+    """
+    if not _DTENSOR.made(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = cast(Any, like).device_mesh
+    return distribute_tensor(whole, mesh, _reduced(cast(Any, like).placements), src_data_rank=None)
+
+
+def part_of_gradient(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of the gradient of a tensor, for the part of the tensor that the rank holds.
+
+    A collective call where the gradient is distributed otherwise than the tensor.
+    """
+    if not _DTENSOR.made(gradient):
+        return own_part(gradient)
+    placements = _reduced(cast(Any, tensor if _DTENSOR.made(tensor) else gradient).placements)
+    return own_part(cast(Any, gradient).redistribute(placements=placements))
+
+
+def whole_value(tensor: Tensor) -> float:
+    """The value of a tensor of one element; of a distributed one it is the same on all ranks. A collective call."""
+    return float(cast(Any, tensor).full_tensor() if _DTENSOR.made(tensor) else tensor)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """float64 [5] on the CPU: four random projections of a tensor, the same on every rank, and its norm."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    values = values.detach().float().flatten()
+    generator = torch.Generator(device=values.device).manual_seed(0)
+    projected = values * torch.randn(values.shape, generator=generator, device=values.device)
+    sums = [projected[start::4].sum() for start in range(4)]
+    return torch.stack([*sums, values.norm()]).double().cpu()
+
+
+def ranks_sharing(fingerprints: Mapping[str, Tensor], groups: Sequence[Any]) -> dict[str, int]:
+    """By name, how many ranks of tensor-parallel groups hold a part of a tensor: 1 where all of them hold a copy.
+
+    A plain tensor does not say whether it is the local part of a distributed one: other ranks then have other values.
+    """
+    ranks = dict.fromkeys(fingerprints, 1)
+    if not ranks:
+        return ranks
+    table = torch.stack(list(fingerprints.values()))
+    table = torch.cat([table, -table[:, :-1]], 1)
+    for group in groups:
+        names, most = max_over_groups(list(fingerprints), table, [group])
+        spread = (most[:, :4] + most[:, 5:]).amax(1)
+        differs = spread > _SAME * most[:, 4]
+        for name, parts in zip(names, differs.tolist(), strict=True):
+            ranks[name] = ranks.get(name, 1) * (world_size(group) if parts else 1)
+    return ranks
+
+
+def sum_over_parts(value: float, tensor: Tensor, groups: Sequence[Any]) -> float:
+    """The sum over tensor-parallel groups of what each rank computed from its part of a plain tensor.
+
+    Of a copy, or of a distributed tensor, the value is that of the whole already. Collectives, if there are groups.
+    """
+    if not groups or _DTENSOR.made(tensor):
+        return value
+    parts = ranks_sharing({"": fingerprint(tensor)}, groups)[""]
+    return parts * float(reduce_over([""], torch.tensor([[value]]), groups).mean)
+
+
+@contextmanager
+def differentiable_twice(nodes: Sequence[Any]) -> Iterator[None]:
+    """Within the context the backward of a graph with DTensors, of which these are the nodes, can be differentiated.
+
+    The backward of DTensor.from_local redistributes gradients by collectives that autograd does not see: a hook does so
+    before, by one that it sees. Redistribution takes no gradient that is not there.
+    """
+    if not _DTENSOR.loaded():
+        yield
+        return
+    made = [node for node in nodes if node.name() == _FROM_LOCAL and hasattr(node, "forward_input_placements")]
+    with ExitStack() as stack:
+        for node in made:
+            stack.callback(node.register_prehook(_redistribution(node)).remove)
+        for redistribution in (_REDISTRIBUTE, _NESTED):
+            if redistribution.loaded():
+                function = redistribution.get()
+                stack.enter_context(replaced(function, "backward", staticmethod(_of_what_is_there(function.backward))))
+        yield
+
+
+_FROM_LOCAL = "_FromTorchTensorBackward"
+_REDISTRIBUTE = OptionalClass("torch.distributed.tensor._redistribute", "Redistribute")
+_NESTED = OptionalClass("torch.distributed.tensor._redistribute", "NestedRedistribute")
+
+
+def _of_what_is_there(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of one tensor that may get zeros, which autograd makes as plain tensors where there is no gradient."""
+
+    def of_distributed(ctx: Any, gradient: Tensor) -> Any:
+        return backward(ctx, gradient) if _DTENSOR.made(gradient) else (None,) * len(ctx.needs_input_grad)
+
+    return of_distributed
+
+
+def _redistribution(node: Any) -> Callable[[Sequence[Any]], tuple]:
+    placements = _reduced(getattr(node, "grad_placements", None) or node.forward_input_placements)
+
+    def prehook(gradients: Sequence[Any]) -> tuple:
+        return tuple(
+            gradient.redistribute(placements=placements) if _DTENSOR.made(gradient) else gradient
+            for gradient in gradients
+        )
+
+    return prehook
+
+
+def _reduced(placements: Sequence[Any]) -> tuple[Any, ...]:
+    """Placements of a gradient: what would be pending a reduction is replicated."""
+    from torch.distributed.tensor import Replicate
+
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
 def tensor_parallel_groups(model: nn.Module) -> list[Any]:

@@ -7,7 +7,7 @@ from .compiled import has_compiled_parts
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
-from .handles import Noted, Recorded, Replaceable, ReplayError, View
+from .handles import Distributed, Noted, Recorded, Replaceable, ReplayError, View
 from .inlined import check_inlined
 from .naming import origin, producer
 from .parameters import made_from_parameters
@@ -15,6 +15,7 @@ from .replay import Replay, Replayed
 from .roles import OperatorObserver
 
 __all__ = [
+    "Distributed",
     "Draw",
     "Encoder",
     "Footprint",

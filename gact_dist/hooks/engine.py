@@ -309,11 +309,13 @@ class SavedTensorHooks:
         if local is None or type(local) is not Tensor:
             return Kept(tensor)
         record = self._storages.of(local)
-        stored: Any = _alias(local, record)
-        if stored is None:
+        alias = _alias(local, record)
+        if alias is not None:
+            stored = self._sink.alias(local, alias, tensor)
+        else:
             name = self._namer.name(tensor, site)
             role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
-            stored = self._sink.take(Captured(local, name, role, record))
+            stored = self._sink.take(Captured(local, name, role, record, tensor))
             note_stored(local, record, stored)
         return Distributed(stored, distributed_again(tensor))
 

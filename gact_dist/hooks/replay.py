@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import in_backward
-from .handles import Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
+from ..distributed import distributed_again, own_part
+from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
 from .naming import origin
 
 
@@ -62,25 +63,31 @@ class Replay:
         self._next += 1
         if outcome is None:
             return Kept(tensor)
+        if isinstance(outcome, Distributed):
+            return Distributed(self._again(own_part(tensor), outcome.local, tensor), distributed_again(tensor))
+        return self._again(tensor, outcome)
+
+    def _again(self, tensor: Tensor, outcome: Any, whole: Tensor | None = None) -> Any:
+        """The handle of a tensor. whole: the distributed tensor whose local part it is."""
         if not isinstance(outcome, View):
-            return self._take(tensor, outcome, None)
+            return self._take(tensor, outcome, None, whole)
         first = outcome.base
         if first in self._handles:
             handle = self._handles[first]
             if isinstance(handle, Replaceable):  # a further input of the block may share the memory
-                self._find(tensor, Replaceable(tensor), first, outcome)
+                self._find(tensor if whole is None else whole, Replaceable(tensor), first, outcome)
             return View(handle, tensor, outcome.offset)
         if first not in self._own:
-            return self._take(tensor, first, outcome)
+            return self._take(tensor, first, outcome, whole)
         if tensor.shape == first.shape:
             target = tensor
         elif tensor._base is not None:
             target = tensor._base
         else:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
-        return View(self._take(target, first, None), tensor, outcome.offset)
+        return View(self._take(target, first, None, whole), tensor, outcome.offset)
 
-    def _take(self, tensor: Tensor, first: Any, view: View | None) -> Replaceable | Stored:
+    def _take(self, tensor: Tensor, first: Any, view: View | None, whole: Tensor | None) -> Replaceable | Stored:
         if isinstance(first, Noted) and view is None and tensor.shape != first.shape:
             raise ReplayError(
                 f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
@@ -89,7 +96,7 @@ class Replay:
         if view is None:
             self._handles[first] = handle
         if isinstance(handle, Replaceable):
-            self._find(tensor, handle, first, view)
+            self._find(tensor if whole is None else whole, handle, first, view)
         return handle
 
     def _find(self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None) -> None:

@@ -27,6 +27,8 @@ class Captured(NamedTuple):
     role: Role | None
     """None where the sink did not ask for it"""
     record: StorageRecord
+    whole: Tensor | None = None
+    """the distributed tensor whose local part it is: that one has the graph"""
 
 
 class Sink(ABC):
@@ -50,8 +52,11 @@ class Sink(ABC):
     def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
         """A tensor is kept for backward where no hook sees it."""
 
-    def alias(self, tensor: Tensor, view: View) -> Any:
-        """The handle that the graph is to hold of a tensor whose memory another handle holds already."""
+    def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
+        """The handle that the graph is to hold of a tensor whose memory another handle holds already.
+
+        whole: see Captured.
+        """
         return view
 
     def after(self, tensor: Tensor) -> None:  # noqa: B027
@@ -75,7 +80,7 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record = captured
+        tensor, name, role, record, _ = captured
         payload = self._encoder.encode(tensor, name, role, self.plan)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
@@ -84,7 +89,7 @@ class Store(Sink):
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """See Sink.take_in_graph."""
-        tensor, name, role, record = captured
+        tensor, name, role, record, _ = captured
         payload = self._encoder.encode(tensor, name, role, self.plan)
         packed = payload if isinstance(payload, codec.Packed) else codec.pack(tensor, bits=None)
         self.account.add(tensor, name, record, packed)
@@ -128,18 +133,18 @@ class Record(Sink):
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role)
             self.found.append(noted)
             return noted
-        source, handle = origin(tensor), Replaceable(tensor)
+        source, handle = origin(tensor if captured.whole is None else captured.whole), Replaceable(tensor)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
         compressible = captured.role is Role.ACTIVATION
         self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
-    def alias(self, tensor: Tensor, view: View) -> Any:
+    def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
         """See Sink.alias."""
         if self.notes or not isinstance(view.base, Noted):
             return view
-        source, handle = origin(tensor), Replaceable(tensor)
+        source, handle = origin(tensor if whole is None else whole), Replaceable(tensor)
         record = Recorded(view.base.name, handle, source.detach(), source.grad_fn, source.output_nr, True)
         self.again.append(Replayed(record, view.base, view))
         return handle

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .._torch_internals import keeps_tensors
+from ..distributed import own_part
 
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
 
@@ -95,7 +96,7 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
             else:
                 varies = any(gradient is not None and gradient.requires_grad for gradient in given)
                 varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
-                underivable = varies and not result.requires_grad and bool(result.any())
+                underivable = varies and not result.requires_grad and bool(own_part(result).any())
             if underivable:
                 opaque.append(node.name())
 

@@ -24,8 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import codec
 from .._patches import replaced
 from .._torch_internals import checkpoint_calls
-from ..distributed import gathered, unwrap, user_path
+from ..distributed import gathered, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
+    Distributed,
     Noted,
     Recorded,
     Replay,
@@ -110,7 +111,8 @@ class Visit:
 
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
-        views = (outcome.base for outcome in self.outcomes if isinstance(outcome, View))
+        handles = (outcome.local if isinstance(outcome, Distributed) else outcome for outcome in self.outcomes)
+        views = (handle.base for handle in handles if isinstance(handle, View))
         return {*self.own, *views, *(kept.handle for _, kept, _ in self.inputs if isinstance(kept, Recorded))}
 
 
@@ -133,6 +135,8 @@ class BlockForward:
         self._paths = {id(module): path for path, module in unwrap(model).named_modules(remove_duplicate=False)}
         self._model = unwrap(model)
         self._tied = _tied(self._model)
+        self.groups = tensor_parallel_groups(model)
+        """of ranks that run the same collectives, and so must come to the same decisions"""
         self.names: dict[int, str] = {}
         """of parameters, by their ids"""
         self.visits: list[Visit] = []

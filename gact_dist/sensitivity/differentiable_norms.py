@@ -26,10 +26,13 @@ class LayerNorm(Function):
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.dims = tuple(range(x.dim() - len(shape), x.dim()))
         ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)  # autograd would make zeros as plain tensors for DTensors as well
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if grads[0] is None:
+            return (None,) * 5
         x, weight, mean, rstd = ctx.saved_tensors
         return *_normalised_backward(grads[0], x, weight, mean, rstd, ctx.dims, ctx.dims, ctx.has_bias), None, None
 

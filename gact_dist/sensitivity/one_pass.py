@@ -18,7 +18,7 @@ from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import codec
-from ..distributed import sharding
+from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
 from .autograd_graph import scalar
@@ -97,7 +97,7 @@ def measure(
         rerun = measure_by_rerun(hooks, model, forward, seed, fraction)
         return [_sensitivity_of(record, variance) for record, variance in rerun.items()]
     blocks = blocks_of(model, hooks.config.blocks)
-    whole = not blocks or sharding(model) is None  # whether all parameters may be there at once
+    whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
     while estimator == "one-pass" or not whole:
         try:
             return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
@@ -144,12 +144,22 @@ def _by_walk(
                 raise InnerBackwardError
             walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
             walk.first()
-            found = {item.first: _measured(hooks, item) for item in walk.second()}
-            return [found[record] for record in cut.found if record.compressible]
+            found, fingerprints = {}, {}
+            for item in walk.second():
+                found[item.first] = _measured(hooks, item)
+                if cut.groups and item.tensor is not None and item.weight is not None:
+                    fingerprints[item.first.name] = fingerprint(item.tensor)
+            ranks = ranks_sharing(fingerprints, cut.groups)
+            return [_of_all_ranks(found[record], ranks) for record in cut.found if record.compressible]
     except RuntimeError as error:  # the inner backward may have met the border of a block
         if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
             raise InnerBackwardError from error
         raise
+
+
+def _of_all_ranks(own: Sensitivity, ranks: Mapping[str, int]) -> Sensitivity:
+    """What a rank adds to the mean over ranks: of a tensor of which it holds a part, the sum over the parts counts."""
+    return replace(own, variance=own.variance * ranks.get(own.name, 1))
 
 
 def _with_inner_backward(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -> list[Sensitivity]:

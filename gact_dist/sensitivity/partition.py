@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..distributed import tensor_parallel_groups, units, unwrap, user_path
+from ..distributed import units, unwrap, user_path
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -20,8 +20,6 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
 
     named: paths of modules that are blocks too. Raises ValueError for one that no module has.
     """
-    if tensor_parallel_groups(model):
-        return []  # measured by perturbation
     wanted = {id(module) for module in units(model)} | _named(unwrap(model), named)
     model = unwrap(model)
     if not wanted and not _is_frame(model, False, wanted):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import Recorded, Replayed
 from .autograd_graph import watched
 
@@ -40,16 +41,19 @@ class Part:
             )
         )
 
-    def differentiable_gradients(self, entering: Sequence[Tensor] | None) -> list[Tensor | None]:
-        """The same with their graph. Raises OpaqueError if some backward leaves it or refuses.
+    def differentiable_gradients(
+        self, entering: Sequence[Tensor] | None, groups: Sequence[Any] = ()
+    ) -> list[Tensor | None]:
+        """The same with their graph. Raises OpaqueError if some backward leaves it or refuses, on all ranks of groups.
 
         If it does not run at all, the plain backward of a perturbation raises the error.
         """
         opaque: list[str] = []
-        with watched(self.nodes, opaque), refused():
+        with watched(self.nodes, opaque), refused(), differentiable_twice(self.nodes):
             found = self.gradients(entering, create_graph=True)
-        if opaque:
-            raise OpaqueError(f"backward of {', '.join(sorted(set(opaque)))} has no derivative")
+        if any_rank([bool(opaque)], groups)[0]:
+            names = ", ".join(sorted(set(opaque))) or "an operator on another rank"
+            raise OpaqueError(f"backward of {names} has no derivative")
         return found
 
 
@@ -85,7 +89,7 @@ def _without(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
 
 def seen_through(record: Recorded, product: Tensor) -> Tensor:
     """The part of an edge's values that lies under the saved view, in the view's shape."""
-    origin, tensor = record.origin, record.tensor
+    origin, tensor, product = own_part(record.origin), record.tensor, part_of_gradient(product, record.origin)
     if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
         return product
     laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)

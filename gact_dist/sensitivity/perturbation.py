@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from ..codec import MAX_BITS
+from ..distributed import whole_value
 from ..hooks import Encoder, OperatorObserver, Recorded, SavedTensorHooks
 from ..policies import Bits, Plan, one_width
 from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
@@ -155,7 +156,7 @@ def own_bits(plan: Plan, name: str) -> int:
 def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
     """Squared norm of the difference of two gradients of the same parameters, in the same order."""
     pairs = zip(first, second, strict=True)
-    return sum(float(float32_parts(a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
+    return sum(whole_value(float32_parts(a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
 def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import sharding
+from ..distributed import sharding, whole_value
 from ..hooks import ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
 from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
@@ -130,4 +130,4 @@ def _gradient(loss: Any) -> list[Tensor]:
 
 
 def _square(gradient: Sequence[Tensor]) -> float:
-    return sum(float(part.square().sum()) for part in gradient)
+    return sum(whole_value(part.square().sum()) for part in gradient)

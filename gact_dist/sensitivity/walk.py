@@ -30,7 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
-from ..distributed import gathered
+from ..distributed import (
+    any_rank,
+    differentiable_twice,
+    distributed_as,
+    gathered,
+    least_of_ranks,
+    sum_over_parts,
+    whole_value,
+)
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
@@ -281,7 +289,7 @@ class Walk:
             if tally is not None and tally.tensor is None:
                 tally.tensor, item.view = item.record.tensor, None
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
-        leaving = part.differentiable_gradients(sources if entering is not None else None)
+        leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
         wanted: dict[Any, list[Replayed]] = {}
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
@@ -323,7 +331,7 @@ class Walk:
                 weights.append(weight.to(gradient.dtype).reshape(gradient.shape))
         if not outputs or not inputs:
             return [None] * len(inputs)
-        with refused():
+        with refused(), differentiable_twice(part.nodes):
             return torch.autograd.grad(outputs, inputs, weights, retain_graph=True, allow_unused=True)
 
     def _direction(self, name: str, edge: GradientEdge, gradient: Tensor, number: int) -> Tensor:
@@ -336,7 +344,7 @@ class Walk:
         generator = torch.Generator(device=gradient.device).manual_seed(seed)
         shape = (*gradient.shape, 2) if gradient.is_complex() else gradient.shape
         direction = torch.randn(shape, generator=generator, device=gradient.device)
-        return torch.view_as_complex(direction) if gradient.is_complex() else direction
+        return distributed_as(torch.view_as_complex(direction) if gradient.is_complex() else direction, gradient)
 
     def _completed(
         self,
@@ -347,20 +355,24 @@ class Walk:
         opaque: bool,
     ) -> Iterator[Measured]:
         """Of the tensors that a part saved, those that no other part adds to."""
-        missed = []
+        complete = []
         for item in {item.first: item for item in reversed(found)}.values():
             tally = self._tallies.get(item.first)
             if tally is None:
                 continue
             tally.uses -= 1
-            if tally.uses > 0:
-                continue
-            weight = tally.weight()
-            if weight is None or opaque or self._perturbs:
+            if tally.uses == 0:
+                complete.append((item, tally, tally.weight()))
+                del self._tallies[item.first]
+        reached = any_rank([weight is not None for _, _, weight in complete], self._forward.groups)
+        missed = []
+        for (item, tally, weight), on_any in zip(complete, reached, strict=True):
+            if not on_any or opaque or self._perturbs:
                 missed.append(item)
             else:
+                if weight is None and tally.tensor is not None:  # only another rank's part matters
+                    weight = torch.zeros_like(tally.tensor, dtype=torch.float32)
                 yield Measured(self._forward.firsts[item.first], tally.tensor, weight, None)
-            del self._tallies[item.first]
         for item in missed:
             yield self._perturbed(part, entering, tangents, item, 1 if opaque else self._directions)
 
@@ -407,7 +419,8 @@ class Walk:
             along = 0.0
             for new, old, tangent in zip(moved[:count], before[:count], tangents, strict=True):
                 if new is not None and old is not None and tangent is not None and tangent[direction].dim():
-                    along += float((float32_parts(new - old) * float32_parts(tangent[direction])).sum())
+                    product = (float32_parts(new - old) * float32_parts(tangent[direction])).sum()
+                    along += sum_over_parts(whole_value(product), tangent[direction], self._forward.groups)
             total += along**2 / self._directions
         return total
 
@@ -428,7 +441,7 @@ class Walk:
                     if p.requires_grad
                 }
                 ways = [None if tangent is None else tangent[direction] for tangent in tangents]
-                step = _step_of(module, along, values, ways)
+                step = least_of_ranks(_step_of(module, along, values, ways), self._forward.groups)
                 ahead, behind = (self._shifted(visit, along, values, ways, sign * step) for sign in (1.0, -1.0))
                 found.append([(a.float() - b.float()) / (2 * step) for a, b in zip(ahead, behind, strict=True)])
         reached = [n for n, gradient in enumerate(gradients) if gradient is not None]
@@ -478,7 +491,8 @@ def _step_of(module: nn.Module, along: dict[str, Tensor], values: Sequence[Tenso
     parameters = dict(module.named_parameters())
     pairs: list[tuple[Tensor, Any]] = [(parameters[name], way) for name, way in along.items()]
     pairs += [(value, way) for value, way in zip(values, ways, strict=True) if way is not None and way.dim()]
-    ratios = [float(value.float().norm() / way.float().norm()) for value, way in pairs if bool(way.any())]
+    norms = [(whole_value(value.float().norm()), whole_value(way.float().norm())) for value, way in pairs]
+    ratios = [value / way for value, way in norms if way > 0.0]
     low = any(value.dtype in (torch.bfloat16, torch.float16) for value, _ in pairs)
     usable = [ratio for ratio in ratios if ratio > 0.0]
     return (0.1 if low else 0.01) * min(usable, default=1.0)

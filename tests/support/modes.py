@@ -115,6 +115,8 @@ class Job:
     """ranks over which gradients are averaged"""
     copies = 1
     """ranks that hold the same part of a weight"""
+    tensor_parallel = 1
+    """ranks that split some weights, and hold the others each"""
     microbatches = 1
     process_group: Any = None
     peers: tuple[tuple[int, ...], ...] = ()
@@ -297,6 +299,7 @@ class TensorParallel(Job):
     """The layers of each block's MLP are split over the ranks, which all see the same samples."""
 
     data_parallel = 1
+    tensor_parallel = 2
     peers = ((0, 1),)
 
     @staticmethod
@@ -317,7 +320,7 @@ class TensorParallel(Job):
 
 
 class FSDP2TensorParallel(FSDP2):
-    world_size, data_parallel = 4, 2
+    world_size, data_parallel, tensor_parallel = 4, 2, 2
     peers = ((0, 1), (2, 3))
     is_replicated = staticmethod(TensorParallel.is_replicated)
 
@@ -561,7 +564,8 @@ class Found:
     compressed_parameters: list[str]
     """names of saved tensors with a parameter's shape that were compressed"""
     error_square: float
-    """squared distance of the compressed job's first gradient from the exact one, this rank's part"""
+    """squared distance of the compressed job's first gradient from the exact one, this rank's part; of what all ranks
+    of a tensor-parallel group hold, its share"""
     predicted: float
     """the same as the sensitivity predicts it for one rank's own gradient"""
     digests: dict[str, bytes]
@@ -574,6 +578,7 @@ ADAPTIVE = Config(bits=4, adapt_interval=2, calibration_samples=4, min_numel=16)
 def run_cell(cell: Cell) -> Found:
     """Every check of a cell, on this rank."""
     torch._dynamo.reset()
+    row = ROWS[cell.row]
     hooks = "inlined" if cell.execution == "inlined" else "eager"
     adapt = replace(ADAPTIVE, compile_hooks=hooks)
     exact = train(cell, Config.from_level("exact", compile_hooks=hooks))
@@ -587,7 +592,11 @@ def run_cell(cell: Cell) -> Found:
         collectives=(untouched.collectives, exact.collectives, adaptive.collectives),
         ratio=rounded.ratio,
         compressed_parameters=rounded.compressed_parameters,
-        error_square=sum(_distance(rounded.weights[n], plain.weights[n]) for n in plain.weights) / LAST_RATE**2,
+        error_square=sum(
+            _distance(rounded.weights[n], plain.weights[n]) / (row.tensor_parallel if row.is_replicated(n) else 1)
+            for n in plain.weights
+        )
+        / LAST_RATE**2,
         predicted=rounded.predicted_variance,
         digests={
             name: hashlib.sha256(value.float().numpy().tobytes()).digest() for name, value in rounded.weights.items()
@@ -605,7 +614,7 @@ def variance_ratio(cell: Cell, found: list[Found]) -> float:
     Ranks (and microbatches) round independently, and the job averages their gradients.
     """
     row = ROWS[cell.row]
-    predicted = sum(f.predicted for f in found) / row.data_parallel / row.microbatches
+    predicted = sum(f.predicted for f in found) / row.data_parallel / row.microbatches / row.tensor_parallel
     return sum(f.error_square for f in found) / (predicted * row.copies / row.data_parallel)
 
 
