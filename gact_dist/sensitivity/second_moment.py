@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import sharding, whole_value
+from ..distributed import TENSOR_PARALLELISM, sharding, whole_value
 from ..hooks import ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
 from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
@@ -53,7 +53,7 @@ def rounded_moments(
     are sharded.
     """
     blocks = [] if has_compiled_parts(model) else blocks_of(model, hooks.config.blocks)
-    whole = not blocks or sharding(model) is None  # whether all parameters may be there at once
+    whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
     while blocks:
         try:
             return _by_walk(hooks, model, blocks, forward, plan, passes, draw)

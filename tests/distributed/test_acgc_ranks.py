@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -221,3 +222,60 @@ def test_one_block_at_a_time_is_unsharded_while_a_gradient_is_drawn(ranks, size)
             # sums of float32 in another order; a value that this moves across a threshold of the rounding weighs more
             assert moments.noise == pytest.approx(unsharded.noise, rel=1e-3)
             assert moments.square == pytest.approx(unsharded.square, rel=1e-4)
+
+
+class Alternating(nn.Module):
+    """A block that does something else every second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(64, 64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(torch.tanh(x) if self.calls % 2 else x)
+
+
+def draws_that_fail(way: str) -> list[str]:
+    """The warnings of a job that draws gradients, where that fails on all ranks or on one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Alternating(), nn.Linear(64, 8))
+    plain = way == "memory"
+    if plain:
+        model[1] = nn.Linear(64, 64)
+    for part in model:
+        fully_shard(part)
+    fully_shard(model)
+    gact = gact_dist.attach(model, config=acgc(min_numel=64))
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gact_dist").addHandler(handler)
+    gradients, rank = Part.gradients, dist.get_rank()
+
+    def scarce(self: Part, *arguments: Any) -> list[Tensor | None]:
+        if rank == 1:
+            raise torch.OutOfMemoryError("too little")
+        return gradients(self, *arguments)
+
+    Part.gradients = scarce if plain else gradients
+    try:
+        adapter, batch = gact._schedule.adapter, torch.randn(16, 64)
+        adapter.draw(1, lambda: model(batch).square().mean())
+    finally:
+        Part.gradients = gradients
+        logging.getLogger("gact_dist").removeHandler(handler)
+    model(batch).square().mean().backward()  # the job goes on
+    return texts
+
+
+def test_a_draw_that_fails_leaves_the_plan_and_the_job_alone(ranks):
+    for found in ranks(draws_that_fail, "alternating"):
+        assert found == [
+            "the gradient's error could not be measured on this rank (it saved 2 tensors for "
+            "backward, 3 the first time): it follows from the other ranks, or the plan stays as it is"
+        ]
+    assert ranks(draws_that_fail, "memory") == [
+        [],
+        ["out of memory while measuring the gradient's error on this rank: too little"],
+    ]
