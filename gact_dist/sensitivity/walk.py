@@ -79,6 +79,8 @@ class Tally:
         products: of each edge that leads to the tensor, one for each view in which it was saved, in the view's shape.
         """
         by_edge = list(products)
+        if not by_edge:
+            return
         if self.uses == 1 and not self.sums and len(by_edge) == len(by_edge[0]) == 1:
             self._add_square(by_edge[0][0][1], directions)
             return
@@ -294,7 +296,8 @@ class Walk:
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
                 wanted.setdefault(item.first, []).append(item)
-        edges = list(dict.fromkeys(edge_of(item) for items in wanted.values() for item in items))
+        last = {edge_of(item): first for first, items in wanted.items() for item in items}
+        edges = list(last)
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         entered: list[list[Tensor]] = [[] for _ in sources]
         with cut_off(found if cuts else ()):
@@ -303,10 +306,12 @@ class Walk:
                 for place, tangent in zip(entered, products, strict=False):
                     place.append(torch.zeros(()) if tangent is None else tangent.detach())
                 by_edge = dict(zip(edges, products[len(sources) :], strict=True))
+                del products
                 for first, items in wanted.items():
-                    seen = _seen_by_edge(items, by_edge)
-                    if seen:
-                        self._tallies[first].add(seen, direction, self._directions)
+                    self._tallies[first].add(_seen_by_edge(items, by_edge), direction, self._directions)
+                    for item in items:
+                        if last[edge_of(item)] is first:  # products are as large as all that was saved
+                            by_edge.pop(edge_of(item), None)
         return [place if any(tangent.dim() for tangent in place) else None for place in entered]
 
     def _products(

@@ -206,8 +206,6 @@ def peaks(name: str) -> tuple[int, int, int]:
     return before, adapting, later
 
 
-# Measured at 9.7 (gpt), 7.0 (gpt with checkpoints), 9.4 (vit) and 10.8 (unet) times the largest block.
-@pytest.mark.xfail(reason="an adaptation still holds 7 to 11 times the largest block", strict=True)
 @pytest.mark.parametrize("name", JOBS)
 def test_an_adapting_step_holds_five_times_the_largest_block_more(name):
     model, blocks, batch = JOBS[name]()
