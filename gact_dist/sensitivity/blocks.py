@@ -104,7 +104,7 @@ class Visit:
     exits: list[tuple[int, Exit]] = field(default_factory=list)
     """(index among the tensors of the outputs, exit)"""
     before: Between | None = None
-    leaves: set[Any] = field(default_factory=set)
+    leaves: list[Any] = field(default_factory=list)
     """keys of the parameters that it uses, see BlockForward.key_of()"""
     gradients: list[Any] = field(default_factory=list)
     """boundaries: of the gradient at each exit, None where there is none"""
@@ -301,11 +301,11 @@ class BlockForward:
                 visit.exits.append((number, last))
         return substituted(outputs, ends)
 
-    def _leaves_of(self, visit: Visit, outputs: Any, starts: Sequence[Tensor]) -> set[Any]:
+    def _leaves_of(self, visit: Visit, outputs: Any, starts: Sequence[Tensor]) -> list[Any]:
         self.learn_names(visit.modules)
         heads = [tensor.grad_fn for tensor in tensors_of(outputs) if _may_be_cut(tensor)]
         _, _, leaves = self._reach(heads, [start.grad_fn for start in starts])
-        return {self.key_of(edge) for _, edge in leaves}
+        return list(dict.fromkeys(self.key_of(edge) for _, edge in leaves))
 
     def key_of(self, leaf: GradientEdge) -> Any:
         """What stands for a parameter in every part of the graph: its name; for one that has none, its identity."""

@@ -125,8 +125,10 @@ class RoundedWalk:
             self._found.leave(visit.leaves)
         return self._found.moments()
 
-    def _leaves_of(self, between: Between | None) -> set[Any]:
-        return set() if between is None else {self._forward.key_of(edge) for _, edge in between.leaves}
+    def _leaves_of(self, between: Between | None) -> list[Any]:
+        """In an order that all ranks have: what is complete takes collectives under tensor parallelism."""
+        leaves = [] if between is None else between.leaves
+        return list(dict.fromkeys(self._forward.key_of(edge) for _, edge in leaves))
 
     def _through(self, visit: Visit, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
         """For each pass the gradients at a block's inputs. gradients: at each of its exits, for each pass."""

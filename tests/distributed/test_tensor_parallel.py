@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import gact_dist
 from gact_dist import Config
 from gact_dist.distributed import fingerprint, ranks_sharing, whole_value
+from gact_dist.sensitivity import rounded_moments
 
 SAMPLES, LENGTH = 8, 64  # on each of two ranks whole groups of tokens, so that they round as in the whole
 
@@ -201,6 +202,29 @@ def test_ranks_go_on_together_where_only_one_holds_what_matters(ranks):
     for name, value in whole.items():
         if in_place(name) in split and "norm" not in name:
             assert split[in_place(name)] == pytest.approx(value, rel=0.05), name
+
+
+def moments_of(kind: str | None) -> tuple[float, float]:
+    """Variance and square of the gradient of two blocks, measured as policy acgc does."""
+    torch.manual_seed(0)
+    model, group = nn.Sequential(MLP(), MLP()), None
+    if kind is not None:
+        mesh = mesh_of((1, 2), ("dp", "tp"))
+        group = mesh["dp"]
+        for module in model:
+            parallelize_module(module, mesh["tp"], plan_of(kind))
+    x = torch.randn(SAMPLES, LENGTH, 64)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=3, min_numel=16), process_group=group)
+    moments = rounded_moments(gact._schedule.hooks, model, lambda: model(x).square().mean(), passes=8, draw=0)
+    gact.detach()
+    return moments.noise, moments.square
+
+
+def test_the_moments_of_a_split_model_are_those_of_the_whole(ranks):
+    noise, square = ranks(moments_of, None, world_size=1)[0]
+    found = ranks(moments_of, "tensors")
+    assert found[0] == found[1]
+    assert found[0] == (pytest.approx(noise, rel=0.15), pytest.approx(square, rel=0.01))
 
 
 def shared() -> tuple[dict[str, int], float, float]:
