@@ -36,10 +36,13 @@ class ScaledDotProductAttention(Function):
         logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         ctx.save_for_backward(mask, q, k, v, logsumexp, out)
         ctx.causal, ctx.scale = causal, scale
+        ctx.set_materialize_grads(False)  # zeros would be work for nothing
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if grads[0] is None:
+            return (None,) * 7
         mask, q, k, v, _, out = ctx.saved_tensors
         tensors = [out, grads[0], q, k, v]
         if not ctx.needs_input_grad[3]:

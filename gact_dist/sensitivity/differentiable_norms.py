@@ -26,7 +26,7 @@ class LayerNorm(Function):
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.dims = tuple(range(x.dim() - len(shape), x.dim()))
         ctx.has_bias = bias is not None
-        ctx.set_materialize_grads(False)  # autograd would make zeros as plain tensors for DTensors as well
+        ctx.set_materialize_grads(False)  # zeros would be work for nothing, and plain tensors for DTensors as well
         return out
 
     @staticmethod
@@ -48,10 +48,13 @@ class BatchNorm(Function):
             mean, rstd = running_mean, torch.rsqrt(running_var + eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.training, ctx.has_bias = training, bias is not None
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if grads[0] is None:
+            return (None,) * 8
         x, weight, mean, rstd = ctx.saved_tensors
         channel = [1, -1] + [1] * (x.dim() - 2)
         dims = (0, *range(2, x.dim()))
@@ -72,10 +75,13 @@ class GroupNorm(Function):
         out, mean, rstd = torch.native_group_norm(x, weight, bias, batch, channels, math.prod(x.shape[2:]), groups, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.groups, ctx.has_bias = groups, bias is not None
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if grads[0] is None:
+            return (None,) * 5
         x, weight, mean, rstd = ctx.saved_tensors
         grouped = (x.shape[0], ctx.groups, x.shape[1] // ctx.groups, -1)
         statistic = (x.shape[0], ctx.groups, 1, 1)
