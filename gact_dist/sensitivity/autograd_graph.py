@@ -50,6 +50,22 @@ def float32_parts(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient.resolve_conj()).float() if gradient.is_complex() else gradient.float()
 
 
+def leading_to(ends: Iterable[Any], nodes: Sequence[Any]) -> set[Any]:
+    """Those of some nodes from which a backward comes to one of the ends."""
+    above: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for below, _ in node.next_functions:
+            above.setdefault(below, []).append(node)
+    found: set[Any] = set()
+    pending = list(ends)
+    while pending:
+        for node in above.get(pending.pop(), ()):
+            if node not in found:
+                found.add(node)
+                pending.append(node)
+    return found
+
+
 def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, int]:
     """For every node, the leaves that it leads to: bit k for the k-th leaf, zero for none."""
     bits = {id(leaf): 1 << number for number, leaf in enumerate(leaves)}

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +42,7 @@ from ..distributed import (
     whole_value,
 )
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
-from .autograd_graph import float32_parts
+from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .parts import OpaqueError, Part, cut_off, edge_of, once, present, refused, repeated_as, seen_through
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
@@ -90,7 +92,7 @@ class Tally:
             self._add_one(seen, self.sums[direction])
 
     def _add_square(self, product: Tensor, directions: int) -> None:
-        square = product.square() / directions
+        square = product.square().div_(directions)
         self.squares = square if self.squares is None else self.squares.add_(square)
 
     def _add_one(self, seen: Sequence[tuple[View | None, Tensor]], total: Tensor) -> None:
@@ -296,23 +298,63 @@ class Walk:
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
                 wanted.setdefault(item.first, []).append(item)
-        last = {edge_of(item): first for first, items in wanted.items() for item in items}
+        passing = self._passing(part, wanted)
+        last = {edge_of(item): first for first, items in wanted.items() if first not in passing for item in items}
         edges = list(last)
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         entered: list[list[Tensor]] = [[] for _ in sources]
-        with cut_off(found if cuts else ()):
-            for direction in range(self._directions):
-                products = self._products(part, leaving, tangents, inputs, direction)
-                for place, tangent in zip(entered, products, strict=False):
-                    place.append(torch.zeros(()) if tangent is None else tangent.detach())
-                by_edge = dict(zip(edges, products[len(sources) :], strict=True))
-                del products
-                for first, items in wanted.items():
-                    self._tallies[first].add(_seen_by_edge(items, by_edge), direction, self._directions)
-                    for item in items:
-                        if last[edge_of(item)] is first:  # products are as large as all that was saved
-                            by_edge.pop(edge_of(item), None)
+        for direction in range(self._directions):
+            taken = self._taking(passing, direction)
+            with taken, cut_off(found if cuts else ()):
+                products = self._products(
+                    part, leaving, tangents, [*inputs, *part.tails] if passing else inputs, direction
+                )
+            if direction + 1 == self._directions:
+                leaving = []  # with the graph of the backward
+            for place, tangent in zip(entered, products, strict=False):
+                place.append(torch.zeros(()) if tangent is None else tangent.detach())
+            by_edge = dict(zip(edges, products[len(sources) :], strict=False))
+            del products
+            for first, items in wanted.items():
+                if first in passing:
+                    continue
+                self._tallies[first].add(_seen_by_edge(items, by_edge), direction, self._directions)
+                for item in items:
+                    if last[edge_of(item)] is first:  # products are as large as all that was saved
+                        by_edge.pop(edge_of(item), None)
         return [place if any(tangent.dim() for tangent in place) else None for place in entered]
+
+    def _passing(self, part: Part, wanted: Mapping[Any, Sequence[Replayed]]) -> dict[Any, Replayed]:
+        """The tensors whose products can be counted as they pass, so that they are never there all at once: those that
+        were saved once, by an edge of their own, and were computed from the part's inputs."""
+        if self._forward.groups:
+            return {}
+        readers = Counter(edge_of(item) for items in wanted.values() for item in items)
+        computed = leading_to([tail.node for tail in part.tails], part.nodes)
+        return {
+            first: items[0]
+            for first, items in wanted.items()
+            if len(items) == 1 and readers[edge_of(items[0])] == 1 and items[0].record.node in computed
+        }
+
+    @contextmanager
+    def _taking(self, passing: Mapping[Any, Replayed], direction: int) -> Iterator[None]:
+        """Within the context the products of these tensors are counted as a backward comes to where they were made."""
+
+        def take(inputs: Sequence[Tensor | None], items: Sequence[tuple[Any, Replayed]]) -> None:
+            for first, item in items:
+                seen = _seen_by_edge([item], {edge_of(item): inputs[item.record.output_number]})
+                self._tallies[first].add(seen, direction, self._directions)
+
+        at: dict[Any, list[tuple[Any, Replayed]]] = defaultdict(list)
+        for first, item in passing.items():
+            at[item.record.node].append((first, item))
+        handles = [node.register_prehook(partial(take, items=items)) for node, items in at.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _products(
         self,
