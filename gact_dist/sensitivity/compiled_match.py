@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .. import codec
 from ..hooks import Encoder, Recorded
-from .perturbation import rounding_of
 
 _SAMPLED = 2048
 _LARGEST_ERROR = 0.02
@@ -59,8 +58,6 @@ class Saved(NamedTuple):
     numel: int
     itemsize_bits: int
     compressible: bool
-    rounding: Tensor
-    """float64 [8], from rounding_of(); zeros where it is not compressible"""
     columns: int
     """by which it is grouped"""
     sample: _Sample | None
@@ -74,11 +71,9 @@ class Saved(NamedTuple):
 
 def seen(record: Recorded, encoder: Encoder) -> Saved:
     """What is kept of a tensor that a model with compiled regions saves."""
-    tensor, rounding, columns = record.tensor, torch.zeros(codec.MAX_BITS, dtype=torch.float64), 1
-    if record.compressible:
-        rounding, columns = rounding_of(tensor, None, encoder), encoder.examples.columns_of(tensor)
+    columns = encoder.examples.columns_of(record.tensor) if record.compressible else 1
     form = record.numel, record.itemsize_bits, record.compressible
-    return Saved(record.name, *form, rounding, columns, _sample(tensor))
+    return Saved(record.name, *form, columns, _sample(record.tensor))
 
 
 class EagerTensors:

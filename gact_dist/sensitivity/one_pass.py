@@ -18,7 +18,7 @@ from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,15 +142,20 @@ def _of_compiled(
     runs = CompiledRuns(hooks, model, forward, fraction)
     with runs.isolated():
         eager = EagerTensors(runs.eager())
-        saved = [seen(record, hooks.encoder) for record in runs.compiled()]
-    partners = eager.partners(saved) if matches else {}
+        records = runs.compiled()
+        saved = [seen(record, hooks.encoder) for record in records]
+        partners = eager.partners(saved) if matches else {}
+        roundings = _roundings(hooks, records, partners)
+        del records
     compressible = {item.name: item for item in saved if item.compressible}
     columns = {partner: compressible[name].columns for name, partner in partners.items()}
     found = _without_compiler(hooks, model, forward, seed, fraction, probes, columns) if partners else {}
     known = {name: found[partner] for name, partner in partners.items() if partner in found}
     known = {name: item for name, item in known.items() if item.numel == compressible[name].numel}
-    roundings = {name: item.rounding for name, item in compressible.items()}
-    perturbed = measure_by_rerun(runs, roundings, seed, compressible.keys() - known)
+    if partners.keys() - known:
+        with runs.isolated():
+            roundings = _roundings(hooks, runs.compiled(), known)
+    perturbed = measure_by_rerun(runs, list(compressible), roundings, seed)
     _log.info("compiled regions: %d tensors measured in one pass, %d by perturbation", len(known), len(perturbed))
     return [
         replace(known[name], name=name, examples=None)
@@ -158,6 +163,12 @@ def _of_compiled(
         else Sensitivity(name, item.numel, item.itemsize_bits, perturbed[name], True)
         for name, item in compressible.items()
     ]
+
+
+def _roundings(hooks: SavedTensorHooks, records: Sequence[Recorded], known: Container[str]) -> dict[str, Tensor]:
+    """By name, what rounding_of() gives for the compressible tensors that are not known."""
+    wanted = [record for record in records if record.compressible and record.name not in known]
+    return {record.name: rounding_of(record.tensor, None, hooks.encoder) for record in wanted}
 
 
 def _without_compiler(

@@ -12,7 +12,7 @@ all elements mattered alike: the features of a graph added 10 to 35% more at 6 b
 predicts. A single squared difference of theirs has a relative standard deviation of up to 30%.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -153,14 +153,15 @@ class CompiledRuns:
 
 
 def measure_by_rerun(
-    runs: CompiledRuns, roundings: Mapping[str, Tensor], seed: int, wanted: Collection[str] | None = None
+    runs: CompiledRuns, names: Sequence[str], wanted: Mapping[str, Tensor], seed: int
 ) -> dict[str, Tensor]:
     """The same for tensors of a compiled model, with a forward and backward for each and one more, as GACT does it.
 
-    roundings: what rounding_of() gives for every compressible tensor, by name. wanted: some of them, None for all.
+    names: of all compressible tensors, in the order in which they are saved. wanted: what rounding_of() gives for
+    those to be measured.
     """
-    seeds = {name: (PROBE_BITS, seed + number) for number, name in enumerate(roundings)}
-    chosen = [(number, name) for number, name in enumerate(roundings, len(seeds)) if wanted is None or name in wanted]
+    seeds = {name: (PROBE_BITS, seed + number) for number, name in enumerate(names)}
+    chosen = [(number, name) for number, name in enumerate(names, len(names)) if name in wanted]
     found: dict[str, Tensor] = {}
     if not chosen:
         return found
@@ -168,7 +169,7 @@ def measure_by_rerun(
         base = runs.gradients(seeds)
         for number, name in chosen:
             moved = runs.gradients({**seeds, name: (PROBE_BITS, seed + number)})
-            found[name] = from_change(square_distance(moved, base), roundings[name], PROBE_BITS)
+            found[name] = from_change(square_distance(moved, base), wanted[name], PROBE_BITS)
     return found
 
 
