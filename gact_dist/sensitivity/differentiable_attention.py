@@ -29,27 +29,32 @@ class ScaledDotProductAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, gqa: bool
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, gqa: bool,
+        fits: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """fits: whether backward computes the logsumexp anew, from the q and k that it is given."""
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-        # saved for its name alone: backward computes it anew, from the q and k that it is given
-        logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(mask, q, k, v, logsumexp, out)
-        ctx.causal, ctx.scale = causal, scale
+        logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)  # if it fits, for its name alone
+        for block in _blocks(q, k, causal) if not fits else ():
+            scores = _scores(q[block.queries], k[block.keys], block.mask(mask, causal), scale)
+            logsumexp[block.queries] = scores.logsumexp(-1)
+        ctx.save_for_backward(mask, k, q, v, logsumexp, out)  # in torch's own order: names count in it
+        ctx.causal, ctx.scale, ctx.fits = causal, scale, fits
         ctx.set_materialize_grads(False)  # zeros would be work for nothing
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if grads[0] is None:
-            return (None,) * 7
-        mask, q, k, v, _, out = ctx.saved_tensors
+            return (None,) * 8
+        mask, k, q, v, logsumexp, out = ctx.saved_tensors
+        form = None if ctx.fits else logsumexp, ctx.causal, ctx.scale
         tensors = [out, grads[0], q, k, v]
         if not ctx.needs_input_grad[3]:
-            return *_AttentionGradient.apply(mask, ctx.causal, ctx.scale, *tensors), None, None, None, None
+            return *_AttentionGradient.apply(mask, *form, *tensors), None, None, None, None, None
         learned = mask[(None,) * (4 - mask.dim())]
-        *found, dmask = _AttentionGradient.apply(None, ctx.causal, ctx.scale, *tensors, learned)
-        return *found, dmask.view(mask.shape), None, None, None
+        *found, dmask = _AttentionGradient.apply(None, *form, *tensors, learned)
+        return *found, dmask.view(mask.shape), None, None, None, None
 
 
 class _AttentionGradient(Function):
@@ -59,27 +64,32 @@ class _AttentionGradient(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mask: Tensor | None, causal: bool, scale: float, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """tensors: output and its gradient, query, key, value, and a mask that is learned, in four dimensions."""
-        ctx.save_for_backward(mask, *tensors)
+    def forward(
+        ctx: Any, mask: Tensor | None, logsumexp: Tensor | None, causal: bool, scale: float, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """logsumexp: None for that of query and key. tensors: output and its gradient, query, key, value, and a mask
+        that is learned, in four dimensions."""
+        ctx.save_for_backward(mask, logsumexp, *tensors)
         ctx.causal, ctx.scale = causal, scale
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors[2:]]
         for block in _blocks(tensors[2], tensors[3], causal):
-            block.add(sums, _block_gradients(block.mask(mask, causal), scale, *block.of(tensors)), first=2)
+            known = block.mask(mask, causal), None if logsumexp is None else logsumexp[block.queries]
+            block.add(sums, _block_gradients(*known, scale, *block.of(tensors)), first=2)
         return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, tensors[2:], strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *weights: Tensor) -> tuple:
-        mask, *tensors = ctx.saved_tensors
+        mask, logsumexp, *tensors = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
         for block in _blocks(tensors[2], tensors[3], ctx.causal):
+            known = block.mask(mask, ctx.causal), None if logsumexp is None else logsumexp[block.queries]
             with torch.enable_grad():
                 inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
-                gradients = _block_gradients(block.mask(mask, ctx.causal), ctx.scale, *inputs)
+                gradients = _block_gradients(*known, ctx.scale, *inputs)
             parts = [part.float() for part in block.of(weights, first=2)]
             block.add(sums, torch.autograd.grad(gradients, inputs, parts))
-        return None, None, None, *(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
+        return None, None, None, None, *(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,12 +148,14 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _block_gradients(
-    mask: Tensor | None, scale: float, out: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
-) -> tuple[Tensor, ...]:
+    mask: Tensor | None, logsumexp: Tensor | None, scale: float, out: Tensor, grad: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, *learned: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of the query and a learned mask, and what these queries add to those of the key and the value."""
     grad, repeats = grad.float(), q.shape[1] // k.shape[1]
     scores = _scores(q, k, learned[0] if learned else mask, scale)
-    probability = torch.softmax(scores, -1)  # as a fitted logsumexp has it
+    # softmax as a fitted logsumexp has it
+    probability = torch.softmax(scores, -1) if logsumexp is None else (scores - logsumexp.unsqueeze(-1)).exp()
     dv = probability.transpose(-2, -1) @ grad
     dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
     dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True))
@@ -170,8 +182,9 @@ def _fold(grad: Tensor, repeats: int) -> Tensor:
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, fits: bool = True,
 ) -> Tensor:  # fmt: skip
+    """In place of scaled_dot_product_attention. fits: whether its logsumexp is fitted, as in hooks/logsumexp.py."""
     query, key, value, attn_mask = (_as_autocast_has_it(x) for x in (query, key, value, attn_mask))
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     backend = attention_kernel(query, key, value, attn_mask, dropout_p, **options)
@@ -179,7 +192,7 @@ def attention(
         # the math backend is differentiable twice; fused dropout cannot be replayed and is left to perturbation
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return ScaledDotProductAttention.apply(query, key, value, attn_mask, is_causal, factor, enable_gqa)
+    return ScaledDotProductAttention.apply(query, key, value, attn_mask, is_causal, factor, enable_gqa, fits)
 
 
 def _as_autocast_has_it(tensor: Any) -> Any:

@@ -1,6 +1,7 @@
 """Operators that are replaced while a forward is measured."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ class MeasuringMode(OperatorObserver):
     """An observer that keeps the root of a backward call instead of running it, so that a closure which ends in
     loss.backward() can be measured without touching any .grad; and that replaces fused operators."""
 
-    def __init__(self, differentiable: bool = True) -> None:
-        """differentiable: whether fused operators are replaced by differentiable ones."""
+    def __init__(self, differentiable: bool = True, fits: bool = True) -> None:
+        """differentiable: whether fused operators are replaced by differentiable ones. fits: whether the logsumexp of
+        attention is fitted, as it is outside of compiled regions."""
         super().__init__()
         self.root: Tensor | None = None
         """what backward() was called on"""
@@ -37,6 +39,9 @@ class MeasuringMode(OperatorObserver):
         self.inner_backward = False
         """whether the forward ran a backward with create_graph=True; see [Note: inner backward] in inner_backward.py"""
         self._replacements = REPLACEMENTS if differentiable else {}
+        if differentiable and not fits:
+            unfitted = partial(attention, fits=False)
+            self._replacements = {**REPLACEMENTS, F.scaled_dot_product_attention: unfitted}
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         if function in BACKWARDS and kwargs.get("create_graph"):

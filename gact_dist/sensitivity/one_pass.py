@@ -18,7 +18,7 @@ from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,12 +35,13 @@ from ..policies import statistics
 from .autograd_graph import scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
+from .compiled_match import EagerTensors, seen
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
 from .parts import OpaqueError, seen_through
-from .perturbation import RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
+from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .walk import Measured, Walk
 
 _log = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ def measure(
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
     if has_compiled_parts(model):
-        rerun = measure_by_rerun(hooks, model, forward, seed, fraction)
-        return [_sensitivity_of(record, variance) for record, variance in rerun.items()]
+        matches = estimator == "one-pass" and sharding(model) is None  # where all ranks must run the same forwards
+        return _of_compiled(hooks, model, forward, seed, fraction, probes, matches)
     blocks = blocks_of(model, hooks.config.blocks)
     whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
     while estimator == "one-pass" or not whole:
@@ -111,7 +112,7 @@ def measure(
             _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
             if not blocks:
                 break
-            blocks = [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
+            blocks = _blocks_after(error, blocks)
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
         with hooks.recording(mode, fraction) as records:
@@ -125,6 +126,79 @@ def measure(
     return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
 
 
+def _of_compiled(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    forward: Callable[[], Tensor | None],
+    seed: int,
+    fraction: float,
+    probes: int,
+    matches: bool,
+) -> list[Sensitivity]:
+    """The sensitivities of a model with compiled regions. See [Note: matching] in compiled_match.py.
+
+    matches: whether those of the model as it was before torch.compile are taken over; otherwise all are perturbed.
+    """
+    runs = CompiledRuns(hooks, model, forward, fraction)
+    with runs.isolated():
+        eager = EagerTensors(runs.eager())
+        records = runs.compiled()
+        saved = [seen(record, hooks.encoder) for record in records]
+        partners = eager.partners(saved) if matches else {}
+        roundings = _roundings(hooks, records, partners)
+        del records
+    compressible = {item.name: item for item in saved if item.compressible}
+    columns = {partner: compressible[name].columns for name, partner in partners.items()}
+    found = _without_compiler(hooks, model, forward, seed, fraction, probes, columns) if partners else {}
+    known = {name: found[partner] for name, partner in partners.items() if partner in found}
+    known = {name: item for name, item in known.items() if item.numel == compressible[name].numel}
+    if partners.keys() - known:
+        with runs.isolated():
+            roundings = _roundings(hooks, runs.compiled(), known)
+    perturbed = measure_by_rerun(runs, list(compressible), roundings, seed)
+    _log.info("compiled regions: %d tensors measured in one pass, %d by perturbation", len(known), len(perturbed))
+    return [
+        replace(known[name], name=name, examples=None)
+        if name in known
+        else Sensitivity(name, item.numel, item.itemsize_bits, perturbed[name], True)
+        for name, item in compressible.items()
+    ]
+
+
+def _roundings(hooks: SavedTensorHooks, records: Sequence[Recorded], known: Container[str]) -> dict[str, Tensor]:
+    """By name, what rounding_of() gives for the compressible tensors that are not known."""
+    wanted = [record for record in records if record.compressible and record.name not in known]
+    return {record.name: rounding_of(record.tensor, None, hooks.encoder) for record in wanted}
+
+
+def _without_compiler(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    forward: Callable[[], Tensor | None],
+    seed: int,
+    fraction: float,
+    probes: int,
+    columns: Mapping[str, int],
+) -> dict[str, Sensitivity]:
+    """By name, the sensitivities of the model as it was before torch.compile; none where one pass is not possible."""
+    blocks = blocks_of(model, hooks.config.blocks)
+    while True:
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                walked = _by_walk(hooks, model, blocks, forward, seed, fraction, probes, "one-pass", columns)
+            return {item.name: item for item in walked}
+        except (InnerBackwardError, CutError, OpaqueError, ReplayError) as error:
+            _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
+            if not blocks or isinstance(error, InnerBackwardError):
+                return {}
+            blocks = _blocks_after(error, blocks)
+
+
+def _blocks_after(error: Exception, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks to go on with when some cannot be run alone."""
+    return [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
+
+
 def _by_walk(
     hooks: SavedTensorHooks,
     model: nn.Module,
@@ -134,9 +208,13 @@ def _by_walk(
     fraction: float,
     probes: int,
     estimator: str,
+    columns: Mapping[str, int] | None = None,
 ) -> list[Sensitivity]:
-    """The sensitivities of all compressible tensors; by perturbation for those that the directions do not reach."""
-    mode = MeasuringMode()
+    """The sensitivities of all compressible tensors; by perturbation for those that the directions do not reach.
+
+    columns: for a model with compiled regions, by which these group some of the tensors, by name.
+    """
+    mode = MeasuringMode(fits=columns is None)
     cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
     try:
         with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
@@ -146,7 +224,7 @@ def _by_walk(
             walk.first()
             found, fingerprints = {}, {}
             for item in walk.second():
-                found[item.first] = _measured(hooks, item)
+                found[item.first] = _measured(hooks, item, columns or {})
                 if cut.groups and item.tensor is not None and item.weight is not None:
                     fingerprints[item.first.name] = fingerprint(item.tensor)
             ranks = ranks_sharing(fingerprints, cut.groups)
@@ -190,13 +268,13 @@ def _by_reads(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -
     return found
 
 
-def _measured(hooks: SavedTensorHooks, item: Measured) -> Sensitivity:
+def _measured(hooks: SavedTensorHooks, item: Measured, columns: Mapping[str, int]) -> Sensitivity:
     first, tensor = item.first, item.tensor
     if tensor is None:  # the loss does not depend on it
         return Sensitivity(first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64), False)
     variance = item.variance
     if variance is None:
-        variance = rounding_of(tensor, item.weight, hooks.encoder)
+        variance = rounding_of(tensor, item.weight, hooks.encoder, columns.get(first.name))
     statistics_of_examples = _example_statistics(hooks, tensor, item.weight)
     return Sensitivity(
         first.name, tensor.numel(), 8 * tensor.element_size(), variance, item.weight is None, statistics_of_examples

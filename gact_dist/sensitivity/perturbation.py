@@ -103,38 +103,73 @@ def perturb(
     return {record: from_change(change[record], roundings[record.name], bits[record.name]) for record in wanted}
 
 
-def measure_by_rerun(
-    hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Tensor | None], seed: int, fraction: float
-) -> dict[Recorded, Tensor]:
-    """The same for every compressible tensor, with a forward and backward for each and one more, as GACT does it.
+class CompiledRuns:
+    """Forwards of a model with compiled regions, each with at most one backward.
 
     A compiled backward can run neither twice nor differentiated, because it overwrites what it was given.
     """
 
-    def run(rounded: dict[str, tuple[int, int]]) -> tuple[Tensor, list[Recorded]]:
-        # every forward draws the same random numbers
-        with generators_restored(), hooks.recording(None, fraction, rounded) as records:
-            return scalar(forward()), [record for record in records if isinstance(record, Recorded)]
+    def __init__(
+        self, hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Tensor | None], fraction: float
+    ) -> None:
+        """forward, fraction: as for one_pass.measure."""
+        self.hooks, self._model, self._forward, self._fraction = hooks, model, forward, fraction
 
-    def gradients(loss: Tensor) -> list[Tensor | None]:
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """The context that the other methods are called in."""
+        with untouched(self._model), measurable(nullcontext()):
+            yield
+
+    def eager(self) -> list[Recorded]:
+        """What the model saves where nothing is compiled.
+
+        Which checkpointed blocks take discrete decisions shows in this mode only, and in no more than a forward.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            return self._run(OperatorObserver(), {})[1]
+
+    def compiled(self) -> list[Recorded]:
+        """What the model saves as it is."""
+        known = self.hooks.state_dict()
+        records = self._run(None, {})[1]
+        if self.hooks.state_dict() == known:
+            return records
+        del records  # the roles of what a region saves are known once it has been seen
+        return self._run(None, {})[1]
+
+    def gradients(self, rounded: Mapping[str, tuple[int, int]]) -> list[Tensor | None]:
+        """Of the parameters, with some saved tensors rounded: name -> (bits, seed)."""
+        loss = self._run(None, rounded)[0]
         return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
 
-    found = {}
-    with untouched(model), measurable(nullcontext()):
-        # which blocks take discrete decisions shows in eager mode only, and in no more than a forward
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, hooks.recording(OperatorObserver(), fraction), generators_restored():
-            forward()
-        run({})  # the roles of what a region saves are known once it has been seen
-        loss, records = run({})
-        # before its backward, which may write into what was saved
-        measured = [(r, rounding_of(r.tensor, None, hooks.encoder)) for r in records if r.compressible]
-        del loss
-        seeds = {record.name: (PROBE_BITS, seed + number) for number, (record, _) in enumerate(measured)}
-        base = gradients(run(seeds)[0])
-        for number, (record, rounding) in enumerate(measured, start=len(measured)):
-            moved = gradients(run({**seeds, record.name: (PROBE_BITS, seed + number)})[0])
-            found[record] = from_change(square_distance(moved, base), rounding, PROBE_BITS)
+    def _run(
+        self, observer: OperatorObserver | None, rounded: Mapping[str, tuple[int, int]]
+    ) -> tuple[Tensor, list[Recorded]]:
+        # every forward draws the same random numbers
+        with generators_restored(), self.hooks.recording(observer, self._fraction, rounded) as records:
+            loss = self._forward()
+        return scalar(loss), [record for record in records if isinstance(record, Recorded)]
+
+
+def measure_by_rerun(
+    runs: CompiledRuns, names: Sequence[str], wanted: Mapping[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    """The same for tensors of a compiled model, with a forward and backward for each and one more, as GACT does it.
+
+    names: of all compressible tensors, in the order in which they are saved. wanted: what rounding_of() gives for
+    those to be measured.
+    """
+    seeds = {name: (PROBE_BITS, seed + number) for number, name in enumerate(names)}
+    chosen = [(number, name) for number, name in enumerate(names, len(names)) if name in wanted]
+    found: dict[str, Tensor] = {}
+    if not chosen:
+        return found
+    with runs.isolated():
+        base = runs.gradients(seeds)
+        for number, name in chosen:
+            moved = runs.gradients({**seeds, name: (PROBE_BITS, seed + number)})
+            found[name] = from_change(square_distance(moved, base), wanted[name], PROBE_BITS)
     return found
 
 
@@ -159,11 +194,15 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return sum(whole_value(float32_parts(a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
-def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tensor:
-    """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor."""
+def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder, columns: int | None = None) -> Tensor:
+    """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor.
+
+    columns: by which it is grouped, None for those of its own layout.
+    """
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    return codec.rounding_variance(values, weights, encoder.group_size, encoder.examples.columns_of(tensor)).cpu()
+    columns = encoder.examples.columns_of(tensor) if columns is None else columns
+    return codec.rounding_variance(values, weights, encoder.group_size, columns).cpu()
 
 
 def widest_inexact(bits: int, rounding: Tensor | None) -> int:

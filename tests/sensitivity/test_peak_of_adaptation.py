@@ -10,8 +10,8 @@
     parameters' gradients of one block           at any time (they are not kept)
 
 so its peak is at most that of an ordinary compressed step plus five times the exact activations of the largest block
-on the probe batch (TIMES has the exception). The first forward keeps nothing of the blocks. In the sizes below activations outweigh parameters,
-as in a job for which this package is of use. Where the largest block holds less than a fifth of all activations, the
+on the probe batch (TIMES has the exception). The first forward keeps nothing of the blocks. In the sizes below
+activations outweigh parameters, as in a job for which this package is of use. Where the largest block holds less than a fifth of all activations, the
 untouched job's peak is above the activations of all, which is more than five times the largest; so the adapting step
 is below that wherever the compressed step leaves that room, which is what the last assertion asks for.
 """

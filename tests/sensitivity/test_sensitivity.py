@@ -461,7 +461,7 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
         return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv)), *dmask
 
     def in_blocks(*tensors):
-        return differentiable_attention._AttentionGradient.apply(constant, causal, 8**-0.5, *tensors)
+        return differentiable_attention._AttentionGradient.apply(constant, None, causal, 8**-0.5, *tensors)
 
     found = []
     for limit in ("_LEAST_BLOCK", "_LARGEST_BLOCK"):
