@@ -68,6 +68,8 @@ class Exit:
     gradient: Tensor | None = None
     tangents: list[Tensor] | None = None
     """one for each direction"""
+    readers: int = 0
+    """parts of the graph that have yet to use the tangents"""
 
     def add(self, gradient: Tensor | None) -> None:
         if gradient is not None:

@@ -221,11 +221,12 @@ class Walk:
         for item in self._forward.between:
             if item.view is None and item.first in self._tallies:
                 self._tallies[item.first].tensor = item.record.tensor
-        parts: list[set[Any]] = [{item.first for item in self._forward.last.used}]
-        for visit in self._forward.visits:
-            if visit.before is not None and visit.gradients:
-                parts.append({item.first for item in visit.before.used})
-                parts.append(visit.recorded())
+        visits = [visit for visit in self._forward.visits if visit.before is not None and visit.gradients]
+        between = [self._forward.last, *(visit.before for visit in visits if visit.before is not None)]
+        for end in (end for part in between for end in part.tails):
+            end.readers += 1
+        parts: list[set[Any]] = [{item.first for item in part.used} for part in between]
+        parts += [visit.recorded() for visit in visits]
         for key in (key for part in parts for key in part if key in self._tallies):
             self._tallies[key].uses += 1
 
@@ -235,6 +236,10 @@ class Walk:
         heads, entering = present(between.heads, given)
         part = Part(heads, [end.edge for end in between.tails], between.leaves, between.nodes)
         tangents = [end.tangents for end in between.tails]
+        for end in between.tails:
+            end.readers -= 1
+            if end.readers == 0:
+                end.tangents = None
         used = [item for item in self._forward.between if item in between.used]
         opaque = False
         try:
@@ -273,6 +278,7 @@ class Walk:
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
             yield from self._completed(part, entering, tangents, found, opaque)
+        visit.inputs = []
 
     def _transposed(
         self,
