@@ -19,16 +19,15 @@ from gact_dist import Config
 
 STEPS, MICROBATCHES = 4, 4
 EXACT = Config(policy="exact")
-ADAPTING = Config(bits=4, adapt_interval=2, adapt_tolerance=0, calibration_samples=2, min_numel=16)
-# Of an adaptation under follow(): whether every replica has run a backward, whether any failed, names, statistics,
-# the plan. It is due
-# after two forwards. The second stage of 1F1B has its backward after each, and adapts twice a step. The first has two
-# forwards before one backward, so it asks in vain before three of four; but for a step's first forward, which then
-# adapts, and the one after that, in which it is not due.
+ADAPTING = Config(bits=4, adapt_interval=1, adapt_tolerance=0, calibration_samples=2, min_numel=16)
+# Of an adaptation under follow(): whether every replica has run a backward, whether any failed, names, statistics, the
+# plan. It is due at the first forward of every optimizer step, and at every forward until an optimizer step was seen. In
+# the first step the second stage of 1F1B, which has its backward after each forward, adapts at three of four; the first
+# stage has two forwards before one backward, and asks in vain.
 ADAPTATION, QUESTION = 5, 1
 COLLECTIVES_MORE = {
-    0: [3 * QUESTION] + [ADAPTATION + 2 * QUESTION] * (STEPS - 1),
-    1: [2 * ADAPTATION] * STEPS,
+    0: [3 * QUESTION] + [ADAPTATION] * (STEPS - 1),
+    1: [3 * ADAPTATION] + [ADAPTATION] * (STEPS - 1),
 }
 
 
