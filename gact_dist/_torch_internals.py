@@ -96,8 +96,14 @@ def saved_handle(node: Any, name: str) -> Any:
 
 
 def saves_own_result(node: Any) -> bool:
-    """Whether a node that saves its own result is doing so now: its slot for it is empty at no other time."""
-    return getattr(node, "_saved_result", node) is None
+    """Whether a node that saves its own result is doing so now: its slot for it is empty at no other time.
+
+    The slot is not unpacked where torch shows what it holds: that of a node in a checkpoint would recompute the block.
+    """
+    slot = getattr(node, "_raw_saved_result", None)  # none in a function of Python's under the node's name
+    if slot is None or hasattr(slot, "data"):
+        return slot is not None and slot.data is None
+    return node._saved_result is None
 
 
 def keeps_tensors(node: Any) -> bool:

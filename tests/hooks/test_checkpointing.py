@@ -84,6 +84,32 @@ def test_nothing_is_packed_while_backward_recomputes(reentrant, monkeypatch):
     assert packed == []
 
 
+class CountingReLU(nn.Module):
+    """[batch, 32] -> [batch, 32]: a layer and a relu; counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.forwards = nn.Linear(32, 32), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return torch.relu(self.linear(x))
+
+
+@ANY_MODE
+def test_saving_the_relu_that_ends_a_block_does_not_recompute_the_block(reentrant):
+    """Its node's slot for the result, which tells whether relu itself is saving, belongs to the checkpoint."""
+    block, head = CountingReLU(), nn.Linear(32, 4)
+    gact = gact_dist.attach(nn.Sequential(block, head), config=UNIFORM)
+    x = torch.randn(64, 32, requires_grad=True)
+    for step in range(1, 4):
+        with gact.step():
+            loss = head(checkpoint(block, x, use_reentrant=reentrant)).square().sum()
+        assert block.forwards == 2 * step - 1
+        loss.backward()
+        assert block.forwards == 2 * step
+
+
 @ANY_MODE
 def test_recomputed_dropout_is_the_one_of_the_forward(reentrant):
     """With exact codecs any other mask would change the gradient; the plain job is the reference."""
