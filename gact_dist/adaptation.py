@@ -261,7 +261,12 @@ class Adapter:
         return None
 
     def _directions(self, fraction: float) -> int:
-        """How many directions a step has time for. fraction: of its examples that are measured."""
+        """How many directions a step has time for. fraction: of its examples that are measured.
+
+        An error bound gets all of them: with one, a plan of 1.2 bits had twice the variance that it was chosen for.
+        """
+        if self.policy.follows_gradient:
+            return self._draws
         return min(self._draws, max(1, int((_LONGEST / fraction - _VISITS) / _DIRECTION)))
 
     def _seed(self, step: int) -> int:
