@@ -65,6 +65,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def saved_values(node: Any) -> Iterator[Any]:
+    """What the pack hook made of each tensor that a node of the graph saved under saved-tensor hooks."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+                value = getattr(saved, "data", None)
+                if value is not None:
+                    yield value
+
+
 def is_backward_call(frame: FrameType) -> bool:
     """Whether a frame is that of a call of torch.autograd.grad() or torch.autograd.backward()."""
     return frame.f_code.co_filename == torch.autograd.__file__ and frame.f_code.co_name in ("grad", "backward")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,7 +16,17 @@ from torch import Tensor, nn
 from . import _fields, codec, distributed
 from .hooks import Footprint, SavedTensorHooks, has_compiled_parts
 from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, with_bytes
-from .sensitivity import MeasurementError, ProbeBatch, Sensitivity, blocks_of, measure, rounded_moments, untouched
+from .sensitivity import (
+    MeasurementError,
+    ProbeBatch,
+    ProbePart,
+    Sensitivity,
+    blocks_of,
+    measure,
+    of_whole_batch,
+    rounded_moments,
+    untouched,
+)
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
@@ -118,8 +127,7 @@ class Adapter:
         self._draws = max(1, _PROBES // ranks)
         self._heaviest_bytes = 0
         self._warned = False
-        self.most_examples = sys.maxsize
-        """for which memory may be enough to measure"""
+        self._finer = 1  # times more parts than usual, in which memory may be enough to measure
 
     def adapt(self, batch: ProbeBatch, step: int, *, in_step: bool = True) -> Adaptation:
         """Measure, reduce and allocate. A collective call.
@@ -219,31 +227,44 @@ class Adapter:
 
     def _measured(self, batch: ProbeBatch, step: int, in_step: bool) -> tuple[Costs, dict[str, int]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
-        on fewer examples, then without a second derivative."""
+        on fewer examples at once, then without a second derivative."""
         estimator = self._config.estimator
         while True:
-            measured = self._measure(batch, step, estimator, in_step)
-            costs, invalid, fits = self._reduced(measured, batch.fraction)
-            half = None if fits else batch.half()
-            if half is not None:
-                batch, self.most_examples = half, half.count
-                _log.warning("out of memory: from now on sensitivity is measured on %d examples", half.count)
-            elif not fits and estimator == "one-pass" and not has_compiled_parts(self._model):
+            parts = self._parts(batch, self._finer)
+            costs, invalid, fits = self._reduced(self._measure(batch, step, estimator, in_step, parts))
+            if fits:
+                return costs, invalid
+            if self._parts(batch, 2 * self._finer) > parts:
+                self._finer *= 2
+                _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
+            elif estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
                 _log.warning("out of memory for second derivatives: sensitivity is measured by perturbation")
             else:
                 return costs, invalid
 
-    def _measure(self, batch: ProbeBatch, step: int, estimator: str, in_step: bool) -> list[Sensitivity] | None:
+    def _parts(self, batch: ProbeBatch, finer: int) -> int:
+        """In how many parts all ranks measure their examples; shares of the examples are seen in all of them at once.
+
+        finer: how many times more than usual.
+        """
+        parts = batch.parts(finer)
+        return int(
+            distributed.least_of_ranks(min(parts, finer) if self.policy.example_columns else parts, self._groups)
+        )
+
+    def _measure(
+        self, batch: ProbeBatch, step: int, estimator: str, in_step: bool, parts: int
+    ) -> list[Sensitivity] | None:
         """What this rank measures; None if it runs out of memory."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
-                return batch.measured(
-                    lambda forward, fraction: measure(
-                        self._hooks, self._model, forward, seed=self._seed(step), fraction=fraction,
-                        probes=self._directions(fraction) if in_step else self._draws, estimator=estimator,
-                    )
-                )  # fmt: skip
+                return of_whole_batch(batch.measured(
+                    lambda part: measure(
+                        self._hooks, self._model, part.forward, seed=self._seed(step) + part.number,
+                        fraction=part.fraction, probes=self._directions(part, in_step), estimator=estimator,
+                    ), parts,
+                ))  # fmt: skip
             except torch.OutOfMemoryError as error:
                 # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with
                 # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
@@ -260,14 +281,15 @@ class Adapter:
                 return []
         return None
 
-    def _directions(self, fraction: float) -> int:
-        """How many directions a step has time for. fraction: of its examples that are measured.
+    def _directions(self, part: ProbePart, in_step: bool) -> int:
+        """How many directions there is time for in a part of the examples.
 
         An error bound gets all of them: with one, a plan of 1.2 bits had twice the variance that it was chosen for.
         """
-        if self.policy.follows_gradient:
-            return self._draws
-        return min(self._draws, max(1, int((_LONGEST / fraction - _VISITS) / _DIRECTION)))
+        wanted = -(-self._draws // part.parts)
+        if self.policy.follows_gradient or not in_step:
+            return wanted
+        return min(wanted, max(1, int((_LONGEST / (part.parts * part.fraction) - _VISITS) / _DIRECTION)))
 
     def _seed(self, step: int) -> int:
         return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
@@ -300,18 +322,15 @@ class Adapter:
             sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
 
-    def _reduced(self, measured: Sequence[Sensitivity] | None, fraction: float) -> tuple[Costs, dict[str, int], bool]:
+    def _reduced(self, measured: Sequence[Sensitivity] | None) -> tuple[Costs, dict[str, int], bool]:
         """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and whether all
-        ranks had enough memory. measured: None if this one had not.
-
-        A mean loss over n of N examples has N/n times the variance of the whole batch, and n/N of its elements.
-        """
+        ranks had enough memory. measured: None if this one had not."""
         columns, found = self._columns, measured or []
         labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
         values = torch.zeros(len(labels), columns.width, dtype=torch.float64)
         for row, item in zip(values, found, strict=False):
-            row[columns.numel], row[columns.exact_bits] = item.numel / fraction, item.itemsize_bits
-            row[columns.variance] = item.variance * fraction
+            row[columns.numel], row[columns.exact_bits] = item.numel, item.itemsize_bits
+            row[columns.variance] = item.variance
             if item.examples is not None:
                 row[columns.examples] = torch.from_numpy(item.examples)
         statistics = distributed.reduce_over(labels, values, self._groups)

@@ -115,9 +115,7 @@ class Schedule:
 
     def probe_examples(self, wanted: int) -> int:
         """Examples to measure on; the whole batch if another shape would recompile the model's regions."""
-        if has_compiled_parts(self.model):
-            return sys.maxsize
-        return wanted if self.adapter is None else min(wanted, self.adapter.most_examples)
+        return sys.maxsize if has_compiled_parts(self.model) else wanted
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. forward: runs the model as that step will."""

@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .accounting import Footprint, ReportRow
-from .batches import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
+from .batches import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .draws import Draw, StoredAgain
@@ -33,7 +33,6 @@ __all__ = [
     "View",
     "batch_size",
     "check_inlined",
-    "first_samples",
     "has_compiled_parts",
     "made_from_parameters",
     "map_tensors",
@@ -43,5 +42,6 @@ __all__ = [
     "producer",
     "recomputing",
     "replaying",
+    "samples_of",
     "tensors_of",
 ]

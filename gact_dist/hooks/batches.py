@@ -1,4 +1,4 @@
-"""A slice of a batch: the first examples in every tensor.
+"""A slice of a batch: the same examples in every tensor.
 
 A TensorDict, or a tensorclass, holds tensors as a mapping does, and is sliced and mapped as a whole: each of its
 tensors begins with the dimensions of its batch_size. It is recognised by that attribute, without an import.
@@ -30,12 +30,14 @@ def may_hold_adjacency(batch: Any) -> bool:
     return any(tensor.shape == (size, size) and not _is_integer(tensor) for tensor in tensors_of(batch))
 
 
-def first_samples(batch: Any, samples: int) -> tuple[Any, float]:
-    """(the batch's first examples, the fraction that they are); the batch and 1.0 if it cannot be sliced."""
+def samples_of(batch: Any, start: int, stop: int) -> tuple[Any, float]:
+    """(some of the batch's examples, the fraction that they are); the batch and 1.0 if they are all, or it cannot be
+    sliced."""
     size = batch_size(batch)
-    if size is None or size <= samples:
+    if size is None or (start == 0 and stop >= size):
         return batch, 1.0
-    return _mapped(batch, lambda part: part[:samples], lambda part: part[:samples]), samples / size
+    rows = slice(start, min(stop, size))
+    return _mapped(batch, lambda part: part[rows], lambda part: part[rows]), (rows.stop - start) / size
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -80,7 +80,7 @@ class Replaceable:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
-        self.replacement: Tensor | None = None
+        self.replacement: Tensor | codec.Packed | None = None
         self.on_restore: Callable[[], None] | None = None
         """told of every use"""
 
@@ -96,6 +96,8 @@ class Replaceable:
     def restore(self) -> Tensor:
         if self.on_restore is not None:
             self.on_restore()
+        if isinstance(self.replacement, codec.Packed):
+            return codec.unpack(self.replacement)
         return (self.tensor if self.replacement is None else self.replacement).detach()
 
 
@@ -130,12 +132,12 @@ class Recorded:
         return 8 * self.tensor.element_size()
 
     @property
-    def replacement(self) -> Tensor | None:
+    def replacement(self) -> Tensor | codec.Packed | None:
         """Handed out in the tensor's place while set."""
         return self.handle.replacement
 
     @replacement.setter
-    def replacement(self, tensor: Tensor | None) -> None:
+    def replacement(self, tensor: Tensor | codec.Packed | None) -> None:
         self.handle.replacement = tensor
 
     def keep_exactly(self) -> None:

@@ -1,18 +1,20 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
 from .isolation import untouched
-from .one_pass import MeasurementError, Sensitivity, measure
+from .one_pass import MeasurementError, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
-from .probe import Observation, ProbeBatch
+from .probe import Observation, ProbeBatch, ProbePart
 from .second_moment import rounded_moments
 
 __all__ = [
     "MeasurementError",
     "Observation",
     "ProbeBatch",
+    "ProbePart",
     "Sensitivity",
     "blocks_of",
     "measure",
+    "of_whole_batch",
     "rounded_moments",
     "untouched",
 ]

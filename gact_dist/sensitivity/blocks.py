@@ -146,6 +146,8 @@ class BlockForward:
         """all that the forward saved, in its order"""
         self.between: list[Replayed] = []
         """what was saved outside of blocks"""
+        self.one: Tensor = torch.ones(())
+        """the gradient of the loss"""
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
         self._passing = False  # a region that is not cut is running
@@ -166,6 +168,7 @@ class BlockForward:
             self.between = [*own, *again]
             self.mode.on_discrete = None
             root = scalar(self.mode.root_of(result))
+            self.one = torch.ones_like(root.detach())
             self.last = self._part_before([get_gradient_edge(root)])
             for visit in self.visits:
                 visit.before = self._part_before([head for _, _, head in visit.inputs])

@@ -75,6 +75,42 @@ class Sensitivity:
     """policies.statistics; None for a tensor whose examples have no widths of their own"""
 
 
+def of_whole_batch(parts: Sequence[tuple[Sequence[Sensitivity], float]]) -> list[Sensitivity]:
+    """What parts of a batch, each with the fraction that it is, say of the whole batch.
+
+    A mean loss over n of N examples has N/n times the variance of the whole batch, and n/N of its elements. A tensor
+    that only some of the parts saved counts as these have it.
+    """
+    found: dict[str, list[tuple[Sensitivity, float]]] = {}
+    for measured, fraction in parts:
+        for item in measured:
+            found.setdefault(item.name, []).append((item, fraction))
+    return [_mean(items) for items in found.values()]
+
+
+def _mean(items: Sequence[tuple[Sensitivity, float]]) -> Sensitivity:
+    total = sum(fraction for _, fraction in items)
+    shares = [fraction / total for _, fraction in items]
+    examples = [item.examples for item, _ in items]
+    return replace(
+        items[0][0],
+        numel=round(sum(item.numel / fraction * share for (item, fraction), share in zip(items, shares, strict=True))),
+        variance=sum(
+            (item.variance * (fraction * share) for (item, fraction), share in zip(items, shares, strict=True)),
+            torch.zeros_like(items[0][0].variance),
+        ),
+        by_perturbation=any(item.by_perturbation for item, _ in items),
+        examples=_mean_of_present(examples, shares),
+    )
+
+
+def _mean_of_present(
+    statistics_of_parts: Sequence[NDArray[np.float64] | None], shares: Sequence[float]
+) -> NDArray[np.float64] | None:
+    present = [(found, share) for found, share in zip(statistics_of_parts, shares, strict=True) if found is not None]
+    return np.average([f for f, _ in present], axis=0, weights=[s for _, s in present]) if present else None
+
+
 def measure(
     hooks: SavedTensorHooks,
     model: nn.Module,

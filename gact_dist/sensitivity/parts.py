@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,10 +68,16 @@ def present(heads: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[l
 @contextmanager
 def cut_off(found: Sequence[Replayed]) -> Iterator[None]:
     """Within the context nothing flows back from one saved tensor into what it was computed from."""
+    with closed_to(edge_of(item) for item in found if item.record.node is not None):
+        yield
+
+
+@contextmanager
+def closed_to(edges: Iterable[Any]) -> Iterator[None]:
+    """Within the context backwards end at these edges, (node, number of its output, ...)."""
     outputs: dict[Any, set[int]] = defaultdict(set)
-    for item in found:
-        if item.record.node is not None:
-            outputs[item.record.node].add(item.record.output_number)
+    for node, number, *_ in edges:
+        outputs[node].add(number)
     handles = [node.register_prehook(_without(numbers)) for node, numbers in outputs.items()]
     try:
         yield

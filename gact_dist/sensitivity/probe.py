@@ -12,23 +12,26 @@ between two outputs, pass to it is subtracted. Where nothing else reaches it, th
 error where several such nodes add up.
 """
 
+import copy
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from ..hooks import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
+from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import float32_parts, nodes_below
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_PARTS = 4
 # What a model may raise on a batch of another size than it expects.
 _REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -37,8 +40,25 @@ class _PartRefused(Exception):
     """The loss function raised an error on part of a batch."""
 
 
+class ProbePart(NamedTuple):
+    """Some examples of a batch, which are measured at once."""
+
+    forward: Callable[[], Any]
+    """runs the model on them; the scalar loss, or None if the loss function called backward on it"""
+    fraction: float
+    """of the batch"""
+    number: int
+    parts: int
+    """how many there are"""
+
+
 class ProbeBatch:
-    """The first examples of a batch, to measure on; and the whole batch, for what is measured on all of it."""
+    """The first examples of a batch, to measure on; and the whole batch, for what is measured on all of it.
+
+    [Note: parts] A step's memory at its peak is mostly proportional to the examples that are in flight. So no more than
+    a quarter of the batch is measured at once, where it has as many examples, and the measurements of such parts are
+    averaged as those of ranks are.
+    """
 
     def __init__(
         self,
@@ -61,35 +81,55 @@ class ProbeBatch:
         self.unit = unit
         """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
         self._refuses_parts = False
+        self._part, self.fraction = _examples_of(batch, 0, examples)
+        """the fraction of the batch's examples that are measured on"""
         if isinstance(batch, Observation):
-            self._part: Any = batch.first(examples)
-            self.fraction = self._part.fraction
-            """of the batch's examples that are measured on"""
-        else:
-            self._part, self.fraction = first_samples(batch, examples)
+            self.fraction *= batch.fraction
 
-    def measured(self, measure: Callable[[Callable[[], Any], float], _T]) -> _T:
-        """measure(forward, fraction) on the examples; on the whole batch if the loss function refuses a part of it.
+    def parts(self, times: int = 1) -> int:
+        """In how many parts to measure the examples: so many that none is more than a quarter of the batch, or that
+        many times more; at most as many as there are examples."""
+        inputs = _inputs_of(self._part)
+        size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
+        return 1 if size is None or self._refuses_parts else min(size, times * math.ceil(_PARTS * self.fraction))
 
-        The rows of a batch need not be examples: those of a dense adjacency matrix are the nodes of one graph.
+    def measured(self, measure: Callable[[ProbePart], _T], parts: int = 1) -> list[tuple[_T, float]]:
+        """measure(part) of each part of the examples, and the fraction of the batch that it is.
+
+        If the loss function refuses a part, it gets more examples at once, at last the whole batch. The rows of a batch
+        need not be examples: those of a dense adjacency matrix are the nodes of one graph.
         """
-        try:
-            return measure(self._loss_of_part, self.fraction)
-        except _PartRefused as refused:
-            error = str(refused).split("\n", 1)[0]
-        _log.warning(
-            "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
-            self.count, error,
-        )  # fmt: skip
-        self._use_whole()
-        return measure(self.loss_of_whole, 1.0)
+        while not self._refuses_parts:
+            try:
+                return [(measure(part), part.fraction) for part in self._split(parts)]
+            except _PartRefused as refused:
+                error = str(refused).split("\n", 1)[0]
+            if parts > 1:
+                parts = (parts + 1) // 2
+                _log.info("the model does not run on so few examples (%s): they are measured in %d parts", error, parts)
+                continue
+            _log.warning(
+                "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
+                self.count, error,
+            )  # fmt: skip
+            self._use_whole()
+        return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1)), 1.0)]
 
-    def _loss_of_part(self) -> Any:
-        """Run the model on the examples; the scalar loss, or None if the loss function called backward on it."""
-        if self.fraction == 1.0:
-            return self._loss_fn(self._part)
+    def _split(self, parts: int) -> Iterator[ProbePart]:
+        size = batch_size(_inputs_of(self._part)) if parts > 1 else None
+        if size is None:
+            yield ProbePart(partial(self._loss_of, self._part, self.fraction), self.fraction, 0, 1)
+            return
+        for number in range(parts):
+            part, share = _examples_of(self._part, size * number // parts, size * (number + 1) // parts)
+            yield ProbePart(partial(self._loss_of, part, share), share * self.fraction, number, parts)
+
+    def _loss_of(self, part: Any, fraction: float) -> Any:
+        """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
+        if fraction == 1.0:
+            return self._loss_fn(part)
         try:
-            return self._loss_fn(self._part)
+            return self._loss_fn(part)
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS as error:
@@ -106,19 +146,17 @@ class ProbeBatch:
         """Run the model on the whole batch, as the next step will."""
         return self.loss_of_whole() if self._forward is None else self._forward()
 
-    def first(self, examples: int) -> "ProbeBatch":
-        """The same with another number of examples."""
-        batch = ProbeBatch(self._loss_fn, self._batch, examples, forward=self._forward, unit=self.unit)
-        if self._refuses_parts:
-            batch._use_whole()
-        return batch
 
-    def half(self) -> "ProbeBatch | None":
-        """Half as many examples, after running out of memory; None if the whole batch is needed or one is left.
+def _inputs_of(batch: Any) -> Any:
+    return batch.inputs if isinstance(batch, Observation) else batch
 
-        All ranks halve theirs at the same time, whatever the sizes of their batches.
-        """
-        return None if self.count in (1, sys.maxsize) else self.first(self.count // 2)
+
+def _examples_of(batch: Any, start: int, stop: int) -> tuple[Any, float]:
+    """(some examples of a batch, which may be an observation; the fraction of the batch that they are)"""
+    if isinstance(batch, Observation):
+        part = batch.part(start, stop)
+        return part, part.fraction / batch.fraction
+    return samples_of(batch, start, stop)
 
 
 class Observation:
@@ -128,22 +166,20 @@ class Observation:
         """in_doubt: slice the inputs even if their rows may not be examples; they are kept whole otherwise."""
         if not in_doubt and may_hold_adjacency(inputs):
             examples = sys.maxsize
-        self._batch = batch_size(inputs)
-        self._examples = examples
-        inputs, self.fraction = first_samples(inputs, examples)
-        self._inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
+        self._batch, self._rows = batch_size(inputs), slice(0, examples)
+        inputs, self.fraction = samples_of(inputs, 0, examples)
+        self.inputs = map_tensors(inputs, _copy)  # a pipeline receives the next microbatch into the same memory
         self._autocast = [_autocast_of(device) for device in _device_types(inputs)]
         self._gradients: dict[int, Tensor] = {}
         self._from_inside: dict[int, Tensor] = {}  # what the current backward passes to an output through others
 
-    def first(self, examples: int) -> "Observation":
-        """The first examples of what was observed, which may be all of it."""
-        if examples >= self._examples:
-            return self
-        part = Observation(self._inputs, examples, in_doubt=True)
-        part._autocast = self._autocast
+    def part(self, start: int, stop: int) -> "Observation":
+        """Some of the examples that are remembered, which may be all of them."""
+        part = copy.copy(self)
+        part._batch, part._rows = batch_size(self.inputs), slice(start, stop)
+        part.inputs, share = samples_of(self.inputs, start, stop)
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
-        part.fraction *= self.fraction
+        part.fraction = share * self.fraction
         return part
 
     def outputs(self, outputs: Any) -> bool:
@@ -179,9 +215,10 @@ class Observation:
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """The rows that belong to the remembered examples; a flattened [batch * length, ...] has `length` for each."""
-        if self._batch is None or self.fraction == 1.0 or tensor.dim() == 0 or tensor.shape[0] % self._batch:
+        if self._batch is None or tensor.dim() == 0 or tensor.shape[0] % self._batch:
             return tensor
-        return tensor[: tensor.shape[0] // self._batch * self._examples]
+        length = tensor.shape[0] // self._batch
+        return tensor[length * self._rows.start : length * min(self._rows.stop, self._batch)]
 
     @property
     def complete(self) -> bool:
@@ -200,7 +237,7 @@ class Observation:
         """
         if not self.complete:
             raise RuntimeError("no backward reached the outputs of the forward that was observed")
-        args, kwargs = self._inputs
+        args, kwargs = self.inputs
         with self._under_autocast():
             outputs = tensors_of(model(*args, **kwargs))
         terms = []

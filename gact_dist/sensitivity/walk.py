@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,8 +44,9 @@ from ..distributed import (
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
-from .parts import OpaqueError, Part, cut_off, edge_of, once, present, refused, repeated_as, seen_through
+from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, once, present, refused, repeated_as, seen_through
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
+from .sections import Section, divided, note_gradients, passed_on
 from .surroundings import copied
 
 _log = logging.getLogger(__name__)
@@ -186,23 +187,24 @@ class Walk:
         if number is None:
             return Replaceable(tensor)
         rounded = self._rounded(tensor, self._name_of(first), number)
-        handle = Replaceable(tensor if exact or rounded is None else rounded)
-        if exact:
-            handle.replacement = rounded
+        if not exact:
+            return Replaceable(tensor if rounded is None else codec.unpack(rounded))
+        handle = Replaceable(tensor)
+        handle.replacement = rounded
         return handle
 
     def _name_of(self, key: Any) -> str:
         return self._forward.firsts[key].name
 
-    def _rounded(self, tensor: Tensor, name: str, number: int) -> Tensor | None:
+    def _rounded(self, tensor: Tensor, name: str, number: int) -> codec.Packed | None:
         """A tensor as the current plan has it; see [Note: operating point] in one_pass.py."""
         bits = self._hooks.plan.bits_of(name)
-        return None if bits is None else self.round(tensor, bits, number)
+        return None if bits is None else self._round(tensor, bits, number)
 
-    def round(self, tensor: Tensor, bits: Any, number: int) -> Tensor:
+    def _round(self, tensor: Tensor, bits: Any, number: int) -> codec.Packed:
         """A tensor rounded to some bits; a different number gives a different rounding."""
         with torch.no_grad():
-            return codec.unpack(self._hooks.encoder.pack(tensor.detach(), bits, self._seed + number))
+            return self._hooks.encoder.pack(tensor.detach(), bits, self._seed + number)
 
     # -- the second walk ----------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class Walk:
         for visit in self._forward.visits:
             if visit.before is not None and visit.gradients:
                 yield from self._second_of(visit, visit.before)
-        yield from self._second_between(self._forward.last)[1]
+        yield from self._second_between(self._forward.last)
         for key in list(self._tallies):  # the loss does not depend on these
             yield Measured(self._forward.firsts[key], None, None, None)
 
@@ -230,8 +232,8 @@ class Walk:
         for key in (key for part in parts for key in part if key in self._tallies):
             self._tallies[key].uses += 1
 
-    def _second_between(self, between: Between) -> tuple[list[Any], list[Measured]]:
-        """(the tangents at its heads, None where there is none; what is complete with it)."""
+    def _second_between(self, between: Between) -> Generator[Measured, None, list[Any]]:
+        """What is complete with it; returns the tangents at its heads, None where there is none."""
         given = [value_of(kept) for kept in between.entering]
         heads, entering = present(between.heads, given)
         part = Part(heads, [end.edge for end in between.tails], between.leaves, between.nodes)
@@ -241,21 +243,18 @@ class Walk:
             if end.readers == 0:
                 end.tangents = None
         used = [item for item in self._forward.between if item in between.used]
-        opaque = False
-        try:
-            found = self._transposed(part, entering, tangents, used)
-        except OpaqueError as error:
+
+        def fallback(error: OpaqueError) -> list[Any]:
             if between is not self._forward.last or not self._forward.visits:
-                raise  # the blocks after it need its tangents; or the whole model is one part
+                raise error  # the blocks after it need its tangents; or the whole model is one part
             _log.info("%s: what the loss saves is measured by perturbation", error)
-            found, opaque = [], True
-        entered = iter(found)
-        filled = [None if gradient is None else next(entered) for gradient in given]
-        return filled, list(self._completed(part, entering, tangents, used, opaque))
+            return []
+
+        entered = iter((yield from self._differentiated(part, entering, tangents, used, fallback)))
+        return [None if gradient is None else next(entered) for gradient in given]
 
     def _second_of(self, visit: Visit, before: Between) -> Iterator[Measured]:
-        tangents, measured = self._second_between(before)
-        yield from measured
+        tangents = yield from self._second_between(before)
         gradients = [value_of(kept) for kept in visit.gradients]
         visit.gradients = []
         with self._forward.again(visit, partial(self._keep, True)) as (part, replay, inputs):
@@ -268,17 +267,106 @@ class Walk:
                 ]
             else:
                 found = replay.found
-            opaque = False
-            try:
-                entered = self._transposed(part, entering, tangents, found, cuts=replay is not None)
-            except OpaqueError as error:
+
+            def fallback(error: OpaqueError) -> list[Any]:
                 _log.info("%s: what its block saves is measured by perturbation", error)
-                entered, opaque = self._by_difference(visit, gradients, tangents), True
+                return self._by_difference(visit, gradients, tangents)
+
+            entered = yield from self._differentiated(
+                part, entering, tangents, found, fallback, cuts=replay is not None
+            )
             reached = [end for (_, end), gradient in zip(visit.exits, gradients, strict=True) if gradient is not None]
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
-            yield from self._completed(part, entering, tangents, found, opaque)
         visit.inputs = []
+
+    def _differentiated(
+        self,
+        part: Part,
+        entering: Sequence[Tensor] | None,
+        tangents: Sequence[list[Tensor] | None],
+        found: Sequence[Replayed],
+        fallback: Callable[[OpaqueError], list[Any]],
+        cuts: bool = True,
+    ) -> Generator[Measured, None, list[Any]]:
+        """What is complete with a part, in sections where it is large; returns the tangents at its heads.
+
+        fallback: gives these tangents where the part's backward cannot be differentiated. cuts: as for _transposed().
+        """
+        self._meet(found)
+        divisible = cuts and not self._forward.groups and not self._perturbs
+        sections = divided(part, found) if divisible else []
+        left = list(found)
+        try:
+            if len(sections) < 2:
+                entered: list[Any] = self._transposed(part, entering, tangents, found, cuts=cuts)
+            else:
+                entered = yield from self._in_sections(sections, part, entering, tangents, left)
+        except OpaqueError as error:
+            entered = fallback(error)
+            yield from self._completed(part, entering, tangents, left, True)
+        else:
+            yield from self._completed(part, entering, tangents, left, False)
+        return entered
+
+    def _in_sections(
+        self,
+        sections: Sequence[Section],
+        part: Part,
+        entering: Sequence[Tensor] | None,
+        tangents: Sequence[list[Tensor] | None],
+        left: list[Replayed],
+    ) -> Generator[Measured, None, list[Any]]:
+        """As _differentiated(). left: what the part saved; at the end, and at an error, what is not complete of it."""
+        note_gradients(sections, [self._forward.one] if entering is None else entering, self._forward.boundary)
+        entered = passed_on(part, tangents)
+        last = {item.first: number for number, section in enumerate(sections) for item in section.found}
+        readers = Counter(first for section in sections for first in {item.first for item in section.found})
+        waiting = {first for first, count in readers.items() if count > 1 and first in self._tallies}
+        for first in waiting:
+            self._tallies[first].uses += 1  # its products are not complete before the last of these sections
+        try:
+            for number, section in enumerate(sections):
+                for first in [first for first in waiting if last[first] == number]:
+                    self._tallies[first].uses -= 1
+                    waiting.remove(first)
+                self._differentiate(section, tangents, entered)
+                complete = [item for item in section.found if last[item.first] == number]
+                left[:] = [item for item in left if last[item.first] > number]
+                yield from self._completed(part, entering, tangents, complete, False)
+        finally:
+            for first in waiting:
+                self._tallies[first].uses -= 1
+        return entered
+
+    def _differentiate(
+        self, section: Section, tangents: Sequence[list[Tensor] | None], entered: list[list[Tensor] | None]
+    ) -> None:
+        """One section of a part. tangents, entered: at the tails and at the heads of the part."""
+        gradients, section.noted = [value_of(kept) for kept in section.noted], []
+        part = section.part()
+        part.heads, entering = present(part.heads, gradients)
+        borders = section.borders_below()
+        ways = [tangents[place] if isinstance(place, int) else place.tangents for _, place in section.tails]
+        closed = [border.edge for border in borders]
+        found = self._transposed(part, entering, ways, section.found, closed=closed) if part.heads else []
+        for border in borders:
+            border.readers -= 1
+            if border.readers == 0:
+                border.tangents = None
+        reached = [place for (_, place), gradient in zip(section.heads, gradients, strict=True) if gradient is not None]
+        for place, tangent in zip(reached, found, strict=True):
+            if isinstance(place, int):
+                entered[place] = tangent
+            else:
+                place.tangents = tangent
+
+    def _meet(self, found: Sequence[Replayed]) -> None:
+        """The tally of a tensor that nothing has added to yet is laid out as the tensor is here."""
+        for item in found:
+            tally = self._tallies.get(item.first)
+            if tally is not None and tally.tensor is None:
+                tally.tensor, item.view = item.record.tensor, None
 
     def _transposed(
         self,
@@ -287,19 +375,18 @@ class Walk:
         tangents: Sequence[list[Tensor] | None],
         found: Sequence[Replayed],
         cuts: bool = True,
+        closed: Sequence[GradientEdge] = (),
     ) -> list[list[Tensor] | None]:
         """Add the products of what a part saved; returns the tangents at its heads, for each direction, None where the
         gradient does not depend on what enters there.
 
-        cuts: whether products of one saved tensor with another, through the forward, are left out.
+        cuts: whether products of one saved tensor with another, through the forward, are left out. closed: edges at
+        which the part ends although the graph goes on.
         Raises OpaqueError if its backward cannot be differentiated.
         """
-        for item in found:
-            tally = self._tallies.get(item.first)
-            if tally is not None and tally.tensor is None:
-                tally.tensor, item.view = item.record.tensor, None
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
-        leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+        with closed_to(closed):
+            leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
         wanted: dict[Any, list[Replayed]] = {}
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
@@ -448,10 +535,10 @@ class Walk:
         number, all_of_them = self._forward.numbers[item.first], len(self._forward.numbers)
         usual, change = record.replacement, 0.0
         try:
-            record.replacement = self.round(record.tensor, bits, number)
+            record.replacement = self._round(record.tensor, bits, number)
             before = part.gradients(entering)
             for draw in range(1, draws + 1):
-                record.replacement = self.round(record.tensor, bits, number + draw * all_of_them)
+                record.replacement = self._round(record.tensor, bits, number + draw * all_of_them)
                 moved = part.gradients(entering)
                 change += self._distance(part, moved, before, tangents) / draws
                 before = moved

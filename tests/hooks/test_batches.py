@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gact_dist.hooks import batch_size, first_samples, map_tensors, may_hold_adjacency, tensors_of
+from gact_dist.hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 
 X, Y = torch.randn(6, 3), torch.arange(6)
 
@@ -115,18 +115,18 @@ CONTAINERS = {
 def test_every_container_is_sliced_and_mapped_to_one_of_its_class(kind):
     batch = CONTAINERS[kind]
     assert batch_size(batch) == 6
-    part, fraction = first_samples(batch, 2)
+    part, fraction = samples_of(batch, 1, 3)
     doubled = map_tensors(batch, lambda tensor: tensor * 2)
     assert type(part) is type(doubled) is type(batch)
     assert fraction == 2 / 6
-    for found, expected in ((part, (X[:2], Y[:2])), (doubled, (2 * X, 2 * Y)), (batch, (X, Y))):
+    for found, expected in ((part, (X[1:3], Y[1:3])), (doubled, (2 * X, 2 * Y)), (batch, (X, Y))):
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), expected, strict=True))
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
 def test_a_batch_with_a_sparse_matrix_is_not_sliced(layout):
     batch = {"x": X, "adjacency": torch.eye(6).to_sparse(layout=layout)}
-    part, fraction = first_samples(batch, 2)
+    part, fraction = samples_of(batch, 0, 2)
     assert part is batch
     assert fraction == 1.0
     assert not may_hold_adjacency(batch)  # nothing is in doubt

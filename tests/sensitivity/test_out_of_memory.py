@@ -1,4 +1,4 @@
-"""An adaptation that runs out of memory takes fewer samples, then no second derivatives; the job goes on anyway."""
+"""An adaptation that runs out of memory takes fewer samples at once, then no second derivatives. The job goes on."""
 
 from __future__ import annotations
 
@@ -42,27 +42,29 @@ def trained(most_samples: int, follow: bool, steps: int = 7) -> tuple[gact_dist.
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_an_adaptation_takes_as_many_samples_as_fit(follow, caplog):
+def test_an_adaptation_takes_as_many_samples_at_once_as_fit(follow, caplog):
     with caplog.at_level(logging.WARNING, logger="gact_dist"):
         gact, scarce, losses = trained(2, follow)
-    assert scarce.seen[:3] == [8, 4, 2]
-    assert len(scarce.seen) > 3
-    assert set(scarce.seen[3:]) == {2}  # what did not fit is not tried again
-    assert "from now on sensitivity is measured on 2 examples" in caplog.text
-    assert len(gact.history) == len(scarce.seen) - 2
+    assert scarce.seen[:2] == [4, 2]  # a quarter of the batch, then half of that
+    assert len(scarce.seen) > 5
+    assert set(scarce.seen[1:]) == {2}  # what did not fit is not tried again
+    assert "from now on sensitivity is measured on half as many examples at once" in caplog.text
+    assert 4 * len(gact.history) == len(scarce.seen) - 1
     assert len(set(gact.plan.values())) > 1
     assert losses[-1] < losses[0]
 
 
-def test_the_plan_is_that_of_the_samples_that_fit():
-    plans = []
-    for most_samples, wanted in ((2, 8), (8, 2)):
+def test_the_plan_is_that_of_all_samples_in_parts_that_fit():
+    plans, variances = [], []
+    for batch_size, most_samples in ((BATCH, 2), (BATCH // 2, 8)):  # of 8 a quarter is 2
         model, batch = small_models.gpt(batch=BATCH, layers=1)
         gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
         Scarce(model, gact, most_samples)
-        gact.calibrate(small_models.loss_of(model), batch, samples=wanted)
-        plans.append((gact.plan, gact.adaptation.predicted_variance))
+        gact.calibrate(small_models.loss_of(model), tuple(part[:batch_size] for part in batch), samples=8)
+        plans.append(gact.plan)
+        variances.append(gact.adaptation.predicted_variance)
     assert plans[0] == plans[1]
+    assert variances[0] == pytest.approx(variances[1] * 8 / BATCH, rel=1e-12)
 
 
 def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up(monkeypatch, caplog):
@@ -72,7 +74,7 @@ def test_one_sample_is_measured_without_second_derivatives_before_it_is_given_up
     monkeypatch.setattr(walk.Walk, "_products", products)
     with caplog.at_level(logging.WARNING, logger="gact_dist"):
         gact, scarce, _ = trained(BATCH, follow=False, steps=1)
-    assert scarce.seen == [8, 4, 2, 1, 1]
+    assert scarce.seen == [4, 2, 1, *8 * [1]]
     assert "sensitivity is measured by perturbation" in caplog.text
     assert len(set(gact.plan.values())) > 1
 
@@ -99,7 +101,7 @@ def test_a_compiled_model_which_is_perturbed_anyway_is_not_tried_again(compiled,
 @pytest.mark.parametrize("follow", [False, True])
 def test_where_nothing_fits_the_job_goes_on_with_its_uniform_bits(follow):
     gact, scarce, losses = trained(0, follow, steps=4)
-    assert scarce.seen[:5] == [8, 4, 2, 1, 1]
+    assert scarce.seen[:4] == [4, 2, 1, 1]
     assert gact.plan == {}
     assert gact.report().ratio > 3
     assert losses[-1] < losses[0]

@@ -1,0 +1,36 @@
+"""A part that is differentiated in sections: the numbers are those of the part as a whole."""
+
+from __future__ import annotations
+
+import pytest
+from block_models import CASES, made
+from test_blocks import RELATIVE, SAMPLED, as_one_part, distance, measured
+
+from gact_dist.sensitivity import one_pass, sections, walk
+
+# bfloat16 sums of gradients at a border are rounded where those inside of a graph are not: by 2^-9 of an element at
+# most, of its square twice that.
+TOLERANCES = {"autocast": 2.0**-8}
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_sections_give_the_numbers_of_the_whole(name, in_blocks, monkeypatch):
+    monkeypatch.setattr(one_pass, "BOUNDARY_BITS", None)
+    whole = as_one_part(lambda: made(name), monkeypatch)
+    divided, counts = walk.divided, []
+
+    def counted(*arguments):
+        found = divided(*arguments)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(walk, "divided", counted)
+    monkeypatch.setattr(sections, "LEAST_BYTES", 1)
+    by_section = measured(made(name)) if in_blocks else as_one_part(lambda: made(name), monkeypatch)
+    assert max(counts) > 1 or (not in_blocks and "checkpoint" in name)  # which is no part that could be divided
+    assert [item.name for item in by_section] == [item.name for item in whole]
+    assert [item.by_perturbation for item in by_section] == [item.by_perturbation for item in whole]
+    for one, other in zip(by_section, whole, strict=True):
+        if name not in SAMPLED or not other.by_perturbation:
+            assert distance(one, other) <= TOLERANCES.get(name, RELATIVE), one.name
