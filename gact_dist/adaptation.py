@@ -234,7 +234,8 @@ class Adapter:
             costs, invalid, fits = self._reduced(self._measure(batch, step, estimator, in_step, parts))
             if fits:
                 return costs, invalid
-            if self._parts(batch, 2 * self._finer) > parts:
+            finer = self._parts(batch, 2 * self._finer) > parts
+            if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
                 _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
             elif estimator == "one-pass" and not has_compiled_parts(self._model):
@@ -244,14 +245,14 @@ class Adapter:
                 return costs, invalid
 
     def _parts(self, batch: ProbeBatch, finer: int) -> int:
-        """In how many parts all ranks measure their examples; shares of the examples are seen in all of them at once.
+        """In how many parts this rank measures its examples; shares of the examples are seen in all of them at once.
 
-        finer: how many times more than usual.
+        finer: how many times more than usual. Ranks that gather parameters for one another have as many of them.
         """
-        parts = batch.parts(finer)
-        return int(
-            distributed.least_of_ranks(min(parts, finer) if self.policy.example_columns else parts, self._groups)
-        )
+        parts = min(batch.parts(finer), finer) if self.policy.example_columns else batch.parts(finer)
+        if distributed.sharding(self._model) is None:
+            return parts
+        return int(distributed.least_of_ranks(parts, self._groups))
 
     def _measure(
         self, batch: ProbeBatch, step: int, estimator: str, in_step: bool, parts: int

@@ -1,4 +1,4 @@
-"""Memory that is too little on one rank: all ranks take as many samples, and hold one plan."""
+"""Memory that is too little on one rank: all ranks take fewer samples at once, and hold one plan."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def calibrated(batches: list[int], fitting: list[int]) -> tuple:
     return gact.plan, gact.adaptation.predicted_variance, scarce.seen
 
 
-def test_one_rank_without_memory_makes_all_take_fewer_samples(ranks):
-    (plan, variance, seen), (other_plan, other_variance, other_seen) = ranks(calibrated, [16, 5], [16, 3])
-    assert seen == [8, 4, 2, 2]
-    assert other_seen == [5, 4, 2, 2]
+def test_one_rank_without_memory_makes_all_take_fewer_samples_at_once(ranks):
+    (plan, variance, seen), (other_plan, other_variance, other_seen) = ranks(calibrated, [16, 8], [16, 1])
+    # 8 samples in parts of a quarter of the batch, then of half of that, also the second time
+    assert seen == [4, 4, *8 * [2]]
+    assert other_seen == [2, *16 * [1]]
     assert plan == other_plan != {}
     assert variance == other_variance
 
 
 def test_a_rank_whose_memory_is_never_enough_has_its_plan_from_the_other(ranks):
-    (plan, _, seen), (other_plan, _, other_seen) = ranks(calibrated, [16, 5], [16, 0])
-    assert seen == [8, 4, 2, 1, 1, 1, 1]
-    assert other_seen == [5, 4, 2, 1, 1, 1, 1]
+    (plan, _, seen), (other_plan, _, other_seen) = ranks(calibrated, [16, 8], [16, 0])
+    # one sample at a time, then by perturbation, which is where the second time goes on
+    assert seen == [4, 4, *4 * [2], *32 * [1]]
+    assert other_seen == [2, *5 * [1]]
     assert plan == other_plan != {}
