@@ -40,14 +40,14 @@ class Layout:
         """Elements that are stored."""
         return prod(self.sizes) if self.fill is Fill.SCATTERED else self.span
 
-    def columns(self, group_size: int, is_complex: bool) -> int:
+    def columns(self, group_size: int, is_complex: bool, fraction: float = 1.0) -> int:
         """Columns of a row for groups by column, or 1 for groups in memory order.
 
-        By column if a row is a multiple of COLUMN_MULTIPLE numbers and there are rows for a whole group. A complex
-        element is two numbers.
+        By column if a row is a multiple of COLUMN_MULTIPLE numbers and there are rows for a whole group, in the tensor
+        of which this one is a fraction. A complex element is two numbers.
         """
         columns = self.row_numel * (2 if is_complex else 1)
-        if columns % COLUMN_MULTIPLE != 0 or self.stored_numel < group_size * self.row_numel:
+        if columns % COLUMN_MULTIPLE != 0 or self.stored_numel < fraction * group_size * self.row_numel:
             return 1
         return columns
 

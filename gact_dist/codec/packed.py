@@ -148,9 +148,12 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
 
 
-def columns_of(tensor: Tensor, group_size: int) -> int:
-    """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order."""
-    return layout_of(tensor).columns(group_size, tensor.dtype.is_complex)
+def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0) -> int:
+    """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order.
+
+    fraction: of the rows of the tensor that is meant, which are there.
+    """
+    return layout_of(tensor).columns(group_size, tensor.dtype.is_complex, fraction)
 
 
 def _check_numbers(bits: int | None, seed: int, group_size: int) -> None:

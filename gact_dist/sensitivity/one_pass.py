@@ -260,7 +260,7 @@ def _by_walk(
             walk.first()
             found, fingerprints = {}, {}
             for item in walk.second():
-                found[item.first] = _measured(hooks, item, columns or {})
+                found[item.first] = _measured(hooks, item, columns or {}, fraction)
                 if cut.groups and item.tensor is not None and item.weight is not None:
                     fingerprints[item.first.name] = fingerprint(item.tensor)
             ranks = ranks_sharing(fingerprints, cut.groups)
@@ -304,13 +304,13 @@ def _by_reads(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -
     return found
 
 
-def _measured(hooks: SavedTensorHooks, item: Measured, columns: Mapping[str, int]) -> Sensitivity:
+def _measured(hooks: SavedTensorHooks, item: Measured, columns: Mapping[str, int], fraction: float) -> Sensitivity:
     first, tensor = item.first, item.tensor
     if tensor is None:  # the loss does not depend on it
         return Sensitivity(first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64), False)
     variance = item.variance
     if variance is None:
-        variance = rounding_of(tensor, item.weight, hooks.encoder, columns.get(first.name))
+        variance = rounding_of(tensor, item.weight, hooks.encoder, columns.get(first.name), fraction)
     statistics_of_examples = _example_statistics(hooks, tensor, item.weight)
     return Sensitivity(
         first.name, tensor.numel(), 8 * tensor.element_size(), variance, item.weight is None, statistics_of_examples

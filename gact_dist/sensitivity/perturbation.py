@@ -12,8 +12,10 @@ all elements mattered alike: the features of a graph added 10 to 35% more at 6 b
 predicts. A single squared difference of theirs has a relative standard deviation of up to 30%.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
@@ -194,15 +196,33 @@ def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | No
     return sum(whole_value(float32_parts(a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
 
 
-def rounding_of(tensor: Tensor, weight: Tensor | None, encoder: Encoder, columns: int | None = None) -> Tensor:
+def rounding_of(
+    tensor: Tensor, weight: Tensor | None, encoder: Encoder, columns: int | None = None, fraction: float = 1.0
+) -> Tensor:
     """float64 [8]: the rounding variance at 1 to 8 bits, weighted and summed over the tensor.
 
-    columns: by which it is grouped, None for those of its own layout.
+    columns: by which it is grouped, None for those of its own layout. fraction: of the rows of the tensor that will be
+    stored, which are there. Where they are fewer than a group has then, the group's range grows as that of normal
+    numbers does.
     """
     values = codec.stored_values(tensor)
     weights = torch.ones_like(values, dtype=torch.float32) if weight is None else codec.stored_values(weight)
-    columns = encoder.examples.columns_of(tensor) if columns is None else columns
-    return codec.rounding_variance(values, weights, encoder.group_size, columns).cpu()
+    if columns is None:
+        columns = encoder.examples.columns_of(tensor)
+        if columns == 1 and not encoder.examples.make_up(tensor):
+            columns = codec.columns_of(tensor, encoder.group_size, fraction)
+    variance = codec.rounding_variance(values, weights, encoder.group_size, columns).cpu()
+    rows = values.numel() // columns
+    if columns == 1 or rows >= encoder.group_size or rows < 2:
+        return variance
+    stored_rows = rows / fraction
+    in_a_group = stored_rows / math.ceil(stored_rows / encoder.group_size)
+    return variance * (_range_of(in_a_group) / _range_of(rows)) ** 2
+
+
+def _range_of(count: float) -> float:
+    """The expected range of so many standard normal numbers (Blom, 1958)."""
+    return 2.0 * NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def widest_inexact(bits: int, rounding: Tensor | None) -> int:

@@ -57,7 +57,7 @@ def batch_of(kind: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
     shape = (SAMPLES, 1, 16, 16) if kind == "cnn" else (SAMPLES, 32)
     inputs = torch.randn(shape, generator=generator)
     if kind == "branching":
-        inputs[0, 0] = 1.0 if (step + rank) % 2 else -1.0
+        inputs[:, 0] = 1.0 if (step + rank) % 2 else -1.0  # in every part of the batch
     return inputs, torch.randint(0, 10, (SAMPLES,), generator=generator)
 
 

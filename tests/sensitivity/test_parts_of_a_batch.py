@@ -1,0 +1,65 @@
+"""Examples are measured in parts of at most a quarter of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import small_models
+import torch
+from torch import nn
+
+import gact_dist
+from gact_dist import Config
+from gact_dist.sensitivity import probe
+
+
+def total_sensitivity(parts: int, monkeypatch: pytest.MonkeyPatch, seed: int) -> float:
+    monkeypatch.setattr(probe, "_PARTS", parts)
+    model, batch = small_models.gpt(batch=8)
+    gact = gact_dist.attach(model, config=Config(min_numel=16, seed=seed))
+    gact.calibrate(small_models.loss_of(model), batch)
+    return sum(gact.adaptation.sensitivity.values())
+
+
+def test_parts_predict_what_the_whole_batch_does(monkeypatch):
+    """Two examples have fewer tokens than a group of the codec, in which the whole batch is stored.
+
+    Four directions leave some per cent on the sum, and so does the range of groups that is extrapolated.
+    """
+    whole, by_part = (
+        sum(total_sensitivity(parts, monkeypatch, seed) for seed in range(3)) for parts in (1, probe._PARTS)
+    )
+    assert by_part != whole
+    assert by_part == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "examples", "seen"),
+    [
+        (64, 8, [8]),
+        (16, 8, [4, 4]),
+        (8, 8, [2, 2, 2, 2]),
+        (7, 8, [1, 2, 2, 2]),
+        (2, 8, [1, 1]),
+        (1, 8, [1]),
+    ],
+)
+def test_no_part_is_more_than_a_quarter_of_the_batch_or_one_example(batch, examples, seen):
+    model, sizes = nn.Linear(16, 5), []
+
+    def loss_fn(inputs):
+        sizes.append(len(inputs))
+        return model(inputs).square().mean()
+
+    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    gact.calibrate(loss_fn, torch.randn(batch, 16), samples=examples)
+    assert sizes == seen
+
+
+def test_a_model_that_needs_several_examples_gets_them(caplog):
+    """BatchNorm1d refuses a batch of one in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    gact.calibrate(lambda inputs: model(inputs).square().mean(), torch.randn(4, 16))
+    assert gact.plan
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
