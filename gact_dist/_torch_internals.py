@@ -19,10 +19,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 CHECKED_WITH = "2.13"
 """the torch that all tests ran with; the oldest supported one is 2.11"""
 
+VERSION = str(torch.__version__)
+
 NEEDED = (
     # autograd
     "torch._C._current_graph_task_id",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
@@ -45,6 +51,9 @@ NEEDED = (
     "torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context",
     "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
     # frameworks: distributed/
+    "torch.distributed.ProcessGroup.get_group_store",
+    "torch.distributed.ProcessGroup._get_backend",
+    "torch.nn.parallel.DistributedDataParallel.join_hook",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",
     "torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk",
@@ -89,6 +98,30 @@ def creates_graph(frame: FrameType) -> bool:
 def innermost_hooks() -> Any:
     """This thread's innermost (pack, unpack) hooks for saved tensors; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def hooks_are_disabled() -> bool:
+    """Whether torch refuses hooks for saved tensors in this thread now, as it does inside torch.func.grad()."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+@contextmanager
+def without_innermost_hooks(pack: Any) -> Iterator[None]:
+    """Within the context this thread's innermost hooks for saved tensors are off, if their pack hook is this one."""
+    top = innermost_hooks()
+    if top is None or top[0] is not pack:
+        yield
+        return
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        torch._C._autograd._push_saved_tensors_default_hooks(*top)
+
+
+def is_inside_transform(tensor: Tensor) -> bool:
+    """Whether a tensor is the one that a function under a torch.func transform sees: it has no storage of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -80,7 +80,7 @@ class Controller:
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         schedule = self._schedule
-        schedule.step += 1
+        schedule.next_step()
         if schedule.hooks is None:
             yield
             return

@@ -10,8 +10,11 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ._torch_internals import hooks_are_disabled
 from .distributed import all_ranks, learning_shapes
+from .hooks import fixes_rows
 from .schedule import Schedule
 from .sensitivity import Observation, ProbeBatch
 
@@ -27,6 +30,12 @@ class Following:
         self._in_step = False
         self._observation: Observation | None = None
         self._candidate: Observation | None = None
+        self._asked = False  # whether an earlier forward was to be observed, as it was then on every rank
+        if isinstance(self._model, torch.jit.RecursiveScriptModule):
+            raise TypeError(
+                "follow() cannot watch the forward of a ScriptModule, which takes no hooks: use step() around the "
+                "forward, or attach to a module that holds it"
+            )
         begin = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         end = self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
         self._handles = (begin, end)
@@ -36,7 +45,7 @@ class Following:
 
     def forget(self) -> None:
         """Drop what was observed for an adaptation: the next forward is observed in its place."""
-        self._observation = None
+        self._observation, self._asked = None, False
 
     def close(self) -> None:
         """Take the hooks off the model."""
@@ -52,7 +61,9 @@ class Following:
         self._in_step = False
         if schedule.hooks is None or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
             return
-        schedule.step += 1
+        if hooks_are_disabled():  # a forward inside a torch.func transform, beside the job's own
+            return
+        schedule.next_step()
         self._stop_watching_backward()
         forward = partial(self._model, *args, **kwargs)
         self._use_observation(forward)
@@ -63,6 +74,9 @@ class Following:
         if schedule.due(in_steps=1) or schedule.drawing_due(in_steps=1):
             # an error bound is measured on whole batches
             wanted = sys.maxsize if schedule.policy.follows_gradient else schedule.config.calibration_samples
+            if fixes_rows(self._model, (args, kwargs)):
+                wanted = sys.maxsize
+            self._asked = True
             self._candidate = Observation((args, kwargs), schedule.probe_examples(wanted))
         self._step = ExitStack()
         self._step.enter_context(schedule.forward())
@@ -87,7 +101,7 @@ class Following:
                 method()
 
         for parameter in self._model.parameters():
-            if parameter.requires_grad and parameter.is_leaf:
+            if parameter.requires_grad and parameter.is_leaf and not is_lazy(parameter):
                 self._backward_hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _stop_watching_backward(self) -> None:
@@ -109,14 +123,18 @@ class Following:
         whole: runs the forward to come.
         """
         schedule = self._schedule
-        if self._observation is None or not (schedule.due() or schedule.drawing_due()):
+        if not self._asked or not (schedule.due() or schedule.drawing_due()):
             return
-        complete = self._observation.complete
+        schedule.meet("adapting bits to what was observed")
+        # there is none on a rank whose forward raised
+        complete = self._observation is not None and self._observation.complete
         for group in schedule.groups:
             complete = all_ranks(complete, group)
-        if not complete:
-            return
         observation, self._observation = self._observation, None
+        if not complete or observation is None:
+            self._observation = observation
+            return
+        self._asked = False
         unit = observation.squared_gradient if schedule.policy.follows_gradient else None
         loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._model)
         schedule.draw(partial(loss_fn, observation), unit)

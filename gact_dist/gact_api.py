@@ -50,7 +50,7 @@ class Iterations:
         closure_is_the_iteration = not self._forward_ran
         self._open.close()
         schedule.watch()
-        schedule.step += 1
+        schedule.next_step()
         schedule.draw(fwdbwdprop)
         if schedule.due():
             schedule.adapt(ProbeBatch(lambda _: fwdbwdprop(), None))

@@ -1,5 +1,6 @@
 """The steps of one attached model: what is open around a forward, when bits adapt, and what is known so far."""
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -7,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from . import _malloc, distributed
+from ._torch_internals import VERSION
 from .adaptation import Adaptation, Adapter, LearntByAdapting
 from .config import Config
 from .hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
@@ -18,6 +21,9 @@ from .policies import Plan, policy_of
 from .sensitivity import ProbeBatch
 from .state import State
 
+_log = logging.getLogger(__name__)
+# What may differ between ranks without changing what they do together.
+_OF_A_RANK = {"seed", "offload", "compile_hooks"}
 _LONGEST_INTERVAL = 8  # in adapt_intervals
 
 
@@ -43,6 +49,11 @@ class Schedule:
             self.hooks = SavedTensorHooks(model, config, rank, offload, self.policy)
         if self.hooks is not None and self.policy.adapts:
             self.adapter = Adapter(model, self.hooks, data_parallel, self.groups)
+        self._lazy = True
+        self._joins = distributed.Joins(model, self._join_begins, self._join_ends)
+        self._steps_in_joins = 0
+        self._told_of_join = False
+        self._facts = _facts_of(config)
         self.step = 0
         self.measuring = False
         """whether a forward that runs now is ours, not the job's"""
@@ -73,11 +84,36 @@ class Schedule:
         if self.hooks is None:
             yield
             return
-        self.hooks.begin(self.step)
+        self.hooks.begin(self.step + self._steps_in_joins)
         if self._optimizer is not None:
             self._optimizer.begun(self.step)
         with self.hooks.hooks():
             yield
+
+    def next_step(self) -> None:
+        """A step begins. In a join() it has random numbers of its own but no number. See [Note: join] in ddp.py."""
+        if not self._joins.inside:
+            self.step += 1
+            return
+        self._steps_in_joins += 1
+        if not self._told_of_join and self.adapter is not None:
+            self._told_of_join = True
+            _log.warning(
+                "bits do not adapt within DDP's join(), where ranks may run out of batches: call calibrate() on all "
+                "ranks before it"
+            )
+
+    def _join_begins(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.pause()
+
+    def _join_ends(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.resume()
+
+    def meet(self, doing: str) -> None:
+        """Wait for all ranks before collectives of ours. See distributed.meet()."""
+        distributed.meet(self.groups, doing, self._facts)
 
     def watch(self) -> None:
         """After a step's forward."""
@@ -97,7 +133,7 @@ class Schedule:
 
     def due(self, in_steps: int = 0) -> bool:
         """Whether bits should adapt this many steps from now; the same on all ranks."""
-        if self.adapter is None:
+        if not self._can_measure():
             return False
         if self.policy.due or self._adapted_at is None:
             return True
@@ -111,7 +147,28 @@ class Schedule:
 
     def drawing_due(self, in_steps: int = 0) -> bool:
         """Whether the gradient should be drawn this many steps from now."""
-        return self.adapter is not None and self.policy.drawing_due(self.step + in_steps)
+        if not self._can_measure():
+            return False
+        return self.policy.drawing_due(self.step + in_steps)
+
+    def _can_measure(self) -> bool:
+        """Whether an adaptation is possible now; the same on all ranks."""
+        if self.adapter is None or self._is_lazy() or not self._is_trained():
+            return False
+        return not self._joins.inside
+
+    def _is_lazy(self) -> bool:
+        """Whether a parameter or buffer of the model has yet to take its shape from the first forward, the job's own.
+
+        A measurement before that would draw the initial values in its place.
+        """
+        if self._lazy:
+            self._lazy = any(is_lazy(tensor) for tensor in (*self.model.parameters(), *self.model.buffers()))
+        return self._lazy
+
+    def _is_trained(self) -> bool:
+        """Whether any parameter of the model gets a gradient: that of a frozen one is what no rounding could move."""
+        return any(parameter.requires_grad for parameter in self.model.parameters())
 
     def probe_examples(self, wanted: int) -> int:
         """Examples to measure on; the whole batch if another shape would recompile the model's regions."""
@@ -119,13 +176,16 @@ class Schedule:
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. forward: runs the model as that step will."""
-        if self.adapter is not None:
+        if self.adapter is not None and not self._is_lazy():
+            if self.policy.needs_step_bytes:
+                self.meet("counting the bytes of the first step")
             with self.measurement():
                 self.adapter.start(forward)
 
     def draw(self, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Draw the gradient if that is due and no adaptation is; an adaptation measures it anyway."""
         if self.adapter is not None and self.drawing_due() and not self.due():
+            self.meet("measuring the gradient")
             with self.measurement():
                 self.adapter.draw(self.step, loss, unit)
 
@@ -133,7 +193,13 @@ class Schedule:
         """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt."""
         if self.adapter is None or self.hooks is None:
             return
+        if self._is_lazy():
+            raise ValueError(
+                "the model has lazy modules that no forward has initialised, expected a model that has run once: call "
+                "calibrate() after the first step"
+            )
         before = self.plan.bits
+        self.meet("adapting bits")
         with self.measurement():
             adaptation = self.adaptation = self.adapter.adapt(batch, self.step, in_step=in_step)
         # The bits used until now are compared as well: a rank that went its own way since (another state loaded, say)
@@ -190,7 +256,15 @@ class Schedule:
 
     def close(self) -> None:
         """Take all hooks off the model."""
+        self._joins.close()
         if self.hooks is not None:
             self.hooks.close()
         if self._optimizer is not None:
             self._optimizer.close()
+
+
+def _facts_of(config: Config) -> dict[str, str]:
+    """What all ranks that share a plan must have in common."""
+    settings = {f"Config.{key}": repr(value) for key, value in config.to_dict().items() if key not in _OF_A_RANK}
+    library = getattr(sys.modules[__package__], "__version__", "unknown")
+    return {"gact_dist": library, "torch": VERSION, **settings}

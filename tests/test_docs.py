@@ -89,6 +89,14 @@ def test_the_architecture_is_short_and_names_every_file_of_the_package_and_no_ot
             assert f"`{file.name}`" in row, f"{file} is missing"
 
 
+def test_every_test_that_the_page_on_reliability_names_exists():
+    texts = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = {name for text in texts for name in re.findall(r"def (test_\w+)", text)}
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    assert len(named) > 40
+    assert named <= defined
+
+
 def nodes() -> Iterator[ast.AST]:
     """What the package's files are made of."""
     for path in PACKAGE.rglob("*.py"):

@@ -47,7 +47,7 @@ MAY_IMPORT = {
         *BASE, "adaptation", "config", "distributed", "hooks", "offload", "optimizer_steps", "policies", "sensitivity",
         "state",
     },
-    "following": {"distributed", "schedule", "sensitivity"},
+    "following": {*BASE, "distributed", "hooks", "schedule", "sensitivity"},
     "gact_api": {"config", "distributed", "schedule", "sensitivity"},
     "controller": {
         *BASE, "adaptation", "config", "following", "gact_api", "policies", "report", "schedule", "sensitivity",

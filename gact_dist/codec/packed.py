@@ -246,6 +246,7 @@ def pack_binary(tensor: Tensor) -> Packed:
     )
 
 
+_WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch finds no minimum of these
 _NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
 
 
@@ -257,6 +258,8 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
     data = _plain(tensor)
     layout = layout_of(data)
     if data.device.type != "cpu" or data.numel() == 0 or layout.fill is Fill.TANGLED:
+        return None
+    if data.dtype in _WITHOUT_ARITHMETIC:
         return None
     flat = flatten(data, layout)
     low, high = (int(bound) for bound in flat.aminmax())

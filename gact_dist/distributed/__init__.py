@@ -10,11 +10,13 @@ from .collectives import (
     least_of_ranks,
     max_over_groups,
     mean_of_positive,
+    meet,
     raises_on_all,
     rank,
     reduce_over,
     world_size,
 )
+from .ddp import Joins
 from .pipeline import learning_shapes
 from .tensor_parallel import (
     TENSOR_PARALLELISM,
@@ -36,6 +38,7 @@ from .wrappers import (
     checkpoints_as,
     checkpoints_offering_inputs,
     forwarding_nodes,
+    modules_by_path,
     operator_aliases,
     plumbing,
     sharding,
@@ -47,6 +50,7 @@ from .wrappers import (
 
 __all__ = [
     "TENSOR_PARALLELISM",
+    "Joins",
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",
@@ -70,6 +74,8 @@ __all__ = [
     "local_part",
     "max_over_groups",
     "mean_of_positive",
+    "meet",
+    "modules_by_path",
     "operator_aliases",
     "own_part",
     "part_of_gradient",

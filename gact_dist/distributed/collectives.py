@@ -1,18 +1,21 @@
 """What ranks tell each other: the mean of their statistics, that they hold the same plan, and that one has failed.
 
-The only file of the package that calls collectives. An adaptation takes one to learn that no rank failed, two for the
-statistics and one for the plan. A budget in bytes takes three more, the gradients of examples two; an error bound takes
-three for each plan that is tried and three for each draw of the gradient. No other step has any. Without
-torch.distributed, or in a group of one rank, the results are the same without a collective.
+The only file of the package that calls collectives. Before any of them all ranks meet() in the process group's store,
+which takes none. An adaptation takes one to learn that no rank failed, two for the statistics and one for the plan. A
+budget in bytes takes three more, the gradients of examples two; an error bound takes three for each plan that is tried
+and three for each draw of the gradient. No other step has any. Without torch.distributed, or in a group of one rank,
+the results are the same without a collective.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -23,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 _T = TypeVar("_T")
 
 _DIGEST_BYTES = 8
+_KEYS = "gact_dist"
+_MOST_FACTS = 3
 
 
 class PlanMismatchError(RuntimeError):
-    """Ranks of one data-parallel group hold different plans; raised on every one of them."""
+    """Ranks of one data-parallel group hold different plans, or settings that lead to them; raised on all of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +97,8 @@ def all_ranks(condition: bool, group: ProcessGroup | None = None) -> bool:
     if world_size(group) == 1:
         return condition
     holds = torch.tensor(int(condition), dtype=torch.int32, device=_collective_device(group))
-    dist.all_reduce(holds, dist.ReduceOp.MIN, group=group)
+    with _explained():
+        dist.all_reduce(holds, dist.ReduceOp.MIN, group=group)
     return bool(holds.item())
 
 
@@ -110,6 +116,86 @@ def least_of_ranks(value: float, groups: Sequence[ProcessGroup | None]) -> float
     for group in groups:
         least = _reduced(least, dist.ReduceOp.MIN, group)
     return least.item()
+
+
+def meet(groups: Sequence[ProcessGroup | None], doing: str, facts: Mapping[str, str]) -> None:
+    """Wait until all ranks of the groups are here to do the same, in the same way.
+
+    [Note: meeting] Ranks of which one has another policy, no loss function or an older library would call different
+    collectives, and those of the job's wrapper with ours: a message that says nothing, numbers that are wrong, or a
+    process that is aborted. So they meet before, in the store that the process group was made with, where waiting
+    disturbs nobody. The last to come compares what all of them say and tells the others. A few messages a rank, and
+    no collective. A rank that does not come is waited for as long as the group waits for any collective.
+
+    doing: what follows, as the error message names it. facts: name -> value, the same on all ranks.
+    Raises PlanMismatchError on every rank if the facts differ, RuntimeError if a rank does not come in time.
+    """
+    for group in groups:
+        store = _store_of(group) if world_size(group) > 1 else None
+        if store is not None:
+            _Meeting(store, group, doing).hold(facts)
+
+
+class _Meeting:
+    """See [Note: meeting]."""
+
+    def __init__(self, store: Any, group: ProcessGroup | None, doing: str) -> None:
+        self._store, self._doing = store, doing
+        self._me, self._size = rank(group), world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._timeout = _timeout_of(group)
+
+    def hold(self, facts: Mapping[str, str]) -> None:
+        """Meet, and raise what the ranks found out."""
+        try:
+            differing, text = self._verdict(facts)
+        except RuntimeError as error:  # the store's own
+            raise RuntimeError(
+                f"{self._doing}: the ranks' store cannot be reached ({_first_line(error)}); the rank that holds it has "
+                "probably ended"
+            ) from error
+        if text:
+            raise PlanMismatchError(text) if differing else RuntimeError(text)
+
+    def _verdict(self, facts: Mapping[str, str]) -> tuple[bool, str]:
+        """(whether ranks differ, the error's text; empty if all is well)."""
+        store = self._store
+        number = store.add(f"{_KEYS}/meetings/{self._me}", 1)
+        place = f"{_KEYS}/{number}"
+        store.set(self._key(place, self._me), json.dumps({"what they do": self._doing, **facts}))
+        if store.add(f"{place}/here", 1) == self._size:
+            said = [json.loads(text) for text in store.multi_get(self._keys(place))]
+            self._tell(place, True, _describe_facts(self._doing, said, self._ranks))
+            self._clear(f"{_KEYS}/{number - 1}")
+        elif not _waited_for(store, f"{place}/verdict", self._timeout):
+            self._tell(place, False, self._describe_absent(place))
+        differing, text = json.loads(store.get(f"{place}/verdict"))
+        return differing, text
+
+    def _tell(self, place: str, differing: bool, text: str) -> None:
+        """Leave a verdict, unless another rank has left one."""
+        self._store.compare_set(f"{place}/verdict", "", json.dumps([differing, text]))
+
+    def _describe_absent(self, place: str) -> str:
+        absent = [who for member, who in enumerate(self._ranks) if not self._store.check([self._key(place, member)])]
+        return (
+            f"{self._doing}: rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come within "
+            f"{self._timeout.total_seconds():g} s, which is how long the process group waits. A rank has ended or is "
+            "slow, or went another way: step() without a loss function, another level or policy, a batch left out"
+        )
+
+    def _clear(self, place: str) -> None:
+        """Remove a meeting that every rank has left."""
+        if self._store.check([f"{place}/here"]):
+            for key in (*self._keys(place), f"{place}/here", f"{place}/verdict"):
+                self._store.delete_key(key)
+
+    def _keys(self, place: str) -> list[str]:
+        return [self._key(place, member) for member in range(self._size)]
+
+    @staticmethod
+    def _key(place: str, member: int) -> str:
+        return f"{place}/rank/{member}"
 
 
 def raises_on_all(groups: Sequence[ProcessGroup | None], doing: str) -> AbstractContextManager[None]:
@@ -264,6 +350,66 @@ def _collective_device(group: ProcessGroup | None) -> torch.device:
     return torch.device(served[0], torch.accelerator.current_device_index())
 
 
+def _store_of(group: ProcessGroup | None) -> Any:
+    """The store that a group was made with; None for a backend without one."""
+    if "fake" in dist.get_backend(group):
+        return None
+    of_group: Any = dist.group.WORLD if group is None else group
+    try:
+        return of_group.get_group_store()
+    except RuntimeError:  # none was set, as with MPI
+        return None
+
+
+def _timeout_of(group: ProcessGroup | None) -> timedelta:
+    """How long a group waits for a collective."""
+    of_group: Any = dist.group.WORLD if group is None else group
+    found = getattr(of_group._get_backend(_collective_device(group)).options, "_timeout", None)
+    return found or dist.default_pg_timeout
+
+
+def _waited_for(store: Any, key: str, timeout: timedelta) -> bool:
+    """Whether a key appeared in time. Raises RuntimeError if the store is gone."""
+    try:
+        store.wait([key], timeout)
+    except RuntimeError:  # of a timeout, or because the store is gone
+        return store.check([key])
+    return True
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A collective that fails says what that may mean."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a collective of gact_dist failed ({_first_line(error)}): another rank has ended, was killed, or is "
+            "slower than the process group waits"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
+
+
+def _describe_facts(doing: str, said: Sequence[Mapping[str, str]], ranks: list[int]) -> str:
+    """What the ranks differ in; empty if in nothing."""
+    names = dict.fromkeys(name for facts in said for name in facts)
+    differing = [name for name in names if len({facts.get(name) for facts in said}) > 1][:_MOST_FACTS]
+    if not differing:
+        return ""
+    found = (
+        f"{name} is {_ranks_by_value((facts.get(name, 'unknown') for facts in said), ranks)}" for name in differing
+    )
+    return (
+        f"{doing}: the ranks differ, and no rank goes on: {'. '.join(found)}. Give all of them the same settings, "
+        "versions of gact_dist and torch, and calls"
+    )
+
+
 def _digest(content: object) -> bytes:
     # repr of tuples of str and int quotes and separates them, so different contents have different texts
     return hashlib.blake2b(repr(content).encode(), digest_size=_DIGEST_BYTES).digest()
@@ -275,13 +421,15 @@ def _gather_digests(digest: bytes, group: ProcessGroup | None) -> list[bytes]:
         return [digest]
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_collective_device(group))
     gathered = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(gathered, mine, group=group)
+    with _explained():
+        dist.all_gather(gathered, mine, group=group)
     return [bytes(other.tolist()) for other in gathered]
 
 
 def _gather_objects(mine: _T, group: ProcessGroup | None) -> list[_T]:
     gathered: list[_T] = [mine] * world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    with _explained():
+        dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 
@@ -310,7 +458,8 @@ def _reduced(values: torch.Tensor, operation: Any, group: ProcessGroup | None) -
     if world_size(group) == 1:
         return values
     reduced = values.to(_collective_device(group))
-    dist.all_reduce(reduced, operation, group=group)
+    with _explained():
+        dist.all_reduce(reduced, operation, group=group)
     return reduced.cpu()
 
 

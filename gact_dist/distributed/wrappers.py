@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch_internals import ORIGINAL_MODULE
+from .collectives import rank, world_size
 from .ddp import Ddp
 from .framework import Framework
 from .fsdp1 import Fsdp1
@@ -42,6 +43,32 @@ def _inner(module: nn.Module) -> nn.Module | None:
 def user_path(path: str) -> str:
     """A module's dotted path without the wrappers on the way to it."""
     return ".".join(part for part in path.split(".") if part not in _PATH_PARTS)
+
+
+def modules_by_path(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module inside a model's wrappers, with the path that the user gave it.
+
+    Where ranks hold different parameters under one name, as those of experts are, the path has the rank's number: what
+    is measured of one expert says nothing of another.
+    """
+    model = unwrap(model)
+    own = {id(parameter) for parameter in _unshared(model)} if world_size() > 1 else set()
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if own and id(module) not in inside:
+            parameters = list(module.parameters())
+            if parameters and all(id(parameter) in own for parameter in parameters):
+                inside.update(id(part) for part in module.modules())
+        yield user_path(path) + (f"[rank {rank()}]" if id(module) in inside else ""), module
+
+
+def _unshared(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that data parallelism leaves alone: DDP was told to ignore them, or they have the mark by which
+    DeepSpeed and Megatron know experts."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    for name, parameter in model.named_parameters():
+        if name in ignored or not getattr(parameter, "allreduce", True):
+            yield parameter
 
 
 def sharding(model: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .accounting import Footprint, ReportRow
-from .batches import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
+from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
 from .draws import Draw, StoredAgain
@@ -33,6 +33,7 @@ __all__ = [
     "View",
     "batch_size",
     "check_inlined",
+    "fixes_rows",
     "has_compiled_parts",
     "made_from_parameters",
     "map_tensors",

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def batch_size(batch: Any) -> int | None:
@@ -28,6 +29,13 @@ def may_hold_adjacency(batch: Any) -> bool:
     the dense adjacency of a graph is. Integers are taken for tokens."""
     size = batch_size(batch)
     return any(tensor.shape == (size, size) and not _is_integer(tensor) for tensor in tensors_of(batch))
+
+
+def fixes_rows(model: nn.Module, batch: Any) -> bool:
+    """Whether a model may run only on batches of this size: a buffer of it is a square matrix, dense or sparse, with
+    as many rows, as the adjacency of a graph is."""
+    size = batch_size(batch)
+    return any(not is_lazy(buffer) and tuple(buffer.shape) == (size, size) for buffer in model.buffers())
 
 
 def samples_of(batch: Any, start: int, stop: int) -> tuple[Any, float]:

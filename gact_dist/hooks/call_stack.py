@@ -6,11 +6,12 @@ from enum import Enum
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch.autograd.function as autograd_function
 from torch import nn
 
 from .._paths import PACKAGE_ROOT
 from .._torch_internals import DIRECTORY, creates_graph, is_backward_call
-from ..distributed import plumbing
+from ..distributed import operator_aliases, plumbing
 from .checkpoint import SAVERS, is_checkpoint_call, is_of_checkpoint
 from .compiled import BETWEEN_HOOK_AND_REGION, behind_compiler, compiled_region
 
@@ -21,6 +22,7 @@ _PLUMBING = (
     PACKAGE_ROOT,
 )
 _WRAPPERS = plumbing()
+_KNOWN_FUNCTIONS = frozenset(operator_aliases())
 
 
 class CallSite(NamedTuple):
@@ -32,8 +34,19 @@ class CallSite(NamedTuple):
     """the module whose compiled forward is saving, None where something else saves"""
     checkpoint: FrameType | None = None
     """the call of checkpoint() whose block's input is being saved, None where something else saves"""
+    function: FrameType | None = None
+    """the call of Function.apply that is saving, None where something else saves"""
     in_backward: bool = False
     """whether a backward with create_graph=True is saving; the line is that of its call"""
+
+
+def caller() -> FrameType | None:
+    """The frame that called the caller of this function; None in a thread that has no other Python frame.
+
+    torch.jit.fork and the autograd engine of an accelerator run operators, and with them hooks, in such threads.
+    """
+    hook = sys._getframe(1)
+    return hook.f_back
 
 
 def call_site(frame: FrameType) -> CallSite:
@@ -43,12 +56,12 @@ def call_site(frame: FrameType) -> CallSite:
     return _site_above(frame)
 
 
-def site_in_backward(frame: FrameType, thread: int) -> CallSite | None:
+def site_in_backward(frame: FrameType | None, thread: int) -> CallSite | None:
     """Where autograd.grad() or backward() was called with create_graph=True, if that is why a tensor is saved now.
 
     None in a plain backward, and where a block is recomputed; see [Note: nesting] in checkpoint.py. frame: of the
-    caller of a pack hook. thread: the one that runs the step. On an accelerator the engine calls hooks in threads of
-    its own, which show no caller, while the step's thread waits in the call.
+    caller of a pack hook, None if it shows none. thread: the one that runs the step. On an accelerator the engine calls
+    hooks in threads of its own, which show no caller, while the step's thread waits in the call.
     """
     call = _backward_call(frame)
     if call is None and thread != threading.get_ident():
@@ -123,4 +136,14 @@ def _call_site_of_library(frame: FrameType) -> CallSite:
         if is_checkpoint_call(found):
             return CallSite(_site_above(found).line, None, found)
         found = found.f_back
-    return _site_above(frame)
+    return _site_above(frame)._replace(function=frame if _calls_custom_function(frame) else None)
+
+
+def _calls_custom_function(frame: FrameType) -> bool:
+    """Whether a frame is that of Function.apply, for a function that is neither ours nor known of a framework."""
+    if frame.f_code.co_filename != autograd_function.__file__:
+        return False
+    function = frame.f_locals.get("cls")
+    if function is None or function.__name__ in _KNOWN_FUNCTIONS:
+        return False
+    return function.__module__.partition(".")[0] != __name__.partition(".")[0]

@@ -5,7 +5,7 @@ Nothing else in the package uses saved_tensors_hooks. For the lifetime of what p
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _fields, codec
-from .._torch_internals import in_backward
+from .._patches import replaced
+from .._torch_internals import in_backward, is_inside_transform, without_innermost_hooks
 from ..config import Config
 from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, unwrap
 from ..offload import HostOffload, OffloadStatistics
@@ -24,12 +25,13 @@ from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, find_stored, note_stored
-from .call_stack import CallSite, call_site, current_line, site_in_backward
+from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .compiled import RegionParameters, has_compiled_parts, running_region
+from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
-from .handles import Distributed, Kept, Noted, Recorded, ReplayError, View
+from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
@@ -69,6 +71,7 @@ class SavedTensorHooks:
         self._thread = threading.get_ident()  # that runs the step
         self._bases = SharedBases()
         self._roles = KnownRoles(config)
+        self._functions = CustomFunctions(self._roles.by_name)
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
 
     @property
@@ -121,6 +124,7 @@ class SavedTensorHooks:
         # a compiled region is compiled anew under a function mode, and shows it no operator
         if self._roles.observe_next and self.policy.rounds and not self._namer.scope.compiled:
             observer = OperatorObserver()
+            observer.owned = self._parameters.owns
         told = told_of_checkpoints(self._bypassing.note)
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
         with self._roles.observed(observer), told, offered, self._saved_tensors_hooks():
@@ -138,12 +142,13 @@ class SavedTensorHooks:
         elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
             hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
         self._thread = threading.get_ident()
-        with served, saved_tensors_hooks(*hooks):
+        with served, _hooked(*hooks):
             yield
 
     def _forget_step(self) -> None:
         self._storages.clear()
         self._roles.forget_step()
+        self._functions.forget_step()
         self._region_parameters.forget()
         self._sink.forget_step()
 
@@ -177,6 +182,8 @@ class SavedTensorHooks:
         if again is not None:
             record.again = again
         with self._instead_of_a_step(record, 0):
+            if observer is not None:
+                observer.owned = self._parameters.owns
             with self._roles.observed(observer), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
@@ -189,7 +196,7 @@ class SavedTensorHooks:
         """
 
         def pack(tensor: Tensor) -> Any:
-            handle = self._pack_from(tensor, sys._getframe(1))
+            handle = self._pack_from(tensor, caller())
             outcomes.append(None if isinstance(handle, Kept) else handle)
             return handle
 
@@ -198,7 +205,7 @@ class SavedTensorHooks:
             raise ReplayError("tensors can be noted only while a forward is recorded")
         record.notes = True
         try:
-            with saved_tensors_hooks(pack, _unpack):
+            with _hooked(pack, _unpack):
                 yield
         finally:
             record.notes = False
@@ -235,14 +242,16 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        return self._pack_from(tensor, sys._getframe(1))
+        return self._pack_from(tensor, caller())
 
-    def _pack_from(self, tensor: Tensor, frame: FrameType) -> Any:
-        """frame: of the caller of the pack hook."""
-        if tensor.layout != torch.strided or tensor.is_meta:
+    def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
+        """frame: of the caller of the pack hook; None in a thread without Python frames."""
+        if _without_codec(tensor):
             return Kept(tensor)
         if in_backward():
             return self._pack_in_backward(tensor, frame)
+        if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
+            return Kept(tensor)
         if self._parameters.is_parameter(tensor, self._namer.scope.innermost):
             return Kept(tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -262,11 +271,33 @@ class SavedTensorHooks:
             record.relu_versions.add(tensor._version)
         else:
             alias = _alias(tensor, record)
-            if alias is not None:
+            if alias is not None and self._may_share(tensor, alias, site):
                 return self._sink.alias(tensor, alias)
+            if alias is not None and site.function is not None:
+                return self._pack_operand(tensor, record, site, site.function)
         return self._pack_new(tensor, record, site, sign_only)
 
-    def _pack_in_backward(self, tensor: Tensor, frame: FrameType) -> Any:
+    def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
+        """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
+        if site.function is None or not self.policy.rounds or not self._sink.wants_role(tensor):
+            return True
+        if isinstance(alias.base, Stored) and alias.base.is_exact:
+            return True
+        place = self._namer.place(site, function_name(site.function))
+        return not self._functions.needs_exact(tensor, site.function, place)
+
+    def _pack_operand(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
+        """An input of a custom function that must be exact, of memory that is stored rounded."""
+        function = function_name(call)
+        name = self._namer.name_of_operand(site, function)
+        role = self._functions.role(
+            tensor, name, Role.ACTIVATION, call, self._namer.place(site, function), self._sink.records
+        )
+        stored = self._sink.take(Captured(tensor, name, role, record))
+        note_stored(tensor, record, stored)
+        return stored
+
+    def _pack_in_backward(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
         site = site_in_backward(frame, self._thread)
         if site is None or self._parameters.is_parameter(tensor, self._namer.scope.innermost):
@@ -282,6 +313,9 @@ class SavedTensorHooks:
         name = self._namer.name(tensor, site)
         target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
         role = Role.SIGN if sign_only else self._role(target, name, site)
+        if self.policy.rounds:
+            place = "" if site.function is None else self._namer.place(site, function_name(site.function))
+            role = self._functions.role(target, name, role, site.function, place, self._sink.records)
         stored = self._sink.take(Captured(target, name, role, record))
         if not sign_only:
             note_stored(target, record, stored)
@@ -343,6 +377,12 @@ class SavedTensorHooks:
             self._sink.note_bypassing(Captured(tensor, self._namer.bypassing(operator), None, record))
 
 
+def _without_codec(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that no codec knows."""
+    special = tensor.is_meta or tensor.is_quantized or tensor.is_nested
+    return special or tensor.layout != torch.strided or is_inside_transform(tensor)
+
+
 def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
     found = find_stored(tensor, record)
     return None if found is None else View(found[0], tensor, found[1])
@@ -357,14 +397,32 @@ def replaying(replay: Replay) -> Iterator[None]:
     """Within the context a block runs again. Raises ReplayError if it does not save what it did at first."""
     # the graph holds its pack hook, and a replay holds nodes of the graph: a cycle that the collector does not see
     running: Any = WeakMethod(replay.pack)
-    with saved_tensors_hooks(lambda tensor: running()(tensor), _unpack):
+    with _hooked(lambda tensor: running()(tensor), _unpack):
         yield
     replay.check_complete()
 
 
 def nothing_kept() -> AbstractContextManager[None]:
     """A context in which graphs keep nothing, for a function whose backward will not run."""
-    return saved_tensors_hooks(lambda _: None, _unpack)
+    return _hooked(lambda _: None, _unpack)
+
+
+@contextmanager
+def _hooked(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Within the context these are the innermost hooks, except inside of torch.func transforms.
+
+    grad() and its kin refuse to run under any hooks. With these they run without: what they save is kept exactly.
+    """
+    disable = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disable_others(message: str) -> Iterator[None]:
+        with without_innermost_hooks(pack), disable(message):
+            yield
+
+    refusal = replaced(torch.autograd.graph, "disable_saved_tensors_hooks", disable_others)
+    with refusal, saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def refuse_inside_capture() -> None:

@@ -50,6 +50,11 @@ class Stored:
         return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
 
     @property
+    def is_exact(self) -> bool:
+        """Whether restore() returns what was saved, bit for bit."""
+        return isinstance(self.payload, Tensor) or self.payload.scheme is codec.Scheme.EXACT
+
+    @property
     def restores_private(self) -> bool:
         """Whether restore() returns memory that holds nothing else."""
         return not isinstance(self.payload, Tensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import forwarding_nodes, operator_aliases, unwrap, user_path
+from ..distributed import forwarding_nodes, modules_by_path, operator_aliases
 from .call_stack import CallSite, current_line
 
 _ALIASES = {
@@ -54,9 +54,13 @@ class ModuleScope:
         self.stack: list[tuple[str, nn.Module]] = []
         self.paths: dict[int, str] = {}
         self._handles = []
-        for path, module in unwrap(model).named_modules():
-            entry = (user_path(path), module)
+        for path, module in modules_by_path(model):
+            entry = (path, module)
             self.paths[id(module)] = entry[0]
+            if isinstance(
+                module, torch.jit.RecursiveScriptModule
+            ):  # takes no hooks; what it saves has its caller's name
+                continue
             self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
             self._handles.append(module.register_forward_hook(self._leave(entry), always_call=not compiled))
 
@@ -108,6 +112,14 @@ class Namer:
     def bypassing(self, operator: str) -> str:
         """The name of what a checkpoint keeps past all hooks, of a call or an operator that is running right now."""
         return self._numbered(self._path, operator, current_line())
+
+    def place(self, site: CallSite, function: str) -> str:
+        """The name of the place that calls a custom function right now; of no tensor."""
+        return _spell(self._path, f"{function}()", site.line, 0)
+
+    def name_of_operand(self, site: CallSite, function: str) -> str:
+        """The name of an input of a custom function whose memory another operator has stored rounded."""
+        return self._numbered(self._path, f"{function}Input", site.line)
 
     def name(self, tensor: Tensor, site: CallSite) -> str:
         """The name of a tensor that is being saved right now. See [Note: names]."""

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._torch_internals import storage_id, storage_reference
 from ..distributed import own_part, unwrap
@@ -49,6 +51,8 @@ class ParameterRecognition:
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
         for tensor in tensors:
+            if is_lazy(tensor) or tensor.layout != torch.strided:  # without memory yet, or without a single storage
+                continue
             part = own_part(tensor)  # this is what a compiled region saves, without a graph
             if part.untyped_storage().nbytes():
                 self._weak.append(storage_reference(part))
@@ -64,6 +68,10 @@ class ParameterRecognition:
             yield
         finally:
             self._owned, self._weak = owned, weak
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with a parameter or buffer of the model."""
+        return isinstance(tensor, nn.Parameter) or storage_id(tensor) in self._owned
 
     def is_parameter(self, tensor: Tensor, module: nn.Module | None) -> bool:
         """Whether a saved tensor is a parameter or buffer, a view of one, or computed from parameters only.

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from .._torch_internals import saves_own_result, storage_id
+from .._torch_internals import is_inside_transform, saves_own_result, storage_id, storage_reference
 
 
 class Role(Enum):
@@ -89,6 +90,10 @@ class OperatorObserver(TorchFunctionMode):
         self._calls: list[tuple[Callable, tuple, dict]] = []
         self.on_discrete = on_discrete
         """called before a function that takes a discrete decision on its operands"""
+        self.owned: Callable[[Tensor], bool] | None = None
+        """tells parameters and buffers"""
+        self._made_of_owned: dict[int, Any] = {}
+        """what was computed from these alone and has no graph, by storage: dequantised weights"""
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -100,9 +105,18 @@ class OperatorObserver(TorchFunctionMode):
                 return composite(*args, **kwargs)
         self._calls.append((function, args, kwargs))
         try:
-            return self.call(function, args, kwargs)
+            result = self.call(function, args, kwargs)
         finally:
             self._calls.pop()
+        if isinstance(result, Tensor) and not result.requires_grad and self._is_made_of_owned((args, kwargs), result):
+            self._made_of_owned[storage_id(result)] = storage_reference(result)
+        return result
+
+    def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:
+        found = list(_tensors(operands))
+        if self.owned is None or not found or not list(_tensors(result)):
+            return False
+        return all(storage_id(operand) in self._made_of_owned or self.owned(operand) for operand in found)
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the operator; a subclass may run something else in its place."""
@@ -112,6 +126,8 @@ class OperatorObserver(TorchFunctionMode):
         """The role of a floating tensor without a graph that is being saved now; may wait for the device."""
         if not self._calls:
             return Role.STATISTIC  # a custom autograd function: nothing is known, so nothing is lost
+        if storage_id(tensor) in self._made_of_owned:
+            return Role.STATISTIC
         function, args, kwargs = self._calls[-1]
         operands = list(_tensors((args, kwargs)))
         storage = storage_id(tensor)
@@ -136,7 +152,8 @@ def _is_discrete(function: Callable, args: tuple) -> bool:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.layout == torch.strided:
+        special = is_lazy(value) or value.is_meta or value.is_nested or is_inside_transform(value)
+        if value.layout == torch.strided and not special:
             yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import float32_parts, nodes_below
+from .one_pass import MeasurementError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -108,6 +109,11 @@ class ProbeBatch:
                 parts = (parts + 1) // 2
                 _log.info("the model does not run on so few examples (%s): they are measured in %d parts", error, parts)
                 continue
+            if isinstance(self._batch, Observation) and self._batch.fraction < 1.0:  # which keeps no more than these
+                raise MeasurementError(
+                    f"the model does not run on the first {self.count} examples of a batch: {error}; set "
+                    "calibration_samples to the size of a batch"
+                )
             _log.warning(
                 "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
                 self.count, error,
@@ -185,6 +191,8 @@ class Observation:
     def outputs(self, outputs: Any) -> bool:
         """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
         tensors = tensors_of(outputs)
+        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors):  # has no gradient to keep
+            return False
         # a tensor that is returned twice is one output
         edges = {get_gradient_edge(tensor)[:2]: number for number, tensor in enumerate(tensors) if tensor.requires_grad}
         for number in edges.values():
@@ -203,7 +211,7 @@ class Observation:
     def _keep(self, number: int, gradient: Tensor | None) -> None:
         inside = self._from_inside.pop(number, None)
         if gradient is not None:  # DDP passes none to an output that is not in the loss
-            gradient = self._slice(gradient).detach()
+            gradient = self._slice(_plain(gradient)).detach()
             self._gradients[number] = gradient.clone() if inside is None else gradient - inside
 
     def _keep_inside(self, places: Sequence[tuple[int, int]], results: Sequence[Tensor | None], *_: Any) -> None:
@@ -243,7 +251,7 @@ class Observation:
         terms = []
         direct = {number: gradient for number, gradient in self._gradients.items() if bool(gradient.any())}
         for number, gradient in (direct or self._gradients).items():
-            output = outputs[number]
+            output = _plain(outputs[number])
             # the gradient of a mean over the batch is 1/batch for each example; that of a scalar output is not
             scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
             terms.append(_Product.apply(output, gradient.to(output.dtype) * scale))
@@ -271,6 +279,11 @@ class _Product(Function):
         # gradient of its bias), and is then taken for one whose backward autograd cannot see.
         gradient = ctx.gradient.detach().requires_grad_(torch.is_grad_enabled())
         return grads[0].to(gradient.dtype) * gradient, None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The rows of a jagged tensor, one after the other (torch multiplies no two of them); any other as it is."""
+    return tensor.values() if tensor.layout == torch.jagged else tensor
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""What a torch.autograd.Function of the user's saves beside its inputs, and when its inputs must be exact as well.
+
+[Note: custom functions] Nobody knows what the backward of such a function computes from what it saved. Its inputs are
+operands like any other. What it made itself is kept exactly: its result, and what it computed on the way (a logsumexp,
+a norm, a normalised copy). A backward that reads something computed on the way together with several inputs, as that of
+a fused attention does, needs them to fit together: exp(q k^T - logsumexp) of rounded q and k is off by a factor that
+grows exponentially. Then the inputs are kept exactly too. With a single input that does not happen: norms, activations
+and losses read a statistic of it, and rounding it is as safe as in the operators of torch that do the same.
+A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over. For
+a fused attention of the user's own this means that its queries, keys, values and result are not compressed; those of
+torch's scaled_dot_product_attention are, see logsumexp.py.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch_internals import storage_id
+from .roles import Role
+
+_log = logging.getLogger(__name__)
+
+
+class CustomFunctions:
+    """Finds what calls of custom functions may have rounded. See [Note: custom functions]."""
+
+    def __init__(self, roles: dict[str, Role]) -> None:
+        """roles: by name, with a name for each place that calls such a function."""
+        self._roles = roles
+        self._call: FrameType | None = None
+        self._names: list[str] = []
+        self._combines = False
+        self._met: set[str] = set()
+
+    def role(
+        self, tensor: Tensor, name: str, role: Role | None, call: FrameType | None, place: str, recording: bool
+    ) -> Role | None:
+        """The role of a tensor that is being saved, where without a custom function it would have this one.
+
+        call: of Function.apply, None if something else is saving. place: the name of that call's place. recording:
+        roles are looked at when the forward is over.
+        """
+        if call is not self._call:
+            self._call, self._names, self._combines = call, [], False
+        if call is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            return role
+        operand = self.operand(tensor, call)
+        if operand is None:
+            self._combines |= tensor.grad_fn is None and tensor.numel() > 1
+            self._judge(place)
+            return None if role is None else Role.STATISTIC
+        self._names.append(name)
+        self._judge(place)
+        if role is not Role.ACTIVATION or not self.needs_exact(tensor, call, place):
+            return role
+        return role if recording and place not in self._roles else Role.STATISTIC
+
+    def needs_exact(self, tensor: Tensor, call: FrameType, place: str) -> bool:
+        """Whether an input of a call must not be rounded, as far as is known."""
+        known = self._roles.get(place)
+        if known is not None:
+            return known is Role.STATISTIC
+        operand = self.operand(tensor, call)
+        several = operand is not None and (_inputs(call) > 1 or tensor.numel() < operand.numel())
+        if several:
+            self._met.add(place)
+        return several
+
+    @staticmethod
+    def operand(tensor: Tensor, call: FrameType) -> Tensor | None:
+        """The argument of a call whose memory a tensor shares."""
+        storage = storage_id(tensor)
+        return next((operand for operand in _operands(call) if storage_id(operand) == storage), None)
+
+    def forget_step(self) -> None:
+        """At the end of a step: what was met in it is judged."""
+        for place in self._met:
+            self._roles.setdefault(place, Role.ACTIVATION)
+        self._met.clear()
+        self._call = None
+
+    def _judge(self, place: str) -> None:
+        if not self._combines or len(self._names) < 2:
+            return
+        if self._roles.get(place) is not Role.STATISTIC:
+            _log.info("%s is kept exactly: it combines its inputs with what it computed from them", place)
+            self._roles[place] = Role.STATISTIC
+        self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))
+
+
+def function_name(call: FrameType) -> str:
+    """The name of the function that a call of Function.apply runs."""
+    return call.f_locals["cls"].__name__
+
+
+def _operands(call: FrameType) -> Iterator[Tensor]:
+    """The tensors that a call was given."""
+    yield from _tensors((call.f_locals.get("args", ()), call.f_locals.get("kwargs", {})))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_nested:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def _inputs(call: FrameType) -> int:
+    """How many activations a call was given: numbers in several places that are no parameters."""
+    found = {
+        storage_id(operand)
+        for operand in _operands(call)
+        if operand.is_floating_point() and operand.numel() > 1 and not isinstance(operand, torch.nn.Parameter)
+    }
+    return len(found)
