@@ -35,6 +35,9 @@ _PROBES = 4
 # The time of a measurement on all of a step's batch, in plain steps: of its three visits to each block, and of every
 # direction in the last of them. In a step of the job it is to take no more than the first.
 _LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
+# Activations of a part of the batch that is worth a measurement of its own; in smaller ones most of the time is that of
+# the calls of operators.
+_LEAST_BYTES = 64 << 20
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -184,11 +187,10 @@ class Adapter:
 
     def watch(self) -> None:
         """After a forward: remember the heaviest, and warn once an interval of one that exceeds a budget in bytes."""
-        budget = self._config.retained_bytes
+        account, budget = self._hooks.account, self._config.retained_bytes
+        self._heaviest_bytes = max(self._heaviest_bytes, account.exact_bytes)
         if budget is None:
             return
-        account = self._hooks.account
-        self._heaviest_bytes = max(self._heaviest_bytes, account.exact_bytes)
         retained = sum(row.bytes for row in account.rows)
         if retained > budget and not self._warned:
             self._warned = True
@@ -250,6 +252,8 @@ class Adapter:
         finer: how many times more than usual. Ranks that gather parameters for one another have as many of them.
         """
         parts = min(batch.parts(finer), finer) if self.policy.example_columns else batch.parts(finer)
+        if self._heaviest_bytes and finer == 1:
+            parts = min(parts, math.ceil(self._heaviest_bytes * batch.fraction / _LEAST_BYTES))
         if distributed.sharding(self._model) is None:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
