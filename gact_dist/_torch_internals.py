@@ -24,6 +24,8 @@ VERSION = str(torch.__version__)
 NEEDED = (
     # autograd
     "torch._C._current_graph_task_id",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C._autograd._unsafe_set_version_counter",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
@@ -35,9 +37,12 @@ NEEDED = (
     "torch.UntypedStorage._cdata",
     "torch.multiprocessing.reductions.StorageWeakRef",
     "torch._fused_sdp_choice",
+    "torch._neg_view",
     # modules
     "torch.nn.Module._compiled_call_impl",
     "torch.nn.Module._wrapped_call_impl",
+    "torch.nn.modules.module._global_backward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.batchnorm._BatchNorm",
     # checkpoint
     "torch.utils.checkpoint._CheckpointFrame",
@@ -134,9 +139,28 @@ def storage_reference(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def negative_view(tensor: Tensor) -> Tensor:
+    """A view of a tensor that is its negative, by the bit that the imaginary part of a conjugate has."""
+    return torch._neg_view(tensor)
+
+
+def without_subclass(tensor: Tensor) -> Tensor | None:
+    """A plain tensor in the memory of one whose class only changes how functions are called; None of a class that wraps
+    other tensors."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
 def saved_handle(node: Any, name: str) -> Any:
     """What the graph holds in place of a tensor that a node saved; None where torch does not expose it."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+
+
+def saved_names(node: Any) -> list[str]:
+    """The names under which saved_handle() finds what nodes of this kind save."""
+    return [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
 
 
 def saves_own_result(node: Any) -> bool:
@@ -158,6 +182,16 @@ def keeps_tensors(node: Any) -> bool:
 def attention_kernel(*tensors: Any, **options: Any) -> int:
     """The kernel that torch chooses for scaled_dot_product_attention, as an SDPBackend."""
     return torch._fused_sdp_choice(*tensors, **options)
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set the number of times that a tensor was modified, as autograd counts them."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def global_backward_hooks() -> tuple[Any, ...]:
+    """The mappings that hold the backward hooks of all modules."""
+    return nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
 
 
 # -- modules ----------------------------------------------------------------------------------------------------

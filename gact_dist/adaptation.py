@@ -297,7 +297,8 @@ class Adapter:
         return min(wanted, max(1, int((_LONGEST / (part.parts * part.fraction) - _VISITS) / _DIRECTION)))
 
     def _seed(self, step: int) -> int:
-        return (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
+        seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
+        return (seed + 2**62) % 2**63 - 2**62  # numbers of tensors are added to it, below 2**63
 
     def _footprint(self, forward: Callable[[], Any]) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py."""

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -267,6 +268,18 @@ def from_block(block: Mapping[str, Any]) -> Config | None:
     settings = {key: block[key] for key in inner if key in block}
     config = Config.from_level(chosen.level, **settings) if "level" in block else Config.from_dict(settings)
     return config if chosen.enabled else None
+
+
+DISABLE = "GACT_DISABLE"
+"""The environment variable that leaves every job untouched: 1, or 0 as without it."""
+
+
+def disabled_by_environment() -> bool:
+    """Whether GACT_DISABLE is 1. Raises ValueError for anything but 1, 0 and nothing."""
+    value = os.environ.get(DISABLE, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"the environment variable GACT_DISABLE is {value!r}, expected 1 or 0")
+    return value == "1"
 
 
 def settings_of(level: str | None, config: Config | None, default_level: str) -> Config:

@@ -1,5 +1,6 @@
 """The handle that a user holds."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -11,13 +12,19 @@ from torch import Tensor, nn
 from . import state as saved_state
 from ._fields import StateError
 from .adaptation import Adaptation
-from .config import Config, settings_of
+from .config import DISABLE, Config, disabled_by_environment, settings_of
 from .following import Following
 from .gact_api import Iterations, default_level
 from .policies import Bits
 from .report import MemoryReport, build_report
 from .schedule import Schedule
 from .sensitivity import ProbeBatch
+
+_log = logging.getLogger(__name__)
+
+
+def _no_controller() -> None:
+    """What a pickled model has in place of its controller."""
 
 
 class Lifecycle(Enum):
@@ -58,6 +65,9 @@ class Controller:
         self._state = Lifecycle.ATTACHED
         self._following: Following | None = None
         self._iterations: Iterations | None = None
+        self._disabled_outside = disabled_by_environment()
+        if self._disabled_outside:
+            self._switch(False, DISABLE)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -80,10 +90,10 @@ class Controller:
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         schedule = self._schedule
-        schedule.next_step()
-        if schedule.hooks is None:
+        if schedule.hooks is None or not schedule.enabled:
             yield
             return
+        schedule.next_step()
         watched = schedule.hooks.encoder.examples.begin(sample_index, batch)
         if loss_fn is not None:
             schedule.draw(partial(loss_fn, batch))
@@ -146,6 +156,42 @@ class Controller:
             self._iterations = None
             self._state = Lifecycle.ATTACHED
 
+    # -- off and on -----------------------------------------------------------------------------------------------
+
+    def disable(self) -> None:
+        """Leave the job as it is, bit for bit, from the next forward on: nothing is compressed or measured, no hook is
+        on the model, and no rank waits for another. Every rank must call it together.
+
+        What was learnt stays, in this object and in its state. Graphs that are alive can still run backward. Until
+        enable(), or for as long as the model is attached if the environment variable GACT_DISABLE is 1 at attach().
+        """
+        self._expect_not_detached("disable()")
+        self._switch(False, "disable()")
+
+    def enable(self) -> None:
+        """Undo disable(), from the next forward on. It stays off where GACT_DISABLE was 1 at attach()."""
+        self._expect_not_detached("enable()")
+        if self._disabled_outside:
+            _log.warning("enable() was called, but GACT_DISABLE is 1: nothing is compressed in this run")
+            return
+        self._switch(True, "enable()")
+
+    def _switch(self, on: bool, why: str) -> None:
+        schedule = self._schedule
+        if schedule.enabled == on or schedule.hooks is None:
+            return
+        schedule.switch(on, why)
+        if self._iterations is not None:
+            self._iterations.switch()
+        schedule.between_forwards(self._put_hooks)
+
+    def _put_hooks(self) -> None:
+        self._schedule.put_hooks()
+        if self._following is not None:
+            self._following.close()
+            if self._schedule.enabled:
+                self._following.resume()
+
     # -- what is known ------------------------------------------------------------------------------------------
 
     @property
@@ -164,14 +210,14 @@ class Controller:
     @property
     def history(self) -> list[dict[str, Any]]:
         """Every adaptation of the job in plain values: step, whether the plan was kept, average bits, predicted
-        variance, the bits and the sensitivity of each tensor; a line of JSON each. It is part of the state; tensors
-        only of the last hundred."""
+        variance, the bits and the sensitivity of each tensor; a line of JSON each, and one with an "event" for every
+        disable() and enable(). It is part of the state; tensors only of the last hundred."""
         return self._schedule.history
 
     def report(self) -> MemoryReport:
         """What the last step on this rank kept for backward, tensor by tensor. With offload it waits for the device."""
         schedule = self._schedule
-        if schedule.hooks is None:
+        if schedule.hooks is None or not schedule.enabled:
             return MemoryReport(0, 0, ())
         account = schedule.hooks.account
         error = None if self.adaptation is None else self.adaptation.gradient_error
@@ -214,6 +260,13 @@ class Controller:
             self._following.close()
         self._schedule.close()
         self._state = Lifecycle.DETACHED
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """The copy of a model that holds its controller has None in its place. See [Note: copies] in _own_hooks.py."""
+        return None
+
+    def __reduce__(self) -> Any:
+        return _no_controller, ()
 
     def _expect(self, state: Lifecycle, what: str, mend: str) -> None:
         self._expect_not_detached(what)

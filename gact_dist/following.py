@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from ._torch_internals import hooks_are_disabled
 from .distributed import all_ranks, learning_shapes
 from .hooks import fixes_rows
@@ -36,22 +37,36 @@ class Following:
                 "follow() cannot watch the forward of a ScriptModule, which takes no hooks: use step() around the "
                 "forward, or attach to a module that holds it"
             )
-        begin = self._model.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        end = self._model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
-        self._handles = (begin, end)
+        self._handles: list[Registration] = []
         self._backward_hooks: list[Any] = []
-        if schedule.hooks is not None:
-            self._watch_backward()
+        if schedule.hooks is not None and schedule.enabled:
+            self.resume()
+
+    def resume(self) -> None:
+        """Put the hooks on the model."""
+        begin, end = Calling(self._begin), Calling(self._end)
+        self._handles = [
+            before_forward(self._model, begin, prepend=True, with_kwargs=True),
+            after_forward(self._model, end, with_kwargs=True, always_call=True),
+            on_interrupt(self._model, self._interrupted),
+        ]
+        self._watch_backward()
+
+    def _interrupted(self) -> None:
+        """A forward did not finish, perhaps by Ctrl-C or sys.exit(), after which torch calls no hook."""
+        if not self._schedule.measuring:
+            self._step.close()
+            self._in_step, self._candidate = False, None
 
     def forget(self) -> None:
         """Drop what was observed for an adaptation: the next forward is observed in its place."""
         self._observation, self._asked = None, False
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model, until resume()."""
         self._step.close()
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._stop_watching_backward()
         self._observation = self._candidate = None
 
@@ -59,7 +74,7 @@ class Following:
         schedule = self._schedule
         self._step.close()  # of a forward that raised before its end
         self._in_step = False
-        if schedule.hooks is None or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
+        if not schedule.enabled or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
             return
         if hooks_are_disabled():  # a forward inside a torch.func transform, beside the job's own
             return

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ._own_hooks import Calling, before_forward
 from .config import Config
 from .distributed import unwrap
 from .schedule import Schedule
@@ -41,7 +42,7 @@ class Iterations:
         self._open = ExitStack()
         self._forward_ran = False
         self._begin()  # raises where hooks must not be opened, and then nothing is installed
-        self._handle = unwrap(schedule.model).register_forward_pre_hook(self._note_forward)
+        self._handle = before_forward(unwrap(schedule.model), Calling(self._note_forward))
         _installed.add(self)
 
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
@@ -49,15 +50,23 @@ class Iterations:
         schedule = self._schedule
         closure_is_the_iteration = not self._forward_ran
         self._open.close()
-        schedule.watch()
-        schedule.next_step()
-        schedule.draw(fwdbwdprop)
-        if schedule.due():
-            schedule.adapt(ProbeBatch(lambda _: fwdbwdprop(), None))
+        if schedule.enabled:
+            schedule.watch()
+            schedule.next_step()
+            schedule.draw(fwdbwdprop)
+            if schedule.due():
+                schedule.adapt(ProbeBatch(lambda _: fwdbwdprop(), None))
         self._begin()
         if closure_is_the_iteration:
             fwdbwdprop()
             self._forward_ran = False
+
+    def switch(self) -> None:
+        """The schedule was enabled or disabled. What notes that a forward ran stays: iterate() depends on it."""
+        ran = self._forward_ran
+        self._open.close()
+        self._begin()
+        self._forward_ran = ran
 
     def close(self) -> None:
         """Take the hooks off."""

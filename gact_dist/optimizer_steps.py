@@ -27,7 +27,11 @@ class OptimizerSteps:
         self._stepped = True  # since the last forward; the first forward begins a step
         self._forward = 0
         self._paused: tuple[bool, int, bool, int] | None = None
-        if not steps_optimizer(model):
+        self.watch()
+
+    def watch(self) -> None:
+        """Count, from now on or again."""
+        if not steps_optimizer(self._model):
             _watch(self)
 
     def begun(self, forward: int) -> int:

@@ -54,6 +54,10 @@ class Schedule:
         self._steps_in_joins = 0
         self._told_of_join = False
         self._facts = _facts_of(config)
+        self.enabled = self.hooks is not None
+        """whether forwards are compressed; see disable()"""
+        self._in_forward = 0
+        self._after_forward: Callable[[], None] | None = None
         self.step = 0
         self.measuring = False
         """whether a forward that runs now is ours, not the job's"""
@@ -81,14 +85,46 @@ class Schedule:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Compress what the current step's forward saves in the context."""
-        if self.hooks is None:
+        if self.hooks is None or not self.enabled:
             yield
             return
         self.hooks.begin(self.step + self._steps_in_joins)
         if self._optimizer is not None:
             self._optimizer.begun(self.step)
-        with self.hooks.hooks():
-            yield
+        self._in_forward += 1
+        try:
+            with self.hooks.hooks():
+                yield
+        finally:
+            self._in_forward -= 1
+            if self._after_forward is not None and not self._in_forward:
+                switch, self._after_forward = self._after_forward, None
+                switch()
+
+    def between_forwards(self, switch: Callable[[], None]) -> None:
+        """Call a function now, or when the forward that is running is over."""
+        if self._in_forward:
+            self._after_forward = switch
+        else:
+            switch()
+
+    def switch(self, on: bool, why: str) -> None:
+        """Compress forwards from the next one on, or leave them as they are. The history notes it."""
+        if self.hooks is not None and on != self.enabled:
+            self.enabled = on
+            self.history.append({"step": self.step, "event": "enabled" if on else "disabled", "why": why})
+
+    def put_hooks(self) -> None:
+        """Have the hooks that name what modules save while forwards are compressed, and none otherwise."""
+        if self.hooks is None:
+            return
+        self.hooks.suspend()
+        if self.enabled:
+            self.hooks.resume()
+        if self._optimizer is not None:
+            self._optimizer.close()
+            if self.enabled:
+                self._optimizer.watch()
 
     def next_step(self) -> None:
         """A step begins. In a join() it has random numbers of its own but no number. See [Note: join] in ddp.py."""
@@ -191,7 +227,7 @@ class Schedule:
 
     def adapt(self, batch: ProbeBatch, *, in_step: bool = True) -> None:
         """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt."""
-        if self.adapter is None or self.hooks is None:
+        if self.adapter is None or self.hooks is None or not self.enabled:
             return
         if self._is_lazy():
             raise ValueError(

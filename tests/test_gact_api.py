@@ -14,6 +14,7 @@ from small_models import cnn, gpt, gradient, loss_of, mlp
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
+from unseen import Unseen
 
 import gact_dist
 from gact_dist import Config, Controller
@@ -180,7 +181,7 @@ def test_report_tells_of_the_last_iteration():
 def test_a_measurement_frees_its_graph(make, fails):
     """An operator that saves its own result (tanh, relu, the loss's softmax) must not end up owning itself."""
     model, batch = make()
-    loss_fn, outputs = loss_of(model), []
+    loss_fn, seen = loss_of(model), Unseen([])
 
     def measured(part):
         loss = loss_fn(part)
@@ -190,12 +191,12 @@ def test_a_measurement_frees_its_graph(make, fails):
 
     controller = Controller(model, config=ADAPTIVE)
     for module in model.modules():
-        module.register_forward_hook(lambda *call: outputs.append(StorageWeakRef(call[2].untyped_storage())))
+        module.register_forward_hook(lambda *call: seen.value.append(StorageWeakRef(call[2].untyped_storage())))
     # not pytest.raises, which would keep the frames of the error, and so the graph
     with suppress(RuntimeError) if fails else nullcontext():
         controller.calibrate(measured, batch)
-    assert len(outputs) > 5
-    assert all(storage.expired() for storage in outputs)
+    assert len(seen.value) > 5
+    assert all(storage.expired() for storage in seen.value)
 
 
 def test_hooks_that_cannot_be_installed_leave_the_controller_as_it_was():

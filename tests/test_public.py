@@ -29,7 +29,7 @@ PUBLIC = {
 }  # fmt: skip
 
 # What each room (a folder of the package, or a file beside the folders) may import of ours.
-BASE = {"_fields", "_malloc", "_patches", "_paths", "_torch_internals"}
+BASE = {"_fields", "_malloc", "_own_hooks", "_patches", "_paths", "_torch_internals"}
 MAY_IMPORT = {
     **{name: set() for name in BASE},
     "codec": BASE,
@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "state",
     },
     "following": {*BASE, "distributed", "hooks", "schedule", "sensitivity"},
-    "gact_api": {"config", "distributed", "schedule", "sensitivity"},
+    "gact_api": {*BASE, "config", "distributed", "schedule", "sensitivity"},
     "controller": {
         *BASE, "adaptation", "config", "following", "gact_api", "policies", "report", "schedule", "sensitivity",
         "state",

@@ -91,6 +91,11 @@ def operator_aliases() -> dict[str, str]:
     return dict(alias for framework in FRAMEWORKS for alias in framework.operator_aliases)
 
 
+def framework_libraries() -> frozenset[str]:
+    """The libraries that frameworks' hooks on modules belong to."""
+    return frozenset(part.partition(".")[0] for framework in FRAMEWORKS for part in framework.hook_modules)
+
+
 def plumbing() -> tuple[str, ...]:
     """Parts of the names of files whose frames are a wrapper's and not the user's."""
     return tuple(part for framework in FRAMEWORKS for part in framework.plumbing)

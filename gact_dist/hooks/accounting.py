@@ -6,13 +6,39 @@ once with every compressible tensor at one bit, through the same hooks as a step
 takes no more memory than the narrowest plan.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codec import MAX_BITS, Packed, Scheme
 from .aliases import StorageRecord
+
+_SPARSE_PARTS: dict[torch.layout, tuple[str, str, str] | tuple[str, str]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors with a storage that a tensor consists of: those of a sparse one, or of a subclass that wraps others;
+    none for a layout that torch does not give access to."""
+    names = _SPARSE_PARTS.get(tensor.layout)
+    if names is not None:
+        plain: Any = tensor.detach()
+        return [getattr(plain, name)() for name in names]
+    if tensor.layout != torch.strided:
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    inner = (getattr(tensor, name) for name in flatten()[0])
+    return [part for held in inner if isinstance(held, Tensor) for part in parts_of(held)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +127,16 @@ class Account:
         self.rows.append(ReportRow(name, shape, dtype, kind, bits, retained, None, host_bytes, one_width))
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)
+
+    def add_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
+        """Note a tensor that is kept as it is because no codec knows its kind. record_of: gives a storage's record."""
+        retained = 0
+        for part in parts_of(tensor):
+            record, whole = record_of(part), part.untyped_storage().nbytes()
+            retained += 0 if record.aliased else whole  # what was seen before may have been encoded
+            self.exact_bytes += max(0, whole - record.seen_bytes)
+            record.seen_bytes, record.aliased = max(whole, record.seen_bytes), True
+        bits = 8.0 * tensor.element_size()
+        self.rows.append(ReportRow(name, tuple(tensor.shape), tensor.dtype, "exact", bits, retained))
+        if self._footprint is not None:
+            self._footprint.other_bytes += retained

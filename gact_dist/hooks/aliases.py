@@ -1,5 +1,12 @@
-"""What a step knows about the storages it has met, so that memory is stored once however often it is saved."""
+"""What a step knows about the storages it has met, so that memory is stored once however often it is saved.
 
+[Note: lazy bits] A conjugated or negated tensor may be a view that differs from its base in one bit alone: same memory,
+same version, same strides. So these bits are part of what identifies a saved tensor, and a view of memory that was
+stored under other bits is conjugated or negated again when it is restored.
+"""
+
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 from weakref import ref
 
@@ -7,22 +14,32 @@ import torch
 from torch import Tensor
 
 from .._torch_internals import innermost_hooks, storage_id, storage_reference
-from .handles import Distributed, Kept, Replaceable, View
+from .handles import Distributed, Kept, Replaceable, View, lazy_bits
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
 _VIEW_FRACTION = 4
+_FEW = 8  # parts of a storage that are compared one by one
+_MOST_COMPARED = 32  # of the parts that overlap one another, as those of a sliding window do
+
+
+_Part = tuple[int, int, int, int, torch.dtype, int, ref]
+"""what is stored of a storage: (number, first element, last element, version, type, lazy bits, handle)"""
 
 
 class StorageRecord:
     """What a step knows about one storage."""
 
     __slots__ = (
-        "aliased", "bypassing", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored", "weak",
+        "aliased", "bypassing", "cells", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored",
+        "weak",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor) -> None:
         self.weak = storage_reference(tensor)  # no other storage can take its place
-        self.stored: list[tuple[int, torch.dtype, int, int, ref]] = []
+        self.stored: list[_Part] = []
+        # where many parts are stored, they are found by where they lie: (version, type, level, cell) -> those of at
+        # most 2**level elements that begin in a cell of this size
+        self.cells: dict[tuple[int, torch.dtype, int, int], list[_Part]] | None = None
         self.relu_versions: set[int] = set()
         self.partial_numel = 0
         self.first_partial = ""
@@ -76,17 +93,37 @@ class StorageRecords:
         self._records.clear()
 
 
-def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int] | None:
-    """(handle, the tensor's offset in its elements) of memory that is stored already and holds this tensor too."""
-    version, start = tensor._version, int(tensor.storage_offset())
-    stop = start + span(tensor)
-    for known_version, dtype, first, last, weak in record.stored:
-        if known_version != version or dtype != tensor.dtype or start < first or stop > last:
+def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int, int] | None:
+    """(handle, the tensor's offset in its elements, the lazy bits in which they differ) of memory that is stored
+    already and holds this tensor too. See [Note: lazy bits]."""
+    if not record.stored:
+        return None
+    version, dtype, start = tensor._version, tensor.dtype, int(tensor.storage_offset())
+    stop, most = start + span(tensor), tensor.numel() * _VIEW_FRACTION
+    parts = record.stored
+    if record.cells is not None:
+        parts = sorted(_near(record.cells, (version, dtype), start, stop - start, most), key=itemgetter(0))
+    for _, first, last, known_version, known_dtype, bits, weak in parts:
+        if known_version != version or dtype != known_dtype or start < first or stop > last:
             continue
         stored = weak()
-        if stored is not None and tensor.numel() * _VIEW_FRACTION >= last - first:
-            return stored, start - first
+        if stored is not None and most >= last - first:
+            return stored, start - first, lazy_bits(tensor) ^ bits
     return None
+
+
+def _near(
+    cells: Mapping[tuple[int, torch.dtype, int, int], list[_Part]],
+    kind: tuple[int, torch.dtype],
+    start: int,
+    length: int,
+    most: int,
+) -> Iterator[_Part]:
+    """The parts of some size between length and most that may hold the elements from start on."""
+    for level in range(length.bit_length(), most.bit_length() + 1):
+        cell = start >> level
+        for place in (cell - 1, cell):
+            yield from cells.get((*kind, level, place), ())[-_MOST_COMPARED:]
 
 
 def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: bool = False) -> None:
@@ -94,10 +131,23 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
 
     with_gaps: no other tensor lies between the elements of this one.
     """
-    length = span(tensor)
+    length, stored = span(tensor), record.stored
     if with_gaps or length <= tensor.numel():
-        start = int(tensor.storage_offset())
-        record.stored.append((tensor._version, tensor.dtype, start, start + length, ref(handle)))
+        first = int(tensor.storage_offset())
+        part = len(stored), first, first + length, tensor._version, tensor.dtype, lazy_bits(tensor), ref(handle)
+        stored.append(part)
+        if record.cells is not None:
+            _place(part, record.cells)
+        elif len(stored) > _FEW:
+            record.cells = {}
+            for known in stored:
+                _place(known, record.cells)
+
+
+def _place(part: _Part, cells: dict[tuple[int, torch.dtype, int, int], list[_Part]]) -> None:
+    _, first, last, version, dtype, *_ = part
+    level = (last - first).bit_length()
+    cells.setdefault((version, dtype, level, first >> level), []).append(part)
 
 
 def _own_memory(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakMethod
@@ -17,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _fields, codec
 from .._patches import replaced
-from .._torch_internals import in_backward, is_inside_transform, without_innermost_hooks
+from .._torch_internals import in_backward, is_inside_transform, storage_id, without_innermost_hooks, without_subclass
 from ..config import Config
-from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, unwrap
+from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, own_part, unwrap
 from ..offload import HostOffload, OffloadStatistics
 from ..policies import Plan, Policy, policy_of
 from . import inlined
@@ -31,7 +32,7 @@ from .checkpoint_report import Bypassing, told_of_checkpoints
 from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
-from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View
+from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
@@ -90,9 +91,18 @@ class SavedTensorHooks:
 
     def close(self) -> None:
         """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
+        self.suspend()
+        self._offloaded, self._job.offload = self.offloaded(), None
+
+    def suspend(self) -> None:
+        """Take the hooks off the model's modules until resume()."""
         self._namer.scope.remove()
         self.encoder.examples.remove()
-        self._offloaded, self._job.offload = self.offloaded(), None
+
+    def resume(self) -> None:
+        """Undo suspend()."""
+        self._namer.scope = ModuleScope(self._model, has_compiled_parts(self._model))
+        self.encoder.examples.watch()
 
     def offloaded(self) -> OffloadStatistics | None:
         """What offload did in the last step whose backward is over; None without offload. Waits for the device."""
@@ -247,18 +257,18 @@ class SavedTensorHooks:
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
         if _without_codec(tensor):
-            return Kept(tensor)
+            return self._keep(tensor, frame)
         if in_backward():
             return self._pack_in_backward(tensor, frame)
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
-        if self._parameters.is_parameter(tensor, self._namer.scope.innermost):
-            return Kept(tensor)
+        if self._is_of_model(tensor):
+            return Kept(tensor, of_model=True)
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor, CallSite(current_line()))
         site = call_site(frame)
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
-            return Kept(tensor)
+            return Kept(tensor, of_model=True)
         record = self._storages.of(tensor)
         if site.checkpoint is not None:
             self._bypassing.add_held(site.checkpoint)
@@ -300,13 +310,44 @@ class SavedTensorHooks:
     def _pack_in_backward(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
         site = site_in_backward(frame, self._thread)
-        if site is None or self._parameters.is_parameter(tensor, self._namer.scope.innermost):
+        if self._is_of_model(tensor):
+            return Kept(tensor, of_model=True)
+        if site is None:
             return Kept(tensor)  # what is recomputed is freed at once
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor, site)
         record = self._storages.of(tensor)
         alias = _alias(tensor, record)
         return self._pack_new(tensor, record, site, False) if alias is None else self._sink.alias(tensor, alias)
+
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
+        scope = self._namer.scope
+        if self._parameters.is_parameter(tensor, scope.innermost) or scope.makes_a_weight:
+            return True
+        return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made
+
+    def _keep(self, tensor: Tensor, frame: FrameType | None) -> Kept:
+        """A tensor of a kind that no codec knows. A sparse or a quantised one has a row, but for the model's own."""
+        if frame is None or tensor.is_nested or is_inside_transform(tensor):
+            return Kept(tensor)
+        site = site_in_backward(frame, self._thread) if in_backward() else CallSite(current_line())
+        kind = "Quantised" if tensor.is_quantized else "Sparse"
+        return Kept(tensor) if site is None else self._kept(tensor, kind, site)
+
+    def _pack_subclass(self, tensor: Tensor, site: CallSite) -> Any:
+        """A subclass is kept as it is, unless another tensor in its memory is stored already."""
+        plain = without_subclass(tensor)
+        alias = None if plain is None else _alias(plain, self._storages.of(plain))
+        if alias is None or plain is None:
+            return self._kept(tensor, type(tensor).__name__, site)
+        return Distributed(self._sink.alias(plain, alias), partial(Tensor.as_subclass, cls=type(tensor)))
+
+    def _kept(self, tensor: Tensor, kind: str, site: CallSite) -> Kept:
+        of_model = self._parameters.owns(tensor)
+        if not of_model and not tensor.is_meta:
+            self._sink.note_kept(tensor, self._namer.kept(kind, site), self._storages.of)
+        return Kept(tensor, of_model)
 
     def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
         """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
@@ -322,7 +363,8 @@ class SavedTensorHooks:
         self._sink.after(tensor)
         if target is tensor:
             return stored
-        return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()))
+        toggled = lazy_bits(tensor) ^ lazy_bits(target)
+        return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
 
     def _pack_block_input(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
         """An input of a checkpointed block: an alias that is stored already may be rounded only where it may be."""
@@ -341,7 +383,7 @@ class SavedTensorHooks:
         """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
         local = local_part(tensor)
         if local is None or type(local) is not Tensor:
-            return Kept(tensor)
+            return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
         alias = _alias(local, record)
         if alias is not None:
@@ -385,7 +427,7 @@ def _without_codec(tensor: Tensor) -> bool:
 
 def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
     found = find_stored(tensor, record)
-    return None if found is None else View(found[0], tensor, found[1])
+    return None if found is None else View(found[0], tensor, *found[1:])
 
 
 def _unpack(handle: Any) -> Tensor:

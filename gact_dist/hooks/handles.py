@@ -13,8 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
+from .._torch_internals import negative_view
 from ..offload import HostOffload, Payload
 from .roles import Role
+
+_CONJUGATED, _NEGATED = 1, 2
+
+
+def lazy_bits(tensor: Tensor) -> int:
+    """Whether a tensor's elements are the conjugates or the negatives of what is in memory. See [Note: lazy bits]."""
+    return _CONJUGATED * tensor.is_conj() + _NEGATED * tensor.is_neg()
+
+
+def _toggled(tensor: Tensor, bits: int) -> Tensor:
+    """A view of a tensor with some of its lazy bits changed."""
+    if bits & _CONJUGATED:
+        tensor = tensor.conj()
+    return negative_view(tensor) if bits & _NEGATED else tensor
 
 
 class Stored:
@@ -67,11 +82,7 @@ class Stored:
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
         if self.witness._version != self.version:
-            raise RuntimeError(
-                f"saved tensor {self.name!r} was modified by an inplace operation after forward saved it (it is at "
-                f"version {self.witness._version}, expected {self.version}); use the out-of-place form of that "
-                "operation, or clone the tensor before modifying it"
-            )
+            _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         fetched = None if self.offloaded is None else self.offloaded.fetch()
         if isinstance(self.payload, Tensor):
             return self.payload.detach()
@@ -93,6 +104,10 @@ class Replaceable:
     def restores_private(self) -> bool:
         """See Stored.restores_private."""
         return self.replacement is not None
+
+    @property
+    def numel(self) -> int:
+        return self.tensor.numel()
 
     def replace(self, tensor: Tensor) -> None:
         """Hand out another tensor in its place."""
@@ -183,17 +198,20 @@ class Noted:
 class View:
     """A saved tensor inside the memory of one that is already stored."""
 
-    __slots__ = ("base", "offset", "size", "stride")
+    __slots__ = ("base", "offset", "size", "stride", "toggled")
 
-    def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int) -> None:
+    def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int, toggled: int = 0) -> None:
+        """toggled: the lazy bits in which the tensor differs from its base."""
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
+        self.toggled = toggled
 
     def restore(self) -> Tensor:
         return self.within(self.base.restore())
 
     def within(self, base: Tensor) -> Tensor:
         """The part of a restored base that is this view."""
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        part = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        return _toggled(part, self.toggled) if self.toggled else part
 
 
 class Distributed:
@@ -209,17 +227,36 @@ class Distributed:
 
 
 class Kept:
-    """A parameter, a tensor computed from parameters, or a kind of tensor that no codec knows."""
+    """A parameter, a tensor computed from parameters, or a kind of tensor that no codec knows.
 
-    __slots__ = ("tensor",)
+    The hooks turn off autograd's own check of versions, so it is made here. Sharding swaps a parameter's data, which
+    leaves its version as it is; and a parameter that an optimizer updates within the backward has been used by then.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
+    __slots__ = ("of_model", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, of_model: bool = False) -> None:
+        """of_model: whether it is a parameter or a buffer, or made from parameters alone."""
+        self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.
         self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        self.version = tensor._version
 
     def restore(self) -> Tensor:
+        """The tensor. Raises RuntimeError if it was modified in place."""
+        if self.tensor._version != self.version:
+            what = f"[{self.tensor.type()} {list(self.tensor.shape)}]"
+            _refuse_modified(what, self.tensor._version, self.version)
         return self.tensor
+
+
+def _refuse_modified(what: str, version: int, expected: int) -> None:
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} is at version {version}; expected version {expected} instead. Use the out-of-place form of that "
+        "operation, or clone the tensor before modifying it; an optimizer steps after backward"
+    )
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import _fields
@@ -21,7 +22,7 @@ from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
-from .roles import OperatorObserver, Role, role_of_itself
+from .roles import OperatorObserver, Role, is_binary, role_of_itself
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class KnownRoles:
 
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
+        self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
         self.observe_next = True
         """whether the next step should be observed: a tensor without a known role was met"""
         self._compresses_block_inputs = config.checkpoint_inputs
@@ -80,12 +82,26 @@ class KnownRoles:
         known = role_of_itself(tensor)
         if known is not None:
             return known
-        if self._observer is not None:
-            self.by_name[name] = self._observer.role(tensor)
-        elif name not in self.by_name:
+        if self._observer is None:
+            return self._remembered(tensor, name)
+        self._kinds[name] = tensor.dtype, tensor.dim()
+        found = self.by_name[name] = self._observer.role(tensor)
+        return found
+
+    def _remembered(self, tensor: Tensor, name: str) -> Role:
+        """The role that an earlier step found under a name, for a tensor that is of the same kind. See [Note: names].
+
+        A branch that is not taken, such as a dropout that is off, leaves its name to the next tensor on the line.
+        """
+        role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
+        if role is None or self._kinds.setdefault(name, kind) != kind:
             self.observe_next = True
             return Role.STATISTIC
-        return self.by_name[name]
+        if role is Role.BINARY and not (tensor.device.type == "cpu" and is_binary(tensor)):
+            # an accelerator would have to be waited for; torch saves its dropout's noise as booleans there
+            self.observe_next |= tensor.device.type == "cpu"
+            return Role.STATISTIC
+        return role
 
     def role_of_block_input(self, name: str, call: FrameType, recording: bool) -> Role:
         """Whether an input of a checkpointed block may be rounded. See [Note: discrete blocks].
@@ -130,6 +146,7 @@ class KnownRoles:
         """Go on with these roles."""
         self.by_name.clear()
         self.by_name.update(roles)
+        self._kinds.clear()
 
 
 def _role(name: str, value: Any) -> Role:

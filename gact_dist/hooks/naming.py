@@ -9,14 +9,17 @@ steps, or one of two, then shifts no other name. A job's loop and its loss funct
 """
 
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from ..distributed import forwarding_nodes, modules_by_path, operator_aliases
+from .._own_hooks import Calling, OwnHook, after_forward, before_forward
+from .._torch_internals import storage_id, storage_reference
+from ..distributed import forwarding_nodes, modules_by_path, operator_aliases, own_part
+from .accounting import parts_of
 from .call_stack import CallSite, current_line
 
 _ALIASES = {
@@ -41,6 +44,32 @@ def operator_name(node_name: str) -> str:
     return _ALIASES.get(operator, operator)
 
 
+class _Enter(OwnHook):
+    """Before a module's forward."""
+
+    __slots__ = ("_entry", "_stack")
+
+    def __init__(self, stack: list[tuple[str, nn.Module]], entry: tuple[str, nn.Module]) -> None:
+        self._stack, self._entry = stack, entry
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._stack.append(self._entry)
+
+
+class _Leave(_Enter):
+    """After a module's forward."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
+        while self._stack and self._stack.pop() is not self._entry:
+            continue
+
+
 class ModuleScope:
     """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
 
@@ -53,33 +82,28 @@ class ModuleScope:
         self.compiled = compiled
         self.stack: list[tuple[str, nn.Module]] = []
         self.paths: dict[int, str] = {}
+        self.made: dict[int, Any] = {}
+        """storages that parametrizations have made weights in, in this step, with a reference to each"""
         self._handles = []
         for path, module in modules_by_path(model):
             entry = (path, module)
             self.paths[id(module)] = entry[0]
-            if isinstance(
-                module, torch.jit.RecursiveScriptModule
-            ):  # takes no hooks; what it saves has its caller's name
-                continue
-            self._handles.append(module.register_forward_pre_hook(self._enter(entry)))
-            self._handles.append(module.register_forward_hook(self._leave(entry), always_call=not compiled))
+            if isinstance(module, torch.jit.RecursiveScriptModule):
+                continue  # takes no hooks; what it saves has its caller's name
+            if isinstance(module, ParametrizationList):
+                self._handles.append(after_forward(module, Calling(self._note_made)))
+            self._handles.append(before_forward(module, _Enter(self.stack, entry)))
+            self._handles.append(after_forward(module, _Leave(self.stack, entry), always_call=not compiled))
 
-    def _enter(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling():
-                self.stack.append(entry)
+    def _note_made(self, _: nn.Module, __: Any, weight: Any) -> None:
+        if isinstance(weight, Tensor) and not torch.compiler.is_dynamo_compiling():
+            for part in parts_of(own_part(weight)):
+                self.made[storage_id(part)] = storage_reference(part)
 
-        return enter
-
-    def _leave(self, entry: tuple[str, nn.Module]) -> Callable[..., None]:
-        def leave(*_: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                return
-            # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
-            while self.stack and self.stack.pop() is not entry:
-                continue
-
-        return leave
+    @property
+    def makes_a_weight(self) -> bool:
+        """Whether a parametrization is running: all that it saves is made from parameters."""
+        return bool(self.stack) and "parametrizations." in self.stack[-1][0]
 
     @property
     def innermost(self) -> nn.Module | None:
@@ -91,6 +115,7 @@ class ModuleScope:
             handle.remove()
         self._handles.clear()
         self.stack.clear()
+        self.made.clear()
 
 
 class Namer:
@@ -104,6 +129,7 @@ class Namer:
     def reset(self) -> None:
         self._counts.clear()
         self.scope.stack.clear()
+        self.scope.made.clear()
 
     def block_input(self, site: CallSite) -> str:
         """The name of a checkpointed block's input that is being saved right now: compiled or not, reentrant or not."""
@@ -121,6 +147,10 @@ class Namer:
         """The name of an input of a custom function whose memory another operator has stored rounded."""
         return self._numbered(self._path, f"{function}Input", site.line)
 
+    def kept(self, kind: str, site: CallSite) -> str:
+        """The name of a tensor of a kind that is always kept exactly. It takes no number from the others."""
+        return self._numbered(self._path, kind, None if self._path is None and not site.in_backward else site.line)
+
     def name(self, tensor: Tensor, site: CallSite) -> str:
         """The name of a tensor that is being saved right now. See [Note: names]."""
         if site.region is not None:
@@ -129,7 +159,9 @@ class Namer:
             last = tensor.shape[-1] if tensor.dim() else 1
             return self._numbered(self.scope.paths.get(id(site.region)), f"Compiled{tensor.dim()}D{last}", None)
         node, path = producer(origin(tensor)), self._path
-        operator = operator_name(node.name()) if node is not None else "Input"
+        # the input of a pipeline stage, or of a gradient penalty, takes no number from the others
+        given = "Leaf" if tensor.requires_grad else "Input"
+        operator = given if node is None else operator_name(node.name())
         return self._numbered(path, operator, None if path is None and not site.in_backward else site.line)
 
     def name_in_graph(self, region: nn.Module | None, label: str) -> str:

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import storage_id, storage_reference
+from .._torch_internals import saved_handle, saved_names, storage_id, storage_reference
 from ..distributed import own_part, unwrap
+from .accounting import parts_of
+from .handles import Kept, Noted, Replaceable, Stored
 from .naming import operator_name
 
 _VIEWS_AND_CASTS = frozenset({
@@ -17,27 +18,96 @@ _VIEWS_AND_CASTS = frozenset({
     "Slice", "Select", "Squeeze", "Unsqueeze", "Expand", "Alias", "AsStrided", "Unbind", "Clone", "Chunk", "Narrow",
 })  # fmt: skip
 _PARAMETER_ARITHMETIC = frozenset({
-    "Mul", "Div", "Add", "Sub", "Neg", "Exp", "Sqrt", "Rsqrt", "Pow", "Reciprocal", "Sigmoid", "Tanh", "Softplus",
-    "Sum", "Norm", "LinalgVectorNorm", "WeightNormInterface",
+    "Mul", "Div", "Add", "Sub", "Rsub", "Neg", "Abs", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow",
+    "Reciprocal", "Sigmoid", "Tanh", "Softplus", "Softmax", "Clamp", "ClampMin", "ClampMax", "Tril", "Triu", "Sum",
+    "Mean", "Std", "Var", "VarMean", "StdMean", "Norm", "LinalgVectorNorm", "WeightNormInterface", "BatchNorm",
+    "LayerNorm", "Cat", "Stack", "Mm", "Bmm", "Addmm", "Baddbmm", "Mv", "Dot",
 })  # fmt: skip
-_DEPTH = 6
+_SUMS = frozenset({"Add", "Sub", "Rsub"})
+_PRODUCTS = frozenset({"Mul", "Div"})
+_MOST_NODES = 64
 
 
-def made_from_parameters(node: Any, depth: int = _DEPTH) -> bool:
-    """Whether everything below an autograd node is a view, a cast or arithmetic on parameters.
+def made_from_parameters(node: Any) -> bool:
+    """Whether everything below an autograd node is a view, a cast or arithmetic on parameters: an average, a low-rank
+    update of a weight, its spectral norm. See [Note: operands without a graph]."""
+    pending, left = [node], _MOST_NODES
+    while pending:
+        node = pending.pop()
+        if node is None:
+            return False
+        operator = operator_name(node.name())
+        if operator == "torch::autograd::AccumulateGrad":
+            if not isinstance(node.variable, nn.Parameter):
+                return False
+            continue
+        left -= 1
+        if operator in _VIEWS_AND_CASTS:
+            pending.append(node.next_functions[0][0])
+        elif left > 0 and operator in _PARAMETER_ARITHMETIC:
+            operands = _operands(node, operator)
+            if not operands:
+                return False
+            pending.extend(operands)
+        else:
+            return False
+    return True
 
-    An input that needs no gradient appears in next_functions as None, so x * weight is not mistaken for a parameter.
+
+def _operands(node: Any, operator: str) -> list[Any]:
+    """The nodes of the operands that decide whether a result is made from parameters; none if it is not.
+
+    [Note: operands without a graph] A number, a buffer, a frozen weight and an input of the model alike appear in
+    next_functions as None. What the node saved tells them apart where it is a product: x * weight saves x. A sum saves
+    nothing; but what is added to a weight has its shape, and an input of the model has that of a batch. Nor does it
+    matter what a whole weight is scaled by.
     """
-    if node is None or depth == 0:
-        return False
-    operator = operator_name(node.name())
-    if operator == "torch::autograd::AccumulateGrad":
-        return isinstance(node.variable, nn.Parameter)
-    if operator in _VIEWS_AND_CASTS:
-        return made_from_parameters(node.next_functions[0][0], depth)
-    if operator in _PARAMETER_ARITHMETIC:
-        return all(made_from_parameters(below, depth - 1) for below, _ in node.next_functions)
-    return False
+    edges = node.next_functions
+    if operator in _PRODUCTS and len(edges) == 2:
+        rest = [edge for edge in edges if edge[0] is None or not _is_scalar(edge)]
+        edges = rest or edges
+    operands = [below for below, _ in edges if below is not None]
+    if len(operands) == len(edges) or not operands:
+        return operands
+    if operator in _SUMS:
+        own = _shape(node, 0)
+        same = [edge for edge in edges if edge[0] is not None and _shape(*edge) == own]
+        return operands if own is not None and same else []
+    if operator in ("Cat", "Stack"):
+        return []
+    return operands if all(_is_constant(handle) for handle in _saved_handles(node, operator)) else []
+
+
+def _shape(node: Any, output_number: int) -> Any:
+    metadata = getattr(node, "_input_metadata", ())
+    if output_number < len(metadata):
+        return tuple(metadata[output_number].shape)
+    return tuple(node.variable.shape) if hasattr(node, "variable") else None
+
+
+def _is_scalar(edge: tuple[Any, int]) -> bool:
+    return _shape(*edge) == ()
+
+
+_slots: dict[str, list[str]] = {}
+
+
+def _saved_handles(node: Any, operator: str) -> list[Any]:
+    """What a node holds of the tensors that it saved; nothing for a number."""
+    if operator not in _slots:
+        _slots[operator] = saved_names(node)
+    return [handle for name in _slots[operator] if (handle := saved_handle(node, name)) is not None]
+
+
+def _is_constant(handle: Any) -> bool:
+    """Whether a saved operand without a graph is part of the model, or has one element."""
+    if isinstance(handle, Kept):
+        return handle.of_model
+    if isinstance(handle, Tensor):
+        return isinstance(handle, nn.Parameter) or isinstance(handle._base, nn.Parameter) or handle.numel() == 1
+    if isinstance(handle, Stored):
+        return handle.payload.shape.numel() == 1
+    return isinstance(handle, (Replaceable, Noted)) and handle.numel == 1
 
 
 class ParameterRecognition:
@@ -51,12 +121,18 @@ class ParameterRecognition:
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
         for tensor in tensors:
-            if is_lazy(tensor) or tensor.layout != torch.strided:  # without memory yet, or without a single storage
+            if is_lazy(tensor):  # without memory yet
                 continue
-            part = own_part(tensor)  # this is what a compiled region saves, without a graph
-            if part.untyped_storage().nbytes():
-                self._weak.append(storage_reference(part))
-                self._owned.add(storage_id(part))
+            for part in parts_of(own_part(tensor)):  # this is what a compiled region saves, without a graph
+                if part.untyped_storage().nbytes():
+                    self._weak.append(storage_reference(part))
+                    self._owned.add(storage_id(part))
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a parameter or a buffer."""
+        if isinstance(tensor, nn.Parameter):
+            return True
+        return all(storage_id(part) in self._owned for part in parts_of(tensor))
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
@@ -69,10 +145,6 @@ class ParameterRecognition:
         finally:
             self._owned, self._weak = owned, weak
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor shares memory with a parameter or buffer of the model."""
-        return isinstance(tensor, nn.Parameter) or storage_id(tensor) in self._owned
-
     def is_parameter(self, tensor: Tensor, module: nn.Module | None) -> bool:
         """Whether a saved tensor is a parameter or buffer, a view of one, or computed from parameters only.
 
@@ -83,10 +155,12 @@ class ParameterRecognition:
             return True
         if tensor.grad_fn is not None:
             return made_from_parameters(tensor.grad_fn)
-        if tensor.requires_grad or isinstance(tensor._base, nn.Parameter):
+        if isinstance(tensor._base, nn.Parameter):
             return True
         if storage_id(tensor) in self._owned:
             return True
+        if tensor.requires_grad:
+            return False
         return module is not None and _is_cast_of_frozen(tensor, module)
 
 

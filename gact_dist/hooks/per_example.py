@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _fields, codec
+from .._own_hooks import Calling, Registration, after_forward, before_forward
 from ..codec import UnitWidths
 from ..distributed import unwrap
 from ..policies import counts_of
@@ -56,9 +57,14 @@ class Examples:
         """in the current or last forward; None if its inputs share no first dimension"""
         self.gradients = ExampleGradients(model)
         self._sizes: Tensor | None = None
-        self._handle = None
-        if ranked:
-            self._handle = unwrap(model).register_forward_pre_hook(self._note, prepend=True, with_kwargs=True)
+        self._model = unwrap(model)
+        self._handle: Registration | None = None
+        self.watch()
+
+    def watch(self) -> None:
+        """Put the hook on the model, if examples are watched."""
+        if self._ranked:
+            self._handle = before_forward(self._model, Calling(self._note), prepend=True, with_kwargs=True)
 
     def _note(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_dynamo_compiling():
@@ -176,7 +182,7 @@ class ExampleGradients:
     @contextmanager
     def watched(self, index: Tensor) -> Iterator[None]:
         """Within the context a forward of the model notes its outputs, and a backward keeps their gradients."""
-        handle = self._model.register_forward_hook(partial(self._watch, index=index))
+        handle = after_forward(self._model, Calling(partial(self._watch, index=index)))
         try:
             yield
         finally:

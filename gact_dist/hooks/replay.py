@@ -76,7 +76,7 @@ class Replay:
             handle = self._handles[first]
             if isinstance(handle, Replaceable):  # a further input of the block may share the memory
                 self._find(tensor if whole is None else whole, Replaceable(tensor), first, outcome)
-            return View(handle, tensor, outcome.offset)
+            return View(handle, tensor, outcome.offset, outcome.toggled)
         if first not in self._own:
             return self._take(tensor, first, outcome, whole)
         if tensor.shape == first.shape:
@@ -85,7 +85,7 @@ class Replay:
             target = tensor._base
         else:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
-        return View(self._take(target, first, None, whole), tensor, outcome.offset)
+        return View(self._take(target, first, None, whole), tensor, outcome.offset, outcome.toggled)
 
     def _take(self, tensor: Tensor, first: Any, view: View | None, whole: Tensor | None) -> Replaceable | Stored:
         if isinstance(first, Noted) and view is None and tensor.shape != first.shape:

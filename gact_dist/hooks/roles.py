@@ -133,7 +133,7 @@ class OperatorObserver(TorchFunctionMode):
         storage = storage_id(tensor)
         if any(storage_id(operand) == storage for operand in operands):
             return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
-        if _draws_noise(function) and _is_binary(tensor):
+        if _draws_noise(function) and is_binary(tensor):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
@@ -173,7 +173,8 @@ def _draws_noise(function: Callable) -> bool:
     return "dropout" in getattr(function, "__name__", "") or function is F.scaled_dot_product_attention
 
 
-def _is_binary(tensor: Tensor) -> bool:
+def is_binary(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are zero or one other value; waits for the device."""
     if tensor.numel() == 0:
         return False
     return bool(((tensor == 0) | (tensor == tensor.amax())).all())

@@ -1,7 +1,7 @@
 """What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -52,6 +52,9 @@ class Sink(ABC):
     def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
         """A tensor is kept for backward where no hook sees it."""
 
+    def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:  # noqa: B027
+        """A tensor of a kind that no codec knows is kept as it is. record_of: gives the record of a storage."""
+
     def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
         """The handle that the graph is to hold of a tensor whose memory another handle holds already.
 
@@ -99,6 +102,10 @@ class Store(Sink):
         """See Sink.note_bypassing."""
         self.account.add(captured.tensor, captured.name, captured.record, captured.tensor)
 
+    def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
+        """See Sink.note_kept."""
+        self.account.add_kept(tensor, name, record_of)
+
     def after(self, tensor: Tensor) -> None:
         """See Sink.after."""
         self._logsumexp.after(tensor.grad_fn)
@@ -139,6 +146,9 @@ class Record(Sink):
         compressible = captured.role is Role.ACTIVATION
         self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
+
+    def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
+        """A tensor of a kind that no codec knows is kept as it is. record_of: gives the record of a storage."""
 
     def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
         """See Sink.alias."""

@@ -1,21 +1,29 @@
 """Running the job's forward without changing anything in the job.
 
 [Note: isolation] While sensitivity is measured the model's forward runs once more. What it would change is restored:
-random number generators of torch (every device in use), Python and NumPy; buffers (BatchNorm's statistics), which are
-replaced by clones rather than written back, so that not even their version counters move; .grad, which autograd.grad
-never touches and which is set aside in case the caller's closure clears it; the autocast cache. Wrappers are bypassed
-(see distributed/bypass.py), so that no reducer and no sharding changes its state.
+random number generators of torch (every device in use), Python and NumPy, and those of the model's own; buffers
+(BatchNorm's statistics), which are replaced by clones rather than written back, so that not even their version counters
+move; plain attributes of modules (attributes.py), and parameters and other tensors that it writes to (in_place.py);
+.grad, which autograd.grad never touches and which is set aside in case the caller's closure clears it; the autocast
+cache. Users' hooks on parameters, and backward hooks on modules, are not called. Forward hooks are, as they may change
+what is computed. Wrappers are bypassed (see distributed/bypass.py), so that no reducer and no sharding changes its
+state.
 """
 
-import random
-import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..distributed import bypassed, gathered_in_turn
+from .._torch_internals import global_backward_hooks
+from ..distributed import bypassed, gathered_in_turn, sharding, unwrap
+from ..hooks import has_compiled_parts
+from .attributes import Attributes
+from .in_place import InPlace
+from .surroundings import Generators
 
 
 @contextmanager
@@ -27,9 +35,13 @@ def untouched(model: nn.Module, blocks: Sequence[nn.Module] = (), *, forward_onl
     """
     with ExitStack() as stack:
         stack.enter_context(generators_restored())
-        stack.enter_context(_cloned_buffers(model))
+        attributes = Attributes(module for module in model.modules() if unwrap(module) is module)
+        stack.callback(attributes.restore)
+        stack.enter_context(_cloned_buffers(attributes.modules))
         stack.enter_context(_gradients_aside(model))
+        stack.enter_context(_backward_hooks_aside(model))
         stack.enter_context((gathered_in_turn if forward_only else bypassed)(model, blocks))
+        stack.enter_context(_writes_undone(model, attributes))
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.enable_grad())
         yield
@@ -38,22 +50,18 @@ def untouched(model: nn.Module, blocks: Sequence[nn.Module] = (), *, forward_onl
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """The generators of torch (every device in use), Python and NumPy are restored when the context ends."""
-    python_state = random.getstate()
-    numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    numpy_state = numpy_random.get_state() if numpy_random is not None else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy_random is not None:
-                numpy_random.set_state(numpy_state)
+    generators = Generators()
+    try:
+        yield
+    finally:
+        generators.restore()
 
 
 @contextmanager
-def _cloned_buffers(model: nn.Module) -> Iterator[None]:
-    originals = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+def _cloned_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    # a scripted module without buffers has no dictionary to restore, and a forward adds none to it
+    modules = [module for module in modules if module._buffers or isinstance(module._buffers, dict)]
+    originals = [(module._buffers, dict(module._buffers)) for module in modules]
     clones: dict[int, torch.Tensor] = {}
     for buffers, entries in originals:
         for name, buffer in entries.items():
@@ -77,3 +85,47 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def _writes_undone(model: nn.Module, attributes: Attributes) -> Iterator[None]:
+    """Sharding writes to parameters itself; and a compiled region would be compiled anew under the mode."""
+    whole = sharding(model) is None
+    in_place = InPlace([*model.parameters(), *attributes.tensors] if whole else ())
+    try:
+        if has_compiled_parts(model):
+            yield
+        else:
+            with in_place:
+                yield
+    finally:
+        in_place.restore()
+
+
+@contextmanager
+def _backward_hooks_aside(model: nn.Module) -> Iterator[None]:
+    """Hooks on parameters are gone; those of modules, which show in the graph, are replaced by some that do nothing."""
+    changed: list[tuple[Any, dict]] = []
+    for parameter in model.parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                changed.append((hooks, dict(hooks)))
+                hooks.clear()
+    of_modules = [hooks for module in model.modules() for hooks in (module._backward_hooks, module._backward_pre_hooks)]
+    for hooks in (*of_modules, *global_backward_hooks()):
+        if hooks:
+            changed.append((hooks, dict(hooks)))
+            hooks.update(dict.fromkeys(hooks, _nothing))
+    try:
+        with warnings.catch_warnings():
+            if changed:
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            yield
+    finally:
+        for hooks, original in changed:
+            hooks.clear()
+            hooks.update(original)
+
+
+def _nothing(*_: Any) -> None:
+    return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._patches import replaced
+from .attributes import Attributes
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -34,7 +35,7 @@ class Generators:
 
 
 class Surroundings:
-    """Of one run of a block: random numbers, autocast, and the buffers that the block writes."""
+    """Of one run of a block: random numbers, autocast, and the attributes and buffers that the block changes."""
 
     def __init__(self, modules: list[nn.Module], devices: list[str]) -> None:
         """modules: whose buffers the block may write. devices: the types of its inputs' devices."""
@@ -44,6 +45,7 @@ class Surroundings:
             for device in sorted({"cpu", *devices})
         ]
         owners = {id(owner): owner for module in modules for owner in module.modules() if owner._buffers}
+        self._attributes = Attributes(owner for module in modules for owner in module.modules())
         self._buffers = [
             (owner, name, buffer, buffer._version, buffer.detach().clone())
             for owner in owners.values()
@@ -52,7 +54,8 @@ class Surroundings:
         ]
 
     def settle(self) -> None:
-        """After the run: only buffers that it wrote need to be set back."""
+        """After the run: only what it changed needs to be set back."""
+        self._attributes.settle()
         self._buffers = [
             entry
             for entry in self._buffers
@@ -63,6 +66,7 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Within the context everything is as it was before the run."""
         self._generators.restore()
+        self._attributes.restore()
         for owner, name, _, _, before in self._buffers:
             owner._buffers[name] = before.clone()
         with ExitStack() as stack:

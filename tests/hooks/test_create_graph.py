@@ -46,19 +46,17 @@ def names(gact, forward):
 
 
 def kept_by_untouched(model, forward):
-    """Bytes of the storages that autograd keeps for the backward, those of parameters and other leaves left out."""
-    storages, leaves = {}, {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    """Bytes of the storages that autograd keeps for the backward, those of parameters left out."""
+    storages, parameters = {}, {parameter.untyped_storage()._cdata for parameter in model.parameters()}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         storages[storage._cdata] = storage
-        if tensor.is_leaf and tensor.requires_grad:
-            leaves.add(storage._cdata)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in leaves)
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in parameters)
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------------
@@ -410,7 +408,7 @@ def test_only_what_the_pass_does_not_reach_is_measured_in_forwards_of_its_own():
     model, batch, loss_fn = JOBS["penalty"]()
     by_perturbation = [item.name for item in measured(model, lambda: loss_fn(batch)) if item.by_perturbation]
     # inputs without a graph, and what no backward reads: the penalty's slope does not depend on the last layer's input
-    assert by_perturbation == ["0:Input@4", "0:Input@4#1", "4:Silu@4#2"]
+    assert by_perturbation == ["0:Input@4", "0:Input@4#1", "0:Leaf@4", "4:Silu@4#2"]
 
 
 @pytest.mark.parametrize("kind", ["starts from a graph", "opaque"])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from gradients import flat_gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unseen import Unseen
 
 import gact_dist
 from examples.train.data import CACHE, read_digits
@@ -266,14 +267,14 @@ def test_in_the_long_run_a_sample_is_two_passes_ten_times_an_interval(follow):
     gact = gact_dist.attach(job.model, config=acgc(0.25, adapt_interval=40))
     if follow:
         gact.follow()
-    passes, forwards = [], []
-    job.model.register_forward_hook(lambda *_: forwards.append(1))
+    passes, forwards = [], Unseen([])
+    job.model.register_forward_hook(lambda *_: forwards.value.append(1))
     for step in range(100):
-        forwards.clear()
+        forwards.value.clear()
         with nullcontext() if follow else gact.step(job.loss_fn, job.batch(step)):
             loss = job.loss_fn(job.batch(step))
         loss.backward()
-        passes.append(len(forwards))
+        passes.append(len(forwards.value))
     adapted = [entry["step"] for entry in gact.history]
     settled = adapted[1]  # the plan that is made once there are some samples
     assert adapted[1:] == list(range(settled, 101, 40))

@@ -137,3 +137,16 @@ def test_the_history_is_lines_of_json_with_bits_and_sensitivities(settings):
     assert all(entry["sensitivity"] >= 0 for entry in first["tensors"].values())
     assert second["predicted_variance"] == gact.adaptation.predicted_variance
     assert (first["gradient_error"] is None) == (not settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"estimator": "perturbation"}, {"policy": "acgc", "error": 0.25}])
+@pytest.mark.parametrize("seed", [-(2**63), -(2**62) - 1, 150_000_000, 2**32 - 1, 2**62, 2**63 - 1])
+def test_every_seed_adapts(seed, settings):
+    layers = torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)
+    model, x = torch.nn.Sequential(*layers), torch.randn(32, 64)
+    gact = gact_dist.attach(model, config=Config(**{"policy": "gact", "seed": seed, **settings}))
+    for _ in range(3):
+        with gact.step(lambda batch: model(batch).square().mean(), x):
+            loss = model(x).square().mean()
+        loss.backward()
+    assert len(gact.plan) == 3

@@ -9,6 +9,7 @@ import small_models
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from unseen import Unseen
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
@@ -24,15 +25,15 @@ def alone(moved):
 def measured(monkeypatch, model, batch, loss_fn=None, apart=False):
     """({name: variance}, backwards that it took)."""
     loss_fn = loss_fn or small_models.loss_of(model)
-    gradients, backwards = torch.autograd.grad, []
+    run, backwards = torch.autograd._engine_run_backward, []
 
     def counted(*arguments, **options):
         backwards.append(1)
-        return gradients(*arguments, **options)
+        return run(*arguments, **options)
 
     hooks = SavedTensorHooks(model, Config(min_numel=0), 0)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.autograd, "grad", counted)
+        patch.setattr(torch.autograd, "_engine_run_backward", counted)
         if apart:
             patch.setattr("gact_dist.sensitivity.perturbation.disjoint", alone)
         found = measure(hooks, model, lambda: loss_fn(batch), seed=3, estimator="perturbation")
@@ -64,7 +65,7 @@ def attention():
 )
 def test_shared_backwards_are_fewer_and_give_the_same_numbers(monkeypatch, kind, tensors, backwards):
     model, batch = attention() if kind == "attention" else getattr(small_models, kind)()
-    groups, moved, ran = [], {}, Counter()
+    groups, moved, ran = [], {}, Unseen(Counter())
 
     def noted(found):
         moved.update(found)
@@ -73,9 +74,9 @@ def test_shared_backwards_are_fewer_and_give_the_same_numbers(monkeypatch, kind,
 
     monkeypatch.setattr("gact_dist.sensitivity.perturbation.disjoint", noted)
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda *_, name=name: ran.update([name]))
+        module.register_forward_hook(lambda *_, name=name: ran.value.update([name]))
     shared, taken = measured(monkeypatch, model, batch)
-    assert set(ran.values()) == {1}  # of the one forward; backwards are those of its graph
+    assert set(ran.value.values()) == {1}  # of the one forward; backwards are those of its graph
     apart, as_many_as_tensors = measured(monkeypatch, model, batch, apart=True)
     # one backward for all, and those of the parameter that most tensors move, each of which needs one of its own
     most = max(sum(leaves >> k & 1 for leaves in moved.values()) for k in range(len(list(model.parameters()))))

@@ -13,6 +13,8 @@ import gact_dist
 class Scarce:
     """A model that has too little memory for more than some examples in a forward that is not the job's."""
 
+    __slots__ = ("gact", "most_examples", "seen")  # a measurement would set back what it finds in other objects
+
     def __init__(self, model: nn.Module, gact: gact_dist.Controller, most_examples: int) -> None:
         self.gact, self.most_examples = gact, most_examples
         self.seen: list[int] = []
