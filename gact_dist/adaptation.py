@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from . import _fields, codec, distributed
 from .hooks import Footprint, SavedTensorHooks, has_compiled_parts
-from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, with_bytes
+from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
 from .sensitivity import (
     MeasurementError,
     ProbeBatch,
@@ -27,6 +27,7 @@ from .sensitivity import (
     rounded_moments,
     untouched,
 )
+from .verification import Verifier
 
 _log = logging.getLogger(__name__)
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
@@ -71,11 +72,13 @@ class Adaptation:
     """whether the current plan was kept, since a fresh one would have gained too little (Config.adapt_tolerance)"""
     default_bits: int | None = None
     """of tensors whose names are new"""
+    stored_exactly: dict[str, str] = field(default_factory=dict)
+    """tensors that this adaptation found must not be rounded, each with the reason"""
 
     def to_dict(self, step: int) -> dict[str, Any]:
         """Plain values for a line of JSON."""
         tensors = {
-            name: {"bits": list(bits) if isinstance(bits, tuple) else bits, "sensitivity": self.sensitivity[name]}
+            name: {"bits": list(bits) if isinstance(bits, tuple) else bits, "sensitivity": self.sensitivity.get(name)}
             for name, bits in self.plan.items()
         }
         return {
@@ -84,6 +87,7 @@ class Adaptation:
             "average_bits": self.average_bits,
             "predicted_variance": self.predicted_variance,
             "gradient_error": None if self.gradient_error is None else asdict(self.gradient_error),
+            "stored_exactly": self.stored_exactly,
             "tensors": tensors,
         }
 
@@ -118,10 +122,17 @@ class Adapter:
     """Adapts the bits of one model. All its decisions follow from numbers reduced over the ranks."""
 
     def __init__(
-        self, model: nn.Module, hooks: SavedTensorHooks, data_parallel: Sequence[Any], groups: Sequence[Any]
+        self,
+        model: nn.Module,
+        hooks: SavedTensorHooks,
+        data_parallel: Sequence[Any],
+        groups: Sequence[Any],
+        verifier: Verifier | None,
     ) -> None:
-        """groups: data_parallel and those of tensor parallelism, to reduce over one after the other."""
+        """groups: data_parallel and those of tensor parallelism, to reduce over one after the other. verifier: of its
+        plans, None where they are used as they are."""
         self._model, self._hooks, self._config = model, hooks, hooks.config
+        self._verifier = verifier
         self.policy = hooks.policy
         self._columns = _Columns.with_examples(self.policy.example_columns)
         self._rank = distributed.rank(*data_parallel) if data_parallel else 0
@@ -143,22 +154,31 @@ class Adapter:
         step_bytes = self._weigh(batch.whole) if self.policy.needs_step_bytes else None
         if step_bytes is not None and not self._hooks.plan.bits:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
-        costs, invalid = self._measured(batch, step, in_step)
+        costs, invalid, exact = self._measured_without_faults(batch, step, in_step)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
         current = self._hooks.plan
+        plan: dict[str, Bits] = dict.fromkeys({} if self._verifier is None else self._verifier.exact)
+        plan.update(dict.fromkeys(exact))
+        nothing = Adaptation(plan, {}, 0.0, 0.0, invalid, default_bits=current.default, stored_exactly=exact)
+        costs = _without(costs, plan)
         if not costs.names:
-            return Adaptation({}, {}, 0.0, 0.0, invalid, default_bits=current.default)
+            return nothing
+        if step_bytes is not None:
+            costs = with_bytes(costs, _with_exact(step_bytes, plan))
+        trial = self._trial(batch.loss_of_whole, step, self._draws + 1, batch.unit)
+        choice = self.policy.choose(costs, current, trial)
+        if choice is None:
+            return nothing
+        plan.update(choice.bits)
+        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), batch, step, choice.variance, costs)
+        plan.update(dict.fromkeys(found))
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
-        trial = self._trial(batch.loss_of_whole, step, self._draws + 1, batch.unit)
-        choice = self.policy.choose(costs if step_bytes is None else with_bytes(costs, step_bytes), current, trial)
-        if choice is None:
-            return Adaptation({}, {}, 0.0, 0.0, invalid, default_bits=current.default)
         return Adaptation(
-            dict(choice.bits), sensitivity, choice.variance, choice.average_bits, invalid,
-            choice.error, choice.kept, choice.default,
+            plan, sensitivity, choice.variance, choice.average_bits, invalid,
+            choice.error, choice.kept and not found, choice.default, {**exact, **found},
         )  # fmt: skip
 
     def start(self, forward: Callable[[], Any]) -> None:
@@ -224,6 +244,44 @@ class Adapter:
         self._heaviest_bytes = learnt.heaviest_bytes
         self._hooks.encoder.examples.gradients.load_state(learnt.example_gradients)
         self.policy.load_state(learnt.policy)
+
+    # -- what must not be rounded -----------------------------------------------------------------------------------
+
+    def _measured_without_faults(
+        self, batch: ProbeBatch, step: int, in_step: bool
+    ) -> tuple[Costs, dict[str, int], dict[str, str]]:
+        """As _measured(), and the tensors that have to be stored exactly, each with the reason.
+
+        Sensitivities are measured under the current plan. If it makes the gradient infinite or NaN, so are the
+        sensitivities of many tensors: they are measured anew without the ones that are to blame.
+        """
+        costs, invalid = self._measured(batch, step, in_step)
+        if self._verifier is None:
+            return costs, invalid, {}
+        exact = self._verifier.exact
+        if not invalid.keys() - exact:
+            return costs, {}, {}
+        judged, found, _ = self._verifier.verify(batch, self._hooks.plan, step)
+        if found:
+            self._hooks.plan = self._hooks.plan.updated(dict.fromkeys(found))
+            costs, invalid = self._measured(batch, step, in_step)
+        invalid = {name: ranks for name, ranks in invalid.items() if name not in exact}
+        lost = [name for name in invalid if name not in costs.names]
+        if not judged or not lost:
+            return costs, invalid, found
+        _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
+        return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
+
+    def _faults_of(self, plan: Plan, batch: ProbeBatch, step: int, predicted: float, costs: Costs) -> dict[str, str]:
+        """The tensors that a plan must not round, each with the reason."""
+        if self._verifier is None:
+            return {}
+        variances = {
+            name: float(curve[width - 1])
+            for name, curve in zip(costs.names, costs.variance, strict=True)
+            if (width := one_width(plan.bits_of(name))) is not None
+        }
+        return self._verifier.verify(batch, plan, step, predicted=predicted, variances=variances).found
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
@@ -404,6 +462,26 @@ class Adapter:
         values: Tensor = torch.tensor([row], dtype=torch.float64)
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit
+
+
+def _without(costs: Costs, names: Container[str]) -> Costs:
+    """The costs of the other tensors."""
+    kept = np.array([name not in names for name in costs.names], dtype=bool)
+    return replace(
+        costs,
+        names=tuple(name for name in costs.names if name not in names),
+        variance=costs.variance[kept],
+        sizes=costs.sizes[kept],
+        exact_bits=costs.exact_bits[kept],
+        metadata_bits=costs.metadata_bits[kept],
+        examples=None if costs.examples is None else costs.examples[kept],
+    )
+
+
+def _with_exact(step: StepBytes, names: Container[str]) -> StepBytes:
+    """The bytes of a step that has no choice about some tensors: they are stored exactly."""
+    exact = sum(float(row[-1]) for name, row in step.tensors.items() if name in names)
+    return StepBytes({name: row for name, row in step.tensors.items() if name not in names}, step.other_bytes + exact)
 
 
 def _first_line(error: Exception) -> str:

@@ -77,6 +77,15 @@ class Config:
     """The current plan is kept if a fresh one would gain no more than this fraction: less gradient variance, or with
     policy acgc fewer bits. With policies gact and actnn the steps to the next adaptation then double, up to 8 times
     adapt_interval. 0: never kept."""
+    noise_limit: float = 100.0
+    """How many times its prediction the squared error of the gradient under a plan may be. Before a plan is used, the
+    gradient under it is compared with the exact one on part of the batch. Beyond the limit, or where rounding makes the
+    gradient infinite or NaN, the tensors that cause it are searched for and stored exactly from then on. With policy
+    uniform the first step that is given a loss function compares. 0: nothing is compared."""
+    watch_interval: int = 1000
+    """Steps (forwards) from one such comparison to the next, of the plan in use; at first in steps 2, 4, 8 and so on.
+    Beyond the limit bits adapt at once; with policy uniform the tensors that cause it are stored exactly. Needs steps
+    that are given a loss function, or follow(); policy acgc has draws of its own. 0: only new plans are compared."""
     calibration_samples: int = 8
     """Examples of the batch on which sensitivity is measured (leading dimension of its tensors)."""
     blocks: Sequence[str] = ()
@@ -105,7 +114,8 @@ class Config:
             )
         self._check_budget()
         self._check_compressor()
-        _check_tolerance(self.adapt_tolerance)
+        _check_from_zero("adapt_tolerance", self.adapt_tolerance, 0.1)
+        _check_from_zero("noise_limit", self.noise_limit, 100)
         if self.estimator not in ESTIMATORS:
             raise ValueError(
                 f"estimator is {self.estimator!r}, expected one of {', '.join(ESTIMATORS)}"
@@ -116,7 +126,7 @@ class Config:
                 f"policy {self.policy!r} was given and estimator is {self.estimator!r}, expected one of them: only "
                 "policies 'gact', 'actnn' and 'acgc' measure sensitivities"
             )
-        for name, least in (("adapt_interval", 1), ("calibration_samples", 1), ("min_numel", 0)):
+        for name, least in (("adapt_interval", 1), ("watch_interval", 0), ("calibration_samples", 1), ("min_numel", 0)):
             _check_integer(name, getattr(self, name), least)
         self._check_blocks()
         if self.group_size not in GROUP_SIZES:
@@ -347,11 +357,11 @@ def _check_error(error: object) -> None:
         raise ValueError(f"error is {error}, expected a finite number above 0, such as 0.25")
 
 
-def _check_tolerance(tolerance: object) -> None:
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)):
-        raise TypeError(f"adapt_tolerance is {tolerance!r} ({type(tolerance).__name__}), expected a number from 0 up")
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"adapt_tolerance is {tolerance}, expected a finite number from 0 up, such as 0.1")
+def _check_from_zero(name: str, value: object, example: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a number from 0 up")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}, expected a finite number from 0 up, such as {example}")
 
 
 def _check_bits(policy: str, bits: object) -> None:

@@ -99,7 +99,7 @@ class Controller:
             schedule.draw(partial(loss_fn, batch))
             if schedule.due():
                 examples = schedule.probe_examples(self.config.calibration_samples)
-                schedule.adapt(ProbeBatch(loss_fn, batch, examples))
+                schedule.measure(ProbeBatch(loss_fn, batch, examples))
         elif schedule.adapter is not None:
             schedule.adapter.idle(schedule.step)
         with schedule.forward(), watched:

@@ -84,6 +84,7 @@ class Following:
         self._use_observation(forward)
         if schedule.step == 1:
             schedule.start(forward)
+            self._verify_first(args, kwargs)
         # this forward replaces one whose backward has not run (two forwards before one backward)
         self._candidate = None
         if schedule.due(in_steps=1) or schedule.drawing_due(in_steps=1):
@@ -96,6 +97,15 @@ class Following:
         self._step = ExitStack()
         self._step.enter_context(schedule.forward())
         self._in_step = True
+
+    def _verify_first(self, args: tuple, kwargs: dict) -> None:
+        """Before the first step: there is no loss to measure with, but its rounding must not ruin the job."""
+        schedule = self._schedule
+        if schedule.verifier is not None and schedule.verifier.at is None:
+            examples = schedule.probe_examples(schedule.config.calibration_samples)
+            loss_fn: Callable[[Observation], Any] = partial(Observation.any_loss, model=self._model)
+            batch = ProbeBatch(loss_fn, Observation((args, kwargs), examples), examples)
+            schedule.verify(batch, provisional=True)
 
     def _end(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
         if self._schedule.measuring or not self._in_step:
@@ -155,4 +165,4 @@ class Following:
         schedule.draw(partial(loss_fn, observation), unit)
         if schedule.due():
             examples = schedule.probe_examples(schedule.config.calibration_samples)
-            schedule.adapt(ProbeBatch(loss_fn, observation, examples, forward=whole, unit=unit))
+            schedule.measure(ProbeBatch(loss_fn, observation, examples, forward=whole, unit=unit))

@@ -55,7 +55,7 @@ class Iterations:
             schedule.next_step()
             schedule.draw(fwdbwdprop)
             if schedule.due():
-                schedule.adapt(ProbeBatch(lambda _: fwdbwdprop(), None))
+                schedule.measure(ProbeBatch(lambda _: fwdbwdprop(), None))
         self._begin()
         if closure_is_the_iteration:
             fwdbwdprop()

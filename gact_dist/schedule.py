@@ -20,6 +20,7 @@ from .optimizer_steps import OptimizerSteps
 from .policies import Plan, policy_of
 from .sensitivity import ProbeBatch
 from .state import State
+from .verification import LearntByVerifying, Verifier
 
 _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
@@ -43,12 +44,16 @@ class Schedule:
         """None with policy off"""
         self.adapter: Adapter | None = None
         """None with a policy that does not adapt"""
+        self.verifier: Verifier | None = None
+        """None where nothing is rounded, or nobody is to look"""
         if self.policy.compresses:
             rank = distributed.rank(*data_parallel) if data_parallel else 0
             offload = open_offload(model, config.offload, distributed.world_size()) if config.offload.enabled else None
             self.hooks = SavedTensorHooks(model, config, rank, offload, self.policy)
+        if self.hooks is not None and self.policy.rounds and config.noise_limit > 0.0:
+            self.verifier = Verifier(model, self.hooks, self.groups)
         if self.hooks is not None and self.policy.adapts:
-            self.adapter = Adapter(model, self.hooks, data_parallel, self.groups)
+            self.adapter = Adapter(model, self.hooks, data_parallel, self.groups, self.verifier)
         self._lazy = True
         self._joins = distributed.Joins(model, self._join_begins, self._join_ends)
         self._steps_in_joins = 0
@@ -168,12 +173,26 @@ class Schedule:
     # -- adapting -----------------------------------------------------------------------------------------------
 
     def due(self, in_steps: int = 0) -> bool:
-        """Whether bits should adapt this many steps from now; the same on all ranks."""
-        if not self._can_measure():
+        """Whether something should be measured this many steps from now; the same on all ranks."""
+        return self._adaptation_due(in_steps) or self._verification_due(in_steps)
+
+    def _adaptation_due(self, in_steps: int = 0) -> bool:
+        if self.adapter is None or not self._can_measure():
             return False
         if self.policy.due or self._adapted_at is None:
             return True
         return self._since(self._adapted_at) + in_steps >= self._interval
+
+    def _verification_due(self, in_steps: int) -> bool:
+        if self.verifier is None or not self._can_measure():
+            return False
+        if self.verifier.at is None:
+            return self.adapter is None  # an adaptation verifies its own plan
+        if self.config.watch_interval == 0 or self.policy.follows_gradient:  # which watches by its own draws
+            return False
+        # a model changes most at first: outputs saturate, activations grow
+        interval = min(self.config.watch_interval, max(1, self.verifier.at))
+        return self.step + in_steps - self.verifier.at >= interval
 
     def _since(self, adapted_at: int) -> int:
         """Optimizer steps begun since the last adaptation, or forwards where none was seen yet."""
@@ -183,15 +202,11 @@ class Schedule:
 
     def drawing_due(self, in_steps: int = 0) -> bool:
         """Whether the gradient should be drawn this many steps from now."""
-        if not self._can_measure():
-            return False
-        return self.policy.drawing_due(self.step + in_steps)
+        return self.adapter is not None and self._can_measure() and self.policy.drawing_due(self.step + in_steps)
 
     def _can_measure(self) -> bool:
-        """Whether an adaptation is possible now; the same on all ranks."""
-        if self.adapter is None or self._is_lazy() or not self._is_trained():
-            return False
-        return not self._joins.inside
+        """Whether anything can be measured now; the same on all ranks."""
+        return not self._is_lazy() and self._is_trained() and not self._joins.inside
 
     def _is_lazy(self) -> bool:
         """Whether a parameter or buffer of the model has yet to take its shape from the first forward, the job's own.
@@ -220,14 +235,49 @@ class Schedule:
 
     def draw(self, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Draw the gradient if that is due and no adaptation is; an adaptation measures it anyway."""
-        if self.adapter is not None and self.drawing_due() and not self.due():
+        if self.adapter is not None and self.drawing_due() and not self._adaptation_due():
             self.meet("measuring the gradient")
             with self.measurement():
                 self.adapter.draw(self.step, loss, unit)
 
+    def measure(self, batch: ProbeBatch) -> None:
+        """Adapt or verify, whichever is due."""
+        if self._adaptation_due():
+            self.adapt(batch)
+        else:
+            self.verify(batch)
+
+    def verify(self, batch: ProbeBatch, *, provisional: bool = False) -> None:
+        """Compare the gradient under the current plan with the exact one; what causes a fault is stored exactly.
+
+        Where bits adapt they do so instead, as sensitivities may have changed. provisional: they cannot, as the loss is
+        not known yet.
+        """
+        if self.verifier is None or self.hooks is None or not self._can_measure():
+            return
+        self.meet("comparing the gradient with the exact one")
+        search = provisional or self.adapter is None
+        with self.measurement():
+            _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
+        if fault is not None:
+            _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
+            self.adapt(batch)
+        if found:
+            self.hooks.plan = self.plan.updated(dict.fromkeys(found))
+            for group in self.groups:
+                distributed.check_agreement(self.plan.bits, group=group)
+            adaptation = Adaptation({}, {}, 0.0, 0.0, {}, kept=True, stored_exactly=found)
+            self.history.append(adaptation.to_dict(self.step))
+
     def adapt(self, batch: ProbeBatch, *, in_step: bool = True) -> None:
-        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt."""
-        if self.adapter is None or self.hooks is None or not self.enabled:
+        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt.
+
+        With a policy that does not adapt, its plan is verified.
+        """
+        if self.hooks is None or not self.enabled:
+            return
+        if self.adapter is None:
+            self.verify(batch)
             return
         if self._is_lazy():
             raise ValueError(
@@ -271,12 +321,14 @@ class Schedule:
             {} if self.hooks is None else self.hooks.state_dict(),
             {} if self.adapter is None else self.adapter.state_dict(),
             None if self._optimizer is None else self._optimizer.state,
+            {} if self.verifier is None else self.verifier.state_dict(),
         )
 
     def load(self, state: State) -> None:
         """Go on from a state. Raises StateError for a value in it, and changes nothing then."""
         learnt: LearntNames | None = None if self.hooks is None else self.hooks.parse_state(state.hooks)
         adapted: LearntByAdapting | None = None if self.adapter is None else self.adapter.parse_state(state.adapter)
+        verified: LearntByVerifying = Verifier.parse_state(state.verifier)
         self.step, self._adapted_at, self._interval = state.step, state.adapted_at, state.interval
         self.sensitivity, self.history = dict(state.sensitivity), list(state.history)
         self._plan_while_off = state.plan
@@ -285,6 +337,8 @@ class Schedule:
             self.hooks.load_state(learnt)
         if self.adapter is not None and adapted is not None:
             self.adapter.load_state(adapted)
+        if self.verifier is not None:
+            self.verifier.load_state(verified)
         if self._optimizer is not None:
             # as many as forwards, in a state that says nothing
             forwards = 0 if state.adapted_at is None else state.step + 1 - state.adapted_at

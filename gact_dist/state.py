@@ -43,6 +43,8 @@ class State:
     """of Adapter.state_dict()"""
     optimizer_steps: int | None
     """of OptimizerSteps.state"""
+    verifier: dict[str, Any]
+    """of Verifier.state_dict()"""
 
     def fields(self) -> dict[str, Any]:
         """Plain values for JSON. With compression off there is no default to speak of."""
@@ -58,6 +60,7 @@ class State:
             "sensitivity": self.sensitivity,
             "engine": self.hooks,
             "adapter": self.adapter,
+            "verifier": self.verifier,
             "history": _bounded(self.history),
         }
 
@@ -86,6 +89,7 @@ class State:
             hooks=hooks,
             adapter=_fields.read(fields, "adapter", _fields.mapping(_fields.anything), {}),
             optimizer_steps=_fields.read(fields, "optimizer_steps", _fields.optional(_fields.integer(0)), None),
+            verifier=_fields.read(fields, "verifier", _fields.mapping(_fields.anything), {}),
         )
 
 

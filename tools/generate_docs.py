@@ -50,6 +50,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "error": {"exclusiveMinimum": 0},
     "adapt_interval": {"minimum": 1},
     "adapt_tolerance": {"minimum": 0},
+    "noise_limit": {"minimum": 0},
+    "watch_interval": {"minimum": 0},
     "calibration_samples": {"minimum": 1},
     "group_size": {"enum": list(GROUP_SIZES)},
     "min_numel": {"minimum": 0},

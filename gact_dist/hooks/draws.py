@@ -29,15 +29,15 @@ class Draw:
         """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the compressible tensors, by
         what the graph holds of each."""
         self.plan = plan
-        self._encoder, self._number, self._firsts = encoder, number, firsts
+        self.encoder, self._number, self._firsts = encoder, number, firsts
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
-        self._encoder.keys.begin(-self._number)  # no step of the job has these
+        self.encoder.keys.begin(-self._number)  # no step of the job has these
         try:
             yield
         finally:
-            self._encoder.keys.begin(0)
+            self.encoder.keys.begin(0)
 
     def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted) -> Stored:
         """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded."""
@@ -60,7 +60,7 @@ class Draw:
             payload: Tensor | codec.Packed = handle.tensor
             if first is not None and self.plan.bits_of(first.name) is not None:
                 with self._keys(), torch.no_grad():
-                    payload = self._encoder.encode(handle.tensor, first.name, Role.ACTIVATION, self.plan)
+                    payload = self.encoder.encode(handle.tensor, first.name, Role.ACTIVATION, self.plan)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)
@@ -74,9 +74,9 @@ class Draw:
 class StoredAgain:
     """Stores what one further run of a block saves as a step would: what a Replay is given to keep tensors."""
 
-    def __init__(self, draw: Draw, encoder: Encoder) -> None:
+    def __init__(self, draw: Draw) -> None:
         self._draw = draw
-        self._sink = Store(encoder, draw.plan, Account())
+        self._sink = Store(draw.encoder, draw.plan, Account())
         self._known: dict[tuple, Stored] = {}
 
     def __call__(self, tensor: Tensor, first: Replaceable | Noted) -> Stored:

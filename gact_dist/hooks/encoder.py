@@ -1,6 +1,10 @@
 """What is kept of a saved tensor: which codec it gets, at which bits, with which random numbers."""
 
+from __future__ import annotations
+
+import copy
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,12 @@ class Encoder:
         self._min_numel = max(config.min_numel, 1)
         self._rounds = policy.rounds
         self._pack = codec.pack_error_bounded if policy.error_bounded else codec.pack
+
+    def of_part(self, fraction: float) -> Encoder:
+        """The same for a part of a step's examples: what it rounds is what the step rounds, though it is smaller."""
+        encoder = copy.copy(self)
+        encoder._min_numel = max(1, math.ceil(self._min_numel * fraction))
+        return encoder
 
     def rounds(self, tensor: Tensor) -> bool:
         """Whether a tensor may be rounded, as far as its type and size tell."""

@@ -221,14 +221,17 @@ class SavedTensorHooks:
             record.notes = False
 
     @contextmanager
-    def rehearsal(self, plan: Plan | None = None, draw: int = 0) -> Iterator[Footprint]:
+    def rehearsal(self, plan: Plan | None = None, draw: int = 0, fraction: float = 1.0) -> Iterator[Footprint]:
         """Compress as a step would, note what that keeps, and leave no trace of it.
 
-        plan: used in place of the current one. draw: a different number gives different rounding.
+        plan: used in place of the current one. draw: a different number gives different rounding. fraction: of a step's
+        examples that the forward sees.
         """
         footprint = Footprint()
         account = Account(footprint)
-        sink = Store(self.encoder, self.plan if plan is None else plan, account)  # it need not leave the device
+        sink = Store(
+            self.encoder.of_part(fraction), self.plan if plan is None else plan, account
+        )  # it need not leave the device
         with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
             yield footprint
         footprint.exact_bytes = account.exact_bytes

@@ -1,5 +1,6 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
+from .comparison import Comparison, compared
 from .isolation import untouched
 from .one_pass import MeasurementError, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
@@ -7,12 +8,14 @@ from .probe import Observation, ProbeBatch, ProbePart
 from .second_moment import rounded_moments
 
 __all__ = [
+    "Comparison",
     "MeasurementError",
     "Observation",
     "ProbeBatch",
     "ProbePart",
     "Sensitivity",
     "blocks_of",
+    "compared",
     "measure",
     "of_whole_batch",
     "rounded_moments",

@@ -121,6 +121,26 @@ class ProbeBatch:
             self._use_whole()
         return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1)), 1.0)]
 
+    def quarter(self, measure: Callable[[ProbePart], _T], finer: int = 1) -> tuple[_T, float]:
+        """measure(part) of the first quarter of the batch, and the fraction of the batch that it is.
+
+        finer: times fewer examples. An observation may have fewer. If the loss function refuses so few, it gets more,
+        at last all.
+        """
+        known = self._batch.fraction if isinstance(self._batch, Observation) else 1.0
+        inputs = _inputs_of(self._batch)
+        size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
+        parts = 1 if size is None or self._refuses_parts else _PARTS * finer
+        while parts > 1:
+            part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
+            try:
+                found = measure(ProbePart(partial(self._loss_of, part, share), share * known, 0, parts))
+            except _PartRefused:
+                parts //= 2
+                continue
+            return found, share * known
+        return measure(ProbePart(self.loss_of_whole, known, 0, 1)), known
+
     def _split(self, parts: int) -> Iterator[ProbePart]:
         size = batch_size(_inputs_of(self._part)) if parts > 1 else None
         if size is None:
@@ -255,6 +275,21 @@ class Observation:
             # the gradient of a mean over the batch is 1/batch for each example; that of a scalar output is not
             scale = 1.0 / self.fraction if output.dim() > 0 else 1.0
             terms.append(_Product.apply(output, gradient.to(output.dtype) * scale))
+        return torch.stack(terms).sum()
+
+    def any_loss(self, model: nn.Module) -> Tensor:
+        """A scalar for a job whose loss is not known yet: its outputs of one element, or else in random directions.
+
+        Raises MeasurementError where no output has a graph.
+        """
+        args, kwargs = self.inputs
+        with self._under_autocast():
+            outputs = [output for output in tensors_of(model(*args, **kwargs)) if output.requires_grad]
+        if not outputs:
+            raise MeasurementError("no output of the model has a graph")
+        scalars = [output for output in outputs if output.numel() == 1]
+        terms = [_Product.apply(output, torch.ones_like(output)) for output in scalars]
+        terms = terms or [_Product.apply(output, torch.randn_like(output)) for output in outputs]
         return torch.stack(terms).sum()
 
     @contextmanager

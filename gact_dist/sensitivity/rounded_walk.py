@@ -1,27 +1,29 @@
-"""The moments of a gradient under rounding, one block at a time.
+"""A gradient under rounding, several times, one block at a time.
 
 [Note: rounded walk] A backward under rounding visits the blocks from the last to the first. Each runs again as in
 walk.py, but what it saves is stored as a step would store it, and its backward turns the gradient at its outputs into
 that at its inputs. All passes walk side by side, each with other random numbers. So the gradients of one parameter are
 there for all passes at the same time, and only their contributions to the two moments remain. A parameter that several
 parts of the model use is the exception: the gradients of each pass are summed until the last of these parts is visited.
+A pass may also store nothing rounded: comparison.py has the others beside it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import codec
 from ..distributed import gathered, whole_value
-from ..hooks import Draw, Replaceable, SavedTensorHooks, StoredAgain
-from ..policies import Moments, Plan
+from ..hooks import Draw, Replaceable, StoredAgain
+from ..policies import Moments
 from .autograd_graph import float32_parts
 from .blocks import Between, BlockForward, Exit, Visit
 from .parts import Part, present
@@ -47,8 +49,34 @@ class RunningMoments:
         self.mean = self.mean + apart / self.count
 
 
-class GradientMoments:
-    """Moments of gradients that come in parts, with no whole gradient there at any time."""
+class RunningComparison:
+    """Of gradients, or the same part of each, with the first one."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+        self.square = 0.0
+        """squared norm of the first"""
+        self.error = 0.0
+        """sum of the others' squared distances from it"""
+
+    def add(self, gradient: Tensor) -> None:
+        """One more, in float32."""
+        if self._first is None:
+            self._first, self.square = gradient, squared_norm(gradient)
+        else:
+            self.error += squared_norm(gradient - self._first)
+
+
+def squared_norm(gradient: Tensor) -> float:
+    """In float64, in which the square of a finite float32 is finite. A collective call for a distributed tensor."""
+    return whole_value(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+
+
+_Running = TypeVar("_Running", RunningMoments, RunningComparison)
+
+
+class GradientsInParts(ABC, Generic[_Running]):
+    """What is learnt of several gradients that come in parts, with no whole gradient there at any time."""
 
     def __init__(self, uses: Counter[Any], passes: int) -> None:
         """uses: by parameter, how many parts of a model use it."""
@@ -56,8 +84,15 @@ class GradientMoments:
         self._shared = {key for key, count in uses.items() if count > 1}
         self._passes = passes
         self._sums: dict[Any, list[Tensor | None]] = {}
-        self._running: dict[Any, RunningMoments] = {}
-        self._scatter = self._square = 0.0
+        self._running: dict[Any, _Running] = {}
+
+    @abstractmethod
+    def _start(self) -> _Running:
+        """For a parameter whose first gradient comes."""
+
+    @abstractmethod
+    def _finish(self, running: _Running) -> None:
+        """All gradients of a parameter have come."""
 
     def add(self, key: Any, number: int, gradient: Tensor | None) -> None:
         """What one part of the model contributes to a parameter's gradient in one pass; passes come in their order."""
@@ -65,7 +100,7 @@ class GradientMoments:
             return
         gradient = float32_parts(gradient)
         if key not in self._shared:
-            self._running.setdefault(key, RunningMoments()).add(gradient)
+            self._one_more(key, gradient)
             return
         sums = self._sums.setdefault(key, [None] * self._passes)
         before = sums[number]
@@ -78,43 +113,93 @@ class GradientMoments:
             if self._left[key] == 0:
                 self._complete(key)
 
+    def _one_more(self, key: Any, gradient: Tensor) -> None:
+        if key not in self._running:
+            self._running[key] = self._start()
+        self._running[key].add(gradient)
+
     def _complete(self, key: Any) -> None:
         for gradient in self._sums.pop(key, ()):
             if gradient is not None:
-                self._running.setdefault(key, RunningMoments()).add(gradient)
+                self._one_more(key, gradient)
         running = self._running.pop(key, None)
         if running is not None:
-            self._scatter += running.scatter
-            self._square += whole_value(running.mean.square().sum())
+            self._finish(running)
 
-    def moments(self) -> Moments:
+    def _complete_all(self) -> None:
         """When all parts have been visited."""
         for key in [*self._sums, *self._running]:
             self._complete(key)
+
+
+class GradientMoments(GradientsInParts[RunningMoments]):
+    """The moments of gradients that differ in their rounding."""
+
+    def __init__(self, uses: Counter[Any], passes: int) -> None:
+        super().__init__(uses, passes)
+        self._scatter = self._square = 0.0
+
+    def _start(self) -> RunningMoments:
+        return RunningMoments()
+
+    def _finish(self, running: RunningMoments) -> None:
+        self._scatter += running.scatter
+        self._square += whole_value(running.mean.square().sum())
+
+    def moments(self) -> Moments:
+        """When all parts have been visited."""
+        self._complete_all()
         noise = self._scatter / (self._passes - 1)
         return Moments(noise, self._square - noise / self._passes)
+
+
+class GradientComparison(GradientsInParts[RunningComparison]):
+    """How far the later gradients are from the first."""
+
+    def __init__(self, uses: Counter[Any], passes: int) -> None:
+        super().__init__(uses, passes)
+        self._error = self._square = 0.0
+
+    def _start(self) -> RunningComparison:
+        return RunningComparison()
+
+    def _finish(self, running: RunningComparison) -> None:
+        self._error += running.error
+        self._square += running.square
+
+    def result(self) -> tuple[float, float]:
+        """(mean squared distance from the first gradient, its squared norm), when all parts have been visited."""
+        self._complete_all()
+        return self._error / (self._passes - 1), self._square
 
 
 class RoundedWalk:
     """The walk over the blocks of one forward. See [Note: rounded walk]."""
 
-    def __init__(
-        self, hooks: SavedTensorHooks, forward: BlockForward, plan: Plan, *, passes: int, first_draw: int
-    ) -> None:
-        """forward: that has run and has its graph. first_draw: of the random numbers of the first pass."""
-        self._forward, self._encoder = forward, hooks.encoder
-        numbers = range(first_draw, first_draw + passes)
-        self._draws = [Draw(hooks.encoder, plan, number, forward.firsts) for number in numbers]
-        self._between = [draw.payloads(forward.between) for draw in self._draws]
+    def __init__(self, forward: BlockForward, draws: Sequence[Draw | None]) -> None:
+        """forward: that has run and has its graph. draws: one for each pass, None: nothing is rounded."""
+        self._forward, self._draws = forward, draws
+        self._between = [{} if draw is None else draw.payloads(forward.between) for draw in draws]
         self._gradients: dict[Exit, list[Tensor | None]] = {}
-        uses = Counter(self._leaves_of(forward.last))
+        self._uses = Counter(self._leaves_of(forward.last))
         for visit in forward.visits:
-            uses.update(visit.leaves)
-            uses.update(self._leaves_of(visit.before))
-        self._found = GradientMoments(uses, passes)
+            self._uses.update(visit.leaves)
+            self._uses.update(self._leaves_of(visit.before))
+        self._found: GradientsInParts[Any]
 
     def moments(self) -> Moments:
-        """Of the gradient of all parameters."""
+        """Of the gradient of all parameters, over the passes."""
+        self._found = found = GradientMoments(self._uses, len(self._draws))
+        self._walk()
+        return found.moments()
+
+    def comparison(self) -> tuple[float, float]:
+        """Of the gradient of all parameters in the later passes with that in the first. See GradientComparison."""
+        self._found = found = GradientComparison(self._uses, len(self._draws))
+        self._walk()
+        return found.result()
+
+    def _walk(self) -> None:
         self._flow(self._forward.last, [[]] * len(self._draws))
         for visit in reversed(self._forward.visits):
             gradients = [self._gradients.pop(end, [None] * len(self._draws)) for _, end in visit.exits]
@@ -123,7 +208,6 @@ class RoundedWalk:
             else:
                 self._found.leave(self._leaves_of(visit.before))
             self._found.leave(visit.leaves)
-        return self._found.moments()
 
     def _leaves_of(self, between: Between | None) -> list[Any]:
         """In an order that all ranks have: what is complete takes collectives under tensor parallelism."""
@@ -142,7 +226,8 @@ class RoundedWalk:
         return found
 
     def _one_pass_through(self, visit: Visit, number: int, entering: Sequence[Tensor | None]) -> list[Tensor | None]:
-        keep = StoredAgain(self._draws[number], self._encoder)
+        draw = self._draws[number]
+        keep: Callable[[Tensor, Any], Any] = _as_it_is if draw is None else StoredAgain(draw)
         with self._rounded(number), self._forward.again(visit, keep) as (part, _, _):
             heads, given = present(part.heads, entering)
             return self._gradients_of(Part(heads, part.tails, part.leaves, ()), given, number)
@@ -163,7 +248,7 @@ class RoundedWalk:
         self._found.leave(self._leaves_of(between))
 
     def _gradients_of(self, part: Part, entering: Sequence[Tensor] | None, number: int) -> list[Tensor | None]:
-        """The gradients at a part's tails; those of its parameters are added to the moments."""
+        """The gradients at a part's tails; those of its parameters are added to what is found."""
         found = part.gradients(entering)
         count = len(part.tails)
         for (_, edge), gradient in zip(part.leaves, found[count:], strict=False):
@@ -186,6 +271,10 @@ class RoundedWalk:
         finally:
             for handle in self._between[number]:
                 handle.on_restore = handle.replacement = None
+
+
+def _as_it_is(tensor: Tensor, _: Any) -> Replaceable:
+    return Replaceable(tensor)
 
 
 def _decode(handle: Replaceable, payload: Tensor | codec.Packed) -> None:

@@ -11,26 +11,28 @@ micro-batches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed import TENSOR_PARALLELISM, sharding, whole_value
-from ..hooks import ReplayError, SavedTensorHooks, has_compiled_parts
+from ..distributed import TENSOR_PARALLELISM, sharding
+from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
-from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
+from .autograd_graph import nodes_below, parameters_among, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .one_pass import BOUNDARY_BITS, InnerBackwardError, MeasurementError
 from .partition import blocks_of
-from .rounded_walk import RoundedWalk
+from .rounded_walk import GradientMoments, RoundedWalk
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def rounded_moments(
@@ -52,82 +54,95 @@ def rounded_moments(
     forwards and backwards like a step's. Raises MeasurementError where that would take a whole model whose parameters
     are sharded.
     """
+    plan = hooks.plan if plan is None else plan
+    numbers = range(draw * passes, (draw + 1) * passes)
+
+    def by_walk(cut: BlockForward) -> Moments:
+        return RoundedWalk(cut, [Draw(hooks.encoder, plan, number, cut.firsts) for number in numbers]).moments()
+
+    def of_whole() -> Moments:
+        return _of_whole(hooks, model, forward, plan, numbers)
+
+    return walked(hooks, model, forward, by_walk, of_whole, seed=draw)
+
+
+def walked(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    forward: Callable[[], Any],
+    by_walk: Callable[[BlockForward], _T],
+    of_whole: Callable[[], _T],
+    *,
+    seed: int,
+    fraction: float = 1.0,
+    kind: type[BlockForward] = BlockForward,
+) -> _T:
+    """What by_walk() makes of a forward that is cut at its blocks; of_whole() where none can be cut.
+
+    fraction: of a step's examples that forward sees. kind: of the forward that is cut.
+    Raises MeasurementError where it would take a whole model whose parameters are sharded.
+    """
     blocks = [] if has_compiled_parts(model) else blocks_of(model, hooks.config.blocks)
     whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
     while blocks:
+        mode = MeasuringMode(differentiable=False)
+        cut = kind(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
         try:
-            return _by_walk(hooks, model, blocks, forward, plan, passes, draw)
+            with untouched(model, blocks), _refusing_inner_backward(mode), cut.run(forward, fraction):
+                if mode.inner_backward:
+                    raise InnerBackwardError
+                return by_walk(cut)
         except (CutError, ReplayError, InnerBackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
             _log.info("%s: drawing gradients with what is around it", error)
             blocks = [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
-    return _of_whole(hooks, model, forward, plan, passes, draw)
+    return of_whole()
 
 
-def _by_walk(
-    hooks: SavedTensorHooks,
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    forward: Callable[[], Any],
-    plan: Plan | None,
-    passes: int,
-    draw: int,
-) -> Moments:
-    mode = MeasuringMode(differentiable=False)
-    cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=draw)
+@contextmanager
+def _refusing_inner_backward(mode: MeasuringMode) -> Iterator[None]:
+    """Within the context checkpoints can be measured, and what a backward within the forward raises at the border of a
+    block is an InnerBackwardError."""
     try:
-        with untouched(model, blocks), measurable(mode), cut.run(forward, 1.0):
-            if mode.inner_backward:
-                raise InnerBackwardError
-            walk = RoundedWalk(
-                hooks, cut, hooks.plan if plan is None else plan, passes=passes, first_draw=draw * passes
-            )
-            return walk.moments()
-    except RuntimeError as error:  # the inner backward may have met the border of a block
+        with measurable(mode):
+            yield
+    except RuntimeError as error:
         if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
             raise InnerBackwardError from error
         raise
 
 
 def _of_whole(
+    hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Any], plan: Plan, numbers: Sequence[int]
+) -> Moments:
+    """Nothing is kept exactly, so a pass takes the memory of a step."""
+    found = GradientMoments(Counter(), len(numbers))
+    for number in numbers:
+        gradient, _ = whole_gradient(hooks, model, forward, plan, number)
+        for key, part in gradient.items():
+            found.add(key, number, part)
+    return found.moments()
+
+
+def whole_gradient(
     hooks: SavedTensorHooks,
     model: nn.Module,
     forward: Callable[[], Any],
-    plan: Plan | None,
-    passes: int,
+    plan: Plan,
     draw: int,
-) -> Moments:
-    """Nothing is kept exactly, so a pass takes the memory of a step."""
-    mean = _rounded_gradient(hooks, model, forward, plan, draw * passes)
-    scatter = 0.0
-    for number in range(2, passes + 1):
-        gradient = _rounded_gradient(hooks, model, forward, plan, draw * passes + number - 1)
-        apart = [rounded - part for rounded, part in zip(gradient, mean, strict=True)]
-        scatter += _square(apart) * (number - 1) / number
-        mean = [part + distance / number for part, distance in zip(mean, apart, strict=True)]
-    noise = scatter / (passes - 1)
-    return Moments(noise, _square(mean) - noise / passes)
+    fraction: float = 1.0,
+) -> tuple[dict[int, Tensor], Footprint]:
+    """The gradient of each parameter that the loss depends on, by its number, and what was kept for it.
 
-
-def _rounded_gradient(
-    hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Any], plan: Plan | None, draw: int
-) -> list[Tensor]:
+    plan, draw, fraction: as for SavedTensorHooks.rehearsal().
+    """
     # what is compiled is compiled anew under a mode, and has no closure that calls backward
     mode = None if has_compiled_parts(model) else MeasuringMode(differentiable=False)
     context: Any = mode or nullcontext()
     with untouched(model), measurable(context):
-        with hooks.rehearsal(plan, draw=draw), context:
+        with hooks.rehearsal(plan, draw, fraction) as footprint, context:
             result = forward()
-        return _gradient(result if mode is None else mode.root_of(result))
-
-
-def _gradient(loss: Any) -> list[Tensor]:
-    """The gradient of the parameters that the loss depends on, in float32."""
-    root = scalar(loss)
-    found = torch.autograd.grad(root, parameters_among(nodes_below([root])), allow_unused=True)
-    return [float32_parts(part) for part in found if part is not None]
-
-
-def _square(gradient: Sequence[Tensor]) -> float:
-    return sum(whole_value(part.square().sum()) for part in gradient)
+        root = scalar(result if mode is None else mode.root_of(result))
+        found = torch.autograd.grad(root, parameters_among(nodes_below([root])), allow_unused=True)
+        return {number: part for number, part in enumerate(found) if part is not None}, footprint

@@ -10,10 +10,16 @@ from ranks import count_collectives
 from gact_dist import Config
 
 EXACT = Config.from_level("exact")
-ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16)
-# one all_reduce to learn that no rank failed, one all_gather of name digests and one all_reduce of statistics, then one
-# all_gather of plan digests
-ADAPTATION_COLLECTIVES = 4
+ADAPTIVE = Config.from_level(
+    "L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16, watch_interval=0
+)
+UNIFORM = Config.from_level("L1", min_numel=16, watch_interval=0)
+# one all_reduce to learn that no rank failed, one of what each rank saw, one all_gather of name digests and one
+# all_reduce of the gradients' errors
+COMPARISON_COLLECTIVES = 4
+# one all_reduce to learn that no rank failed, one all_gather of name digests and one all_reduce of statistics, then the
+# comparison, and one all_gather of plan digests
+ADAPTATION_COLLECTIVES = 4 + COMPARISON_COLLECTIVES
 # ranks that saw different tensors exchange the names as well, and all_gather_object is two all_gathers
 NAMES_COLLECTIVES = 2
 
@@ -67,9 +73,10 @@ def test_adaptation_leaves_the_job_bitwise_untouched(ranks, name):
 
 def test_comparison_sees_real_compression(ranks):
     """The tests above could not fail if rounding did not show in the trace."""
-    for found, untouched, ours, *_ in ranks(compared, JOBS["gpt"], Config.from_level("L1", min_numel=16), False):
+    for found, untouched, ours, *_ in ranks(compared, JOBS["gpt"], UNIFORM, False):
         assert "final head.weight" in found
-        assert ours == untouched  # a uniform level never communicates
+        # a uniform level communicates in its first step alone
+        assert ours == [untouched[0] + COMPARISON_COLLECTIVES, *untouched[1:]]
 
 
 def calibrated_amid_accumulation():

@@ -19,15 +19,17 @@ from gact_dist import Config
 
 STEPS, MICROBATCHES = 4, 4
 EXACT = Config(policy="exact")
-ADAPTING = Config(bits=4, adapt_interval=1, adapt_tolerance=0, calibration_samples=2, min_numel=16)
+ADAPTING = Config(bits=4, adapt_interval=1, adapt_tolerance=0, calibration_samples=2, min_numel=16, watch_interval=0)
 # Of an adaptation under follow(): whether every replica has run a backward, whether any failed, names, statistics, the
-# plan. It is due at the first forward of every optimizer step, and at every forward until an optimizer step was seen.
+# plan; of the comparison, whether any failed, what each saw, names, errors. It is due at the first forward of every
+# optimizer step, and at every forward until an optimizer step was seen. The very first forward is compared as well.
 # In the first step the second stage of 1F1B, which has its backward after each forward, adapts at three of four; the
 # first stage has two forwards before one backward, and asks in vain.
-ADAPTATION, QUESTION = 5, 1
+COMPARISON = 4
+ADAPTATION, QUESTION = 5 + COMPARISON, 1
 COLLECTIVES_MORE = {
-    0: [3 * QUESTION] + [ADAPTATION] * (STEPS - 1),
-    1: [3 * ADAPTATION] + [ADAPTATION] * (STEPS - 1),
+    0: [COMPARISON + 3 * QUESTION] + [ADAPTATION] * (STEPS - 1),
+    1: [COMPARISON + 3 * ADAPTATION] + [ADAPTATION] * (STEPS - 1),
 }
 
 

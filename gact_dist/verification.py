@@ -1,0 +1,322 @@
+"""Whether the gradient under a plan is near the exact one, and if it is not, which tensors have to be stored exactly.
+
+[Note: faults] The ranks compare the gradient under a plan with the exact one, each on the first quarter of its own
+batch (see [Note: comparison] in sensitivity/comparison.py). It is a fault of the plan if
+
+* on any rank the rounded gradient is not finite, and the exact one is;
+* the mean error over the ranks is more than Config.noise_limit times what the sensitivities predict, and more than a
+  thousandth of the squared gradient. A mean loss over n of N examples has N/n times the variance of all of them. The
+  prediction of an adaptation is used until the next one, and grows with the squared gradient;
+* it is more than the squared gradient, and at 8 bits for all tensors still is; or it is a thousand times as much. Where
+  few bits add more noise than there is gradient, that may be due to the width, and is a warning. 8 bits add 1e-6 to
+  2e-4 of it to a model that can be rounded at all, and the most that was met of a job that still learns is 160 times,
+  at 2 bits (benchmarks/results/fidelity.md).
+
+One rounding of one part of the examples is enough to tell. Over seeds, levels and steps of small models its error was
+0.7 to 1.7 times what was predicted, in the jobs of fidelity.md it is 0.01 to 2 times, and 11 times for a transformer at
+uniform 2 bits (benchmarks/results/README.md); a backward that cannot bear rounding has thousands.
+
+At 2 bits a fresh prediction was met by 17 times as much in a small GPT after 256 steps, where the plan before it had
+4,200 times its own: what that was made from no longer held of the attention. So where bits adapt, a plan in use that
+has become faulty causes an adaptation, whose plan is verified in turn.
+
+[Note: search] Let the tensors be in the order of what they are predicted to add. The shortest beginning of this order
+that has to be stored exactly for the fault to vanish is found by halves. Its last tensor is a culprit; if storing it
+alone does not do, the search goes on before it. Tensors go together that the same line of the same kind of module makes
+or reads, in modules whose paths differ only in numbers: what cannot be rounded in one layer cannot in the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from . import _fields, distributed
+from .hooks import SavedTensorHooks
+from .policies import WIDTHS, Plan
+from .sensitivity import Comparison, MeasurementError, ProbeBatch, ProbePart, compared
+
+_log = logging.getLogger(__name__)
+# Plans that one search may try: enough to find four kinds of tensors among a hundred.
+_MOST_TRIES = 32
+# An error below this part of the squared gradient, less than 4 bits add, is none that a job would notice, whatever was
+# predicted. A VAE whose outputs saturated had 0.002, a thousand times its prediction, four steps before it had 1e6.
+_NEGLIGIBLE = 0.001
+_HOPELESS = 1000.0  # times the squared gradient
+_FINEST = 16  # a part of the batch that is a 64th
+_SHOWN = 8  # names in a message
+_GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What all ranks saw in one comparison, the same on every rank."""
+
+    compared: bool
+    """whether any rank could compare, and had a finite gradient"""
+    overflowed: bool
+    """whether any rank's exact gradient was not finite"""
+    finite: bool
+    """whether no rank's gradient became infinite or NaN by rounding"""
+    error: float
+    square: float
+    """means over the ranks"""
+    parts: float
+    """mean over the ranks of N/n, of how many examples one was compared"""
+
+
+_Compare = Callable[[Plan], _Seen]
+
+
+class Verdict(NamedTuple):
+    """The outcome of a verification, the same on every rank."""
+
+    judged: bool
+    """whether the exact gradient was finite, so that it could be compared with"""
+    found: dict[str, str]
+    """the tensors that have to be stored exactly from now on, each with the reason"""
+    fault: str | None = None
+    """what is wrong with the plan, where nothing was searched for"""
+
+
+class LearntByVerifying(NamedTuple):
+    """What a state holds of a Verifier."""
+
+    exact: dict[str, str]
+    at: int | None
+    predicted: float | None
+    square: float
+
+
+class Verifier:
+    """Verifies the plans of one model. All its decisions follow from numbers reduced over the ranks."""
+
+    def __init__(self, model: nn.Module, hooks: SavedTensorHooks, groups: Sequence[Any]) -> None:
+        """groups: over which ranks share one plan, to reduce over one after the other."""
+        self._model, self._hooks, self._groups = model, hooks, groups
+        self._limit = hooks.config.noise_limit
+        self.exact: dict[str, str] = {}
+        """the tensors that were found so far, each with the reason"""
+        self.at: int | None = None
+        """the step of the last verification"""
+        self._predicted: float | None = None  # variance that the plan adds, on the whole batch of a rank
+        self._square = 0.0  # the squared gradient that this was predicted for
+        self._names: tuple[str, ...] = ()  # of the tensors that the last comparison rounded
+        self._warned = False
+        self._finer = 1  # times fewer examples than a quarter of the batch, for which memory may be enough
+
+    def verify(
+        self,
+        batch: ProbeBatch,
+        plan: Plan,
+        step: int,
+        *,
+        predicted: float | None = None,
+        variances: Mapping[str, float] | None = None,
+        provisional: bool = False,
+        search: bool = True,
+    ) -> Verdict:
+        """Compare, and search if that shows a fault. A collective call. See [Note: faults].
+
+        predicted: variance that the plan adds to the gradient of a rank's batch; without it, that of the last
+        adaptation. variances: of single tensors, to begin the search with the largest. provisional: the next step is to
+        verify as well. search: false leaves a fault to the caller.
+        Raises on every rank what the loss function or the model raised on any.
+        """
+        compare = partial(self._compare, batch, step)
+        seen = compare(plan)
+        # a gradient that overflows, as while a loss scale settles, is compared again in the next step
+        if not provisional and (seen.compared or not seen.overflowed):
+            self.at = step
+        if not seen.compared:
+            return Verdict(False, {})
+        if predicted is not None:
+            self._predicted, self._square = predicted, seen.square
+        reason = self._fault(seen, plan, compare)
+        if reason is None:
+            self._warn_of_noise(seen)
+            return Verdict(True, {})
+        if not search:
+            return Verdict(True, {}, reason)
+        found, complete = self._culprits(plan, variances or {}, compare)
+        self._warn_of_noise(compare(plan.updated(dict.fromkeys(found))))
+        return Verdict(True, self._store_exactly(found, reason, complete))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learnt."""
+        return {"exact": self.exact, "at": self.at, "predicted": self._predicted, "square": self._square}
+
+    @staticmethod
+    def parse_state(state: Mapping[str, Any]) -> LearntByVerifying:
+        """What load_state() takes, from what state_dict() gave. Raises StateError."""
+        number = _fields.number(0.0)
+        return LearntByVerifying(
+            _fields.read(state, "exact", _fields.mapping(_fields.text), {}),
+            _fields.read(state, "at", _fields.optional(_fields.integer(0)), None),
+            _fields.read(state, "predicted", _fields.optional(number), None),
+            _fields.read(state, "square", number, 0.0),
+        )
+
+    def load_state(self, learnt: LearntByVerifying) -> None:
+        """Go on with what parse_state() returned."""
+        self.exact, self.at, self._predicted, self._square = dict(learnt.exact), *learnt[1:]
+
+    # -- one comparison ---------------------------------------------------------------------------------------------
+
+    def _compare(self, batch: ProbeBatch, step: int, plan: Plan) -> _Seen:
+        while True:
+            own, fraction, fits = self._own(batch, step, plan)
+            overflowed = own is not None and not own.exact_is_finite
+            row, broken = [math.nan] * 3, False
+            if own is not None and own.exact_is_finite:
+                row, broken = [1.0 / fraction, own.square, own.error], not math.isfinite(own.error)
+            self._names = () if own is None else own.rounded
+            conditions = [own is not None and own.exact_is_finite, overflowed, broken, not fits]
+            any_compares, any_overflows, any_breaks, any_lacks = distributed.any_rank(conditions, self._groups)
+            if not any_lacks or self._finer == _FINEST:
+                break
+            self._finer *= 2
+        values = torch.tensor([row], dtype=torch.float64)
+        parts, square, error = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
+        return _Seen(any_compares, any_overflows, not any_breaks, error, square, parts)
+
+    def _own(self, batch: ProbeBatch, step: int, plan: Plan) -> tuple[Comparison | None, float, bool]:
+        """What this rank sees, None if it cannot compare; the fraction of its batch; whether its memory was enough."""
+
+        def compare(part: ProbePart) -> Comparison:
+            return compared(self._hooks, self._model, part.forward, plan, draw=step, fraction=part.fraction)
+
+        with distributed.raises_on_all(self._groups, "comparing the gradient with the exact one"):
+            try:
+                return *batch.quarter(compare, self._finer), True
+            except torch.OutOfMemoryError as error:
+                text = str(error).split("\n", 1)[0]
+                _log.warning("out of memory while comparing the gradient with the exact one on this rank: %s", text)
+                return None, 1.0, False
+            except distributed.PeerFailedError:
+                pass  # that rank says why; if it can go on, so will this one
+            except MeasurementError as error:
+                _log.info("the gradient cannot be compared with the exact one on this rank: %s", error)
+        return None, 1.0, True
+
+    def _fault(self, seen: _Seen, plan: Plan, compare: _Compare) -> str | None:
+        """What is wrong under a plan of which this was seen; None if nothing is. See [Note: faults]."""
+        if not seen.finite:
+            return "the gradient is not finite"
+        expected = self._expected(seen)
+        if seen.error > max(self._limit * expected, _NEGLIGIBLE * seen.square):
+            return f"the gradient's squared error is {seen.error:.3g}, {expected:.3g} is predicted"
+        if not seen.error > seen.square > 0.0:
+            return None
+        if seen.error > _HOPELESS * seen.square:
+            return f"the gradient's squared error is {seen.error:.3g}, its square {seen.square:.3g}"
+        widest = _widest(plan)
+        again = seen if widest == plan else compare(widest)
+        if again.finite and again.error <= again.square:
+            return None
+        return f"even at 8 bits the gradient's squared error is {again.error:.3g}, its square {again.square:.3g}"
+
+    def _expected(self, seen: _Seen) -> float:
+        """The error that the last adaptation predicts for such a part of the examples."""
+        if self._predicted is None:
+            return math.inf
+        growth = max(1.0, seen.square / self._square) if self._square > 0.0 else 1.0
+        return self._predicted * seen.parts * growth
+
+    def _warn_of_noise(self, seen: _Seen) -> None:
+        if seen.error > seen.square > 0.0 and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rounding adds more noise to the gradient than there is gradient: its squared error is %.3g and its "
+                "square %.3g; use more bits, or policy acgc, which keeps to an error",
+                seen.error,
+                seen.square,
+            )
+
+    # -- the search -------------------------------------------------------------------------------------------------
+
+    def _store_exactly(self, found: Sequence[str], reason: str, complete: bool) -> dict[str, str]:
+        if found:
+            _log.warning(
+                "stored exactly from now on: %s%s, because with rounding %s",
+                _listed(found),
+                "" if complete else " (some of these may be fine: the search has taken as long as it may)",
+                reason,
+            )
+        self.exact.update(dict.fromkeys(found, reason))
+        return dict.fromkeys(found, reason)
+
+    def _culprits(self, plan: Plan, variances: Mapping[str, float], compare: _Compare) -> tuple[list[str], bool]:
+        """The tensors that have to be stored exactly for a fault to vanish, and whether the search was completed."""
+        names, _ = distributed.max_over_groups(self._names, torch.zeros(len(self._names), 1), self._groups)
+        names = tuple(sorted(names, key=lambda name: -variances.get(name, 0.0)))
+
+        def vanishes(tried: Sequence[str]) -> bool:
+            changed = plan.updated(dict.fromkeys(tried))
+            seen = compare(changed)
+            return seen.compared and self._fault(seen, changed, compare) is None
+
+        if not vanishes(names):
+            _log.warning(
+                "the gradient differs from the exact one even with every tensor stored exactly: the model computes "
+                "something else each time, or bits are not the cause; the plan stays as it is"
+            )
+            return [], True
+        return _search(self._kinds(names), vanishes)
+
+    def _kinds(self, names: Sequence[str]) -> list[list[str]]:
+        """The names, those together that differ only in the number of a layer."""
+        modules = distributed.unwrap(self._model).named_modules()
+        classes = {distributed.user_path(path): type(module) for path, module in modules}
+        kinds: dict[Any, list[str]] = {}
+        for name in names:
+            path, _, rest = name.partition(":")
+            kinds.setdefault((re.sub(r"\b\d+\b", "0", path), classes.get(path), rest), []).append(name)
+        return list(kinds.values())
+
+
+def _search(kinds: Sequence[Sequence[str]], vanishes: Callable[[Sequence[str]], bool]) -> tuple[list[str], bool]:
+    """(the names that have to be tried for a fault to vanish, whether none too many). See [Note: search].
+
+    vanishes(names): it does with all of them.
+    """
+    found: list[Sequence[str]] = []
+    suspects, too_few, tries = list(kinds), 0, 0  # that storing none of them does not do is known at first
+    while suspects:
+        enough = len(suspects)
+        while enough - too_few > 1:
+            if tries == _MOST_TRIES:
+                return _flat([*found, *suspects[:enough]]), False
+            tries += 1
+            tried = 0 if too_few < 0 else (too_few + enough) // 2
+            if vanishes(_flat([*found, *suspects[:tried]])):
+                enough = tried
+            else:
+                too_few = tried
+        suspects, too_few = suspects[:enough], -1  # most often none of those that are left is another culprit
+        if enough:
+            found.append(suspects.pop())
+    return _flat(found), True
+
+
+def _flat(kinds: Iterable[Sequence[str]]) -> list[str]:
+    return [name for kind in kinds for name in kind]
+
+
+def _widest(plan: Plan) -> Plan:
+    """The same tensors rounded, to 8 bits each."""
+    bits = {name: None if width is None else WIDTHS for name, width in plan.bits.items()}
+    return Plan(bits, None if plan.default is None else WIDTHS)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,236 @@
+"""The gradient under a plan beside the exact one, block by block, against gradients of whole forwards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from test_second_moment import DRAW, JOBS, Measured
+from torch import Tensor, nn
+
+from gact_dist import Config
+from gact_dist.hooks import OperatorObserver, SavedTensorHooks
+from gact_dist.policies import Plan
+from gact_dist.sensitivity import Comparison, Observation, ProbeBatch, ProbePart, compared
+from gact_dist.sensitivity.blocks import BlockForward, Visit
+from gact_dist.sensitivity.rounded_walk import GradientComparison
+
+
+@pytest.fixture
+def visited(monkeypatch) -> list[Visit]:
+    """Receives each run of a block with its graph."""
+    found: list[Visit] = []
+    again = BlockForward.again
+
+    def watched(self: BlockForward, visit: Visit, *arguments: Any) -> Any:
+        found.append(visit)
+        return again(self, visit, *arguments)
+
+    monkeypatch.setattr(BlockForward, "again", watched)
+    return found
+
+
+def comparison(job: Measured, plan: Plan | None = None, **options: Any) -> Comparison:
+    torch.manual_seed(1)
+    return compared(job.hooks, job.model, job.loss, job.hooks.plan if plan is None else plan, draw=DRAW, **options)
+
+
+def of_whole_gradients(job: Measured, plan: Plan) -> tuple[float, float]:
+    """(error, square) of gradients as a step has them, each from a forward and backward of its own."""
+    gradients = []
+    for stored_by in (None, plan):
+        torch.manual_seed(1)
+        job.model.zero_grad()
+        if stored_by is None:
+            loss = job.loss()
+        else:
+            with job.hooks.rehearsal(stored_by, draw=DRAW):
+                loss = job.loss()
+        loss.backward()
+        gradients.append(small_models.gradient(job.model).double())
+    exact, rounded = gradients
+    return float((rounded - exact).square().sum()), float(exact.square().sum())
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("name", JOBS)
+def test_error_and_square_are_those_of_whole_gradients_with_the_same_random_numbers(name, bits, visited):
+    job = Measured(JOBS[name], bits)
+    found = comparison(job)
+    assert len(visited) >= 2 * 2  # every block once for each gradient
+    error, square = of_whole_gradients(job, job.hooks.plan)
+    # sums of float32 in another order, as for the moments; at 8 bits the difference is a hundredth of the gradient
+    assert found.error == pytest.approx(error, rel=1e-3)
+    assert found.square == pytest.approx(square, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_with_nothing_rounded_the_two_gradients_are_the_same(name):
+    found = comparison(Measured(JOBS[name], 4), Plan())
+    assert (found.error, found.rounded) == (0.0, ())
+    assert found.square > 0.0
+
+
+def test_a_model_without_blocks_is_compared_in_whole_forwards(visited):
+    job = Measured((small_models.mlp, ()), 4)
+    found = comparison(job)
+    assert not visited
+    error, square = of_whole_gradients(job, job.hooks.plan)
+    assert (found.error, found.square) == (pytest.approx(error, rel=1e-5), pytest.approx(square, rel=1e-5))
+    assert found.rounded
+
+
+def test_a_compiled_model_is_compared_in_whole_forwards(visited):
+    torch.manual_seed(0)
+    model, batch = small_models.gpt(layers=1)
+    model.compile(backend="aot_eager")
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=64), 0)
+    loss_fn = small_models.loss_of(model)
+    found = compared(hooks, model, lambda: loss_fn(batch), hooks.plan, draw=DRAW)
+    assert not visited
+    assert 0.0 < found.error < found.square
+    assert found.rounded
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp without blocks"])
+def test_a_part_of_the_examples_is_rounded_as_the_whole_is(name):
+    """Its tensors are smaller, and min_numel refers to those of a step."""
+    model, batch = small_models.gpt() if name == "gpt" else small_models.mlp()
+    rows = len(batch[0])
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=4096), 0)
+    loss_fn = small_models.loss_of(model)
+    for _ in range(2):
+        with hooks.recording(OperatorObserver()):
+            loss_fn(batch)
+    whole = compared(hooks, model, lambda: loss_fn(batch), hooks.plan, draw=DRAW)
+    part = tuple(tensor[: rows // 4] for tensor in batch)
+    found = compared(hooks, model, lambda: loss_fn(part), hooks.plan, draw=DRAW, fraction=0.25)
+    assert set(found.rounded) == set(whole.rounded) != set()
+    assert found.error > 0.0
+
+
+def test_only_what_the_plan_rounds_is_named():
+    job = Measured(JOBS["gpt"], 4)
+    names = comparison(job).rounded
+    exact = names[0]
+    assert set(comparison(job, job.hooks.plan.updated({exact: None})).rounded) == set(names) - {exact}
+
+
+class Reciprocal(torch.autograd.Function):
+    """Passes x on; the backward divides by what was saved of another tensor, and multiplies by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, divisor: Tensor) -> Tensor:
+        ctx.kept = divisor.detach()
+        ctx.save_for_backward(divisor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.kept / ctx.saved_tensors[0], None
+
+
+class Dividing(nn.Module):
+    """Two parts; between them a division by numbers of which every group of 128 has one of 1e-30 and one of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        divisor = torch.exp(-35.0 * (torch.arange(64) % 3) / 2.0 + 0.0 * x)
+        return self.parts[1](Reciprocal.apply(x, 1.0 * divisor)).square().mean()
+
+
+def dividing(scale: float = 1.0) -> Comparison:
+    torch.manual_seed(0)
+    model, x = Dividing(), torch.randn(64, 64)
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=64), 0)
+    for _ in range(2):
+        with hooks.recording(OperatorObserver()):
+            model(x)
+    return compared(hooks, model, lambda: model(x) * scale, hooks.plan, draw=DRAW)
+
+
+def test_a_gradient_that_rounding_makes_useless_is_seen_and_the_exact_one_is_not_touched():
+    found = dividing()
+    assert found.exact_is_finite
+    assert not found.error < 1e6 * found.square  # infinite where a divisor is rounded to zero
+
+
+def test_an_exact_gradient_that_is_not_finite_is_told_apart():
+    assert not dividing(math.inf).exact_is_finite
+
+
+def test_a_finite_gradient_whose_square_no_float32_can_hold_is_finite():
+    found = GradientComparison(Counter({"a": 1}), 2)
+    for number in range(2):
+        found.add("a", number, torch.full((3,), 1e30 * (1 + number)))
+    found.leave(["a"])
+    assert found.result() == (pytest.approx(3e60, rel=1e-5), pytest.approx(3e60, rel=1e-5))
+
+
+def test_parts_of_one_gradient_are_summed_before_they_are_compared():
+    exact, *others = gradients = [torch.randn(7) for _ in range(3)]
+    found = GradientComparison(Counter({"a": 2, "b": 1}), len(gradients))
+    for number, gradient in enumerate(gradients):
+        found.add("a", number, gradient / 4)
+        found.add("b", number, 2 * gradient)
+    found.leave(["a", "b"])
+    for number, gradient in enumerate(gradients):
+        found.add("a", number, gradient * 3 / 4)
+    found.leave(["a"])
+    error = 5 * sum(float((other - exact).square().sum()) for other in others) / 2
+    assert found.result() == (pytest.approx(error, rel=1e-5), pytest.approx(5 * float(exact.square().sum()), rel=1e-5))
+
+
+# -- which examples ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "finer", "expected"), [(64, 1, 16), (64, 4, 4), (6, 1, 2), (3, 1, 1), (2, 8, 1)])
+def test_a_quarter_of_the_batch_is_compared_whatever_is_measured(rows, finer, expected):
+    seen: list[int] = []
+    batch = ProbeBatch(lambda given: seen.append(len(given)), torch.zeros(rows, 5), 8)
+    _, fraction = batch.quarter(lambda part: part.forward(), finer)
+    assert seen == [expected]
+    assert fraction == expected / rows
+
+
+def test_a_loss_function_that_refuses_so_few_examples_gets_more():
+    seen: list[int] = []
+
+    def loss_fn(given: Tensor) -> None:
+        if len(given) < 30:
+            raise ValueError("too few")
+        seen.append(len(given))
+
+    def run(part: ProbePart) -> None:
+        part.forward()
+
+    assert ProbeBatch(loss_fn, torch.zeros(64, 3), 8).quarter(run)[1] == 0.5
+    assert ProbeBatch(loss_fn, torch.zeros(31, 3), 8).quarter(run)[1] == 1.0
+    assert seen == [32, 31]
+
+
+def test_what_has_no_examples_is_compared_whole():
+    assert ProbeBatch(lambda _: None, None).quarter(lambda part: part.forward())[1] == 1.0
+
+
+@pytest.mark.parametrize(("observed", "expected"), [(8, 8), (32, 16), (64, 16)])
+def test_an_observation_has_as_many_examples_as_were_kept_and_no_more_than_a_quarter(observed, expected):
+    model = nn.Linear(3, 2)
+    x = torch.randn(64, 3)
+    observation = Observation(((x,), {}), observed)
+    outputs = model(x)
+    observation.outputs(outputs)
+    outputs.square().mean().backward()
+    seen: list[int] = []
+    batch = ProbeBatch(lambda given: seen.append(len(given.inputs[0][0])), observation, 8)
+    _, fraction = batch.quarter(lambda part: part.forward())
+    assert seen == [expected]
+    assert fraction == expected / 64
