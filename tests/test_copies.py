@@ -228,6 +228,14 @@ INTERRUPTS = [ValueError("a fault"), KeyboardInterrupt(), SystemExit()]
 ANY_INTERRUPT = pytest.mark.parametrize("error", INTERRUPTS, ids=lambda error: type(error).__name__)
 
 
+@pytest.fixture(autouse=True)
+def errors_let_go():
+    """An error that was raised holds the frames it passed, and with them the graph of the forward."""
+    yield
+    for error in INTERRUPTS:
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
 def modes():
     return torch.overrides._get_current_function_mode_stack()
 
