@@ -6,6 +6,7 @@ compressed by a controller that belongs to another model. So while the package h
 out its state without them. A class that collects its state itself gets a function that does nothing in their place.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -22,10 +23,13 @@ _CALL = "_call_impl"
 _registered = 0
 
 
-class OwnHook:
-    """A hook that copies of its module leave out. Subclasses define __call__."""
+class OwnHook(ABC):
+    """A hook that copies of its module leave out."""
 
     __slots__ = ()
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing
@@ -79,12 +83,12 @@ class Registration:
 
 def before_forward(module: nn.Module, hook: OwnHook, **options: Any) -> Registration:
     """As register_forward_pre_hook."""
-    return Registration(module.register_forward_pre_hook(hook, **options).remove)  # type: ignore[arg-type]
+    return Registration(module.register_forward_pre_hook(hook, **options).remove)
 
 
 def after_forward(module: nn.Module, hook: OwnHook, **options: Any) -> Registration:
     """As register_forward_hook."""
-    return Registration(module.register_forward_hook(hook, **options).remove)  # type: ignore[arg-type]
+    return Registration(module.register_forward_hook(hook, **options).remove)
 
 
 def on_interrupt(module: nn.Module, interrupted: Callable[[], None]) -> Registration:
@@ -121,6 +125,7 @@ def _nothing() -> Callable[..., None]:
     return nothing
 
 
+_MODULE: Any = nn.Module
 _module_getstate = nn.Module.__getstate__
 
 
@@ -129,9 +134,9 @@ def _count(change: int) -> None:
     global _registered
     before, _registered = _registered, _registered + change
     if _registered and not before:
-        setattr(nn.Module, "__getstate__", _state_without_own_hooks)  # noqa: B010
+        _MODULE.__getstate__ = _state_without_own_hooks
     elif before and not _registered:
-        setattr(nn.Module, "__getstate__", _module_getstate)  # noqa: B010
+        _MODULE.__getstate__ = _module_getstate
 
 
 def _state_without_own_hooks(module: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,7 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -79,17 +79,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def saved_values(node: Any) -> Iterator[Any]:
-    """What the pack hook made of each tensor that a node of the graph saved under saved-tensor hooks."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-                value = getattr(saved, "data", None)
-                if value is not None:
-                    yield value
-
-
 def is_backward_call(frame: FrameType) -> bool:
     """Whether a frame is that of a call of torch.autograd.grad() or torch.autograd.backward()."""
     return frame.f_code.co_filename == torch.autograd.__file__ and frame.f_code.co_name in ("grad", "backward")
@@ -158,9 +147,19 @@ def saved_handle(node: Any, name: str) -> Any:
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
-def saved_names(node: Any) -> list[str]:
-    """The names under which saved_handle() finds what nodes of this kind save."""
-    return [name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")]
+def saved_slots(node: Any) -> list[str]:
+    """Where saved_values() finds what nodes of this kind save."""
+    return [name for name in dir(node) if name.startswith("_raw_saved_")]
+
+
+def saved_values(node: Any, slots: Sequence[str]) -> Iterator[Any]:
+    """What the pack hook made of each tensor that a node of the graph saved under saved-tensor hooks."""
+    for slot in slots:
+        raw = getattr(node, slot)
+        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
+            value = getattr(saved, "data", None)
+            if value is not None:
+                yield value
 
 
 def saves_own_result(node: Any) -> bool:

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import saved_handle, saved_names, storage_id, storage_reference
+from .._torch_internals import saved_slots, saved_values, storage_id, storage_reference
 from ..distributed import own_part, unwrap
 from .accounting import parts_of
 from .handles import Kept, Noted, Replaceable, Stored
@@ -75,7 +76,7 @@ def _operands(node: Any, operator: str) -> list[Any]:
         return operands if own is not None and same else []
     if operator in ("Cat", "Stack"):
         return []
-    return operands if all(_is_constant(handle) for handle in _saved_handles(node, operator)) else []
+    return operands if all(_is_constant(handle) for handle in _saved_handles(node)) else []
 
 
 def _shape(node: Any, output_number: int) -> Any:
@@ -89,14 +90,15 @@ def _is_scalar(edge: tuple[Any, int]) -> bool:
     return _shape(*edge) == ()
 
 
-_slots: dict[str, list[str]] = {}
+_slots: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
 
 
-def _saved_handles(node: Any, operator: str) -> list[Any]:
+def _saved_handles(node: Any) -> list[Any]:
     """What a node holds of the tensors that it saved; nothing for a number."""
-    if operator not in _slots:
-        _slots[operator] = saved_names(node)
-    return [handle for name in _slots[operator] if (handle := saved_handle(node, name)) is not None]
+    kind = type(node)
+    if kind not in _slots:
+        _slots[kind] = saved_slots(node)
+    return list(saved_values(node, _slots[kind]))
 
 
 def _is_constant(handle: Any) -> bool:

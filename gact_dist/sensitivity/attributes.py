@@ -10,6 +10,7 @@ a tensor is kept only if the forward writes to it; see in_place.py.
 import inspect
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -133,16 +134,16 @@ class Attributes:
                 self._note(value, 0)
 
 
-class _Entry:
+class _Entry(ABC):
     """One thing that may change, and what it was before."""
 
     before: Any
 
-    def changed(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def changed(self) -> bool: ...
 
-    def restore(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def restore(self) -> None: ...
 
 
 class _Mapping(_Entry):
