@@ -102,9 +102,9 @@ class Following:
         """Before the first step: there is no loss to measure with, but its rounding must not ruin the job."""
         schedule = self._schedule
         if schedule.verifier is not None and schedule.verifier.at is None:
-            examples = schedule.probe_examples(schedule.config.calibration_samples)
+            examples = sys.maxsize if fixes_rows(self._model, (args, kwargs)) else schedule.probe_examples(1)
             loss_fn: Callable[[Observation], Any] = partial(Observation.any_loss, model=self._model)
-            batch = ProbeBatch(loss_fn, Observation((args, kwargs), examples), examples)
+            batch = ProbeBatch(loss_fn, Observation((args, kwargs), sys.maxsize), examples)
             schedule.verify(batch, provisional=True)
 
     def _end(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:

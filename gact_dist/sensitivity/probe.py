@@ -211,7 +211,7 @@ class Observation:
     def outputs(self, outputs: Any) -> bool:
         """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
         tensors = tensors_of(outputs)
-        if any(tensor.is_nested and tensor.layout == torch.strided for tensor in tensors):  # has no gradient to keep
+        if any(_has_no_gradient_to_keep(tensor) for tensor in tensors):
             return False
         # a tensor that is returned twice is one output
         edges = {get_gradient_edge(tensor)[:2]: number for number, tensor in enumerate(tensors) if tensor.requires_grad}
@@ -285,8 +285,9 @@ class Observation:
         args, kwargs = self.inputs
         with self._under_autocast():
             outputs = [output for output in tensors_of(model(*args, **kwargs)) if output.requires_grad]
-        if not outputs:
-            raise MeasurementError("no output of the model has a graph")
+        if not outputs or any(_has_no_gradient_to_keep(output) for output in outputs):
+            raise MeasurementError("no output of the model has a graph and a gradient that can be given")
+        outputs = [_plain(output) for output in outputs]
         scalars = [output for output in outputs if output.numel() == 1]
         terms = [_Product.apply(output, torch.ones_like(output)) for output in scalars]
         terms = terms or [_Product.apply(output, torch.randn_like(output)) for output in outputs]
@@ -314,6 +315,10 @@ class _Product(Function):
         # gradient of its bias), and is then taken for one whose backward autograd cannot see.
         gradient = ctx.gradient.detach().requires_grad_(torch.is_grad_enabled())
         return grads[0].to(gradient.dtype) * gradient, None
+
+
+def _has_no_gradient_to_keep(tensor: Tensor) -> bool:
+    return tensor.is_nested and tensor.layout == torch.strided
 
 
 def _plain(tensor: Tensor) -> Tensor:
