@@ -121,16 +121,16 @@ class ProbeBatch:
             self._use_whole()
         return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1)), 1.0)]
 
-    def quarter(self, measure: Callable[[ProbePart], _T], finer: int = 1) -> tuple[_T, float]:
-        """measure(part) of the first quarter of the batch, and the fraction of the batch that it is.
+    def beginning(self, measure: Callable[[ProbePart], _T], parts: int) -> tuple[_T, float]:
+        """measure(part) of the first of so many parts of the batch, and the fraction of the batch that it is.
 
-        finer: times fewer examples. An observation may have fewer. If the loss function refuses so few, it gets more,
-        at last all.
+        An observation may have fewer examples. If the loss function refuses so few, it gets more, at last all.
         """
         known = self._batch.fraction if isinstance(self._batch, Observation) else 1.0
         inputs = _inputs_of(self._batch)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
-        parts = 1 if size is None or self._refuses_parts else _PARTS * finer
+        if size is None or self._refuses_parts:
+            parts = 1
         while parts > 1:
             part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
             try:

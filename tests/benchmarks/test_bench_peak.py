@@ -87,7 +87,8 @@ def test_an_adaptation_is_in_the_step_that_it_is_counted_for():
     training = Training(small("long"), "L2", steps=4)
     peaks = live_peaks(training.start, training.step, 4)
     assert training.adapted_at() == [0, 2]
-    assert min(peaks[0], peaks[2]) > 1.5 * max(peaks[1], peaks[3])
+    # the second step compares its gradient with the exact one
+    assert min(peaks[0], peaks[2]) > peaks[1] > 1.5 * peaks[3]
     training.stop()
     assert training.adapted_at() == []
 

@@ -144,7 +144,8 @@ def test_the_block_alone_compresses_and_exact_is_bitwise(ranks, stage, model, mi
         assert same(exact[1], untouched[1])
         assert exact[2] == untouched[2]
         assert compressed[0] != untouched[0]
-        assert compressed[2][0] >= untouched[2][0] + 4  # uniform bits first, compared with the exact gradient
+        more = compressed[2][0] - untouched[2][0]  # uniform bits first, compared with the exact gradient
+        assert more == 4 if stage < 3 else more > 4  # ZeRO-3 gathers parameters for it
         assert adaptation is not None
         assert adaptation.plan
         quantised = [row for row in report.rows if row.codec == "quantised"]

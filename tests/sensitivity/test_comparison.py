@@ -196,7 +196,7 @@ def test_parts_of_one_gradient_are_summed_before_they_are_compared():
 def test_a_quarter_of_the_batch_is_compared_whatever_is_measured(rows, finer, expected):
     seen: list[int] = []
     batch = ProbeBatch(lambda given: seen.append(len(given)), torch.zeros(rows, 5), 8)
-    _, fraction = batch.quarter(lambda part: part.forward(), finer)
+    _, fraction = batch.beginning(lambda part: part.forward(), 4 * finer)
     assert seen == [expected]
     assert fraction == expected / rows
 
@@ -212,13 +212,13 @@ def test_a_loss_function_that_refuses_so_few_examples_gets_more():
     def run(part: ProbePart) -> None:
         part.forward()
 
-    assert ProbeBatch(loss_fn, torch.zeros(64, 3), 8).quarter(run)[1] == 0.5
-    assert ProbeBatch(loss_fn, torch.zeros(31, 3), 8).quarter(run)[1] == 1.0
+    assert ProbeBatch(loss_fn, torch.zeros(64, 3), 8).beginning(run, 4)[1] == 0.5
+    assert ProbeBatch(loss_fn, torch.zeros(31, 3), 8).beginning(run, 4)[1] == 1.0
     assert seen == [32, 31]
 
 
 def test_what_has_no_examples_is_compared_whole():
-    assert ProbeBatch(lambda _: None, None).quarter(lambda part: part.forward())[1] == 1.0
+    assert ProbeBatch(lambda _: None, None).beginning(lambda part: part.forward(), 4)[1] == 1.0
 
 
 @pytest.mark.parametrize(("observed", "expected"), [(8, 8), (32, 16), (64, 16)])
@@ -231,6 +231,6 @@ def test_an_observation_has_as_many_examples_as_were_kept_and_no_more_than_a_qua
     outputs.square().mean().backward()
     seen: list[int] = []
     batch = ProbeBatch(lambda given: seen.append(len(given.inputs[0][0])), observation, 8)
-    _, fraction = batch.quarter(lambda part: part.forward())
+    _, fraction = batch.beginning(lambda part: part.forward(), 4)
     assert seen == [expected]
     assert fraction == expected / 64
