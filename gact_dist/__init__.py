@@ -7,9 +7,9 @@ from . import codec
 from .config import LEVELS, Config
 from .controller import Controller, attach
 from .distributed import PlanMismatchError
-from .gact_api import set_optimization_level
 from .hooks import ReportRow
 from .report import MemoryReport
+from .steps import set_optimization_level
 
 __version__ = "0.1.0"
 

@@ -9,16 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import state as saved_state
 from ._fields import StateError
 from .adaptation import Adaptation
 from .config import DISABLE, Config, disabled_by_environment, settings_of
-from .following import Following
-from .gact_api import Iterations, default_level
 from .policies import Bits
 from .report import MemoryReport, build_report
-from .schedule import Schedule
 from .sensitivity import ProbeBatch
+from .steps import Following, Iterations, Schedule, default_level, read_state, state_key, write_state
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ class Controller:
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
         self.config = settings_of(level, config, default_level())
         self._schedule = Schedule(model, self.config, process_group)
-        self._state_key = saved_state.key_of(model, self._schedule.shared_by_all)
+        self._state_key = state_key(model, self._schedule.shared_by_all)
         self._state = Lifecycle.ATTACHED
         self._following: Following | None = None
         self._iterations: Iterations | None = None
@@ -234,7 +231,7 @@ class Controller:
         """
         if self._following is not None:
             self._following.forget()
-        return saved_state.write(self._state_key, self._schedule.state(), self.config.to_dict())
+        return write_state(self._state_key, self._schedule.state(), self.config.to_dict())
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Go on from a state_dict(), at the same or another world size, and of an older version of gact_dist as well.
@@ -245,7 +242,7 @@ class Controller:
         try:
             schedule, default = self._schedule, self._schedule.policy.first_plan.default
             interval = self.config.adapt_interval
-            schedule.load(saved_state.read(state, self._state_key, schedule.model, interval, default))
+            schedule.load(read_state(state, self._state_key, schedule.model, interval, default))
         except StateError as error:
             raise ValueError(
                 f"state cannot be used: {error}. Pass what state_dict() returned, or load nothing; nothing was changed"

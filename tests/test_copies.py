@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
-from gact_dist import _own_hooks
 from gact_dist._torch_internals import innermost_hooks
+from gact_dist.hooks import own_hooks
 
 X = torch.randn(32, 64)
 
@@ -211,9 +211,9 @@ def test_copies_can_be_dropped_in_any_order():
 
 
 def test_modules_hand_out_their_state_as_torch_has_it_once_nothing_is_attached(monkeypatch):
-    before = _own_hooks._module_getstate
+    before = own_hooks._module_getstate
     gc.collect()  # controllers that other tests have dropped
-    monkeypatch.setattr(_own_hooks, "_registered", 0)
+    monkeypatch.setattr(own_hooks, "_registered", 0)
     monkeypatch.setattr(nn.Module, "__getstate__", before)
     gacts = [attached(Interruptible()), attached(Interruptible())]
     assert nn.Module.__getstate__ is not before

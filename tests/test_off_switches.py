@@ -122,7 +122,7 @@ def test_from_the_next_forward_on_nothing_is_compressed_measured_or_communicated
     with monkeypatch.context() as patch:
         patch.setattr("gact_dist.hooks.engine.SavedTensorHooks._pack", refuse)
         patch.setattr("gact_dist.adaptation.Adapter.adapt", refuse)
-        patch.setattr("gact_dist.following.all_ranks", refuse)
+        patch.setattr("gact_dist.steps.following.all_ranks", refuse)
         job.train(4)
         job.gact.calibrate(refuse, job.batch)
     assert job.gact.plan == plan

@@ -29,7 +29,7 @@ PUBLIC = {
 }  # fmt: skip
 
 # What each room (a folder of the package, or a file beside the folders) may import of ours.
-BASE = {"_fields", "_malloc", "_own_hooks", "_patches", "_paths", "_torch_internals"}
+BASE = {"_fields", "_patches", "_paths", "_torch_internals"}
 MAY_IMPORT = {
     **{name: set() for name in BASE},
     "codec": BASE,
@@ -39,23 +39,12 @@ MAY_IMPORT = {
     "policies": {*BASE, "config"},
     "hooks": {*BASE, "codec", "config", "distributed", "offload", "policies"},
     "sensitivity": {*BASE, "codec", "distributed", "hooks", "policies"},
-    "verification": {*BASE, "distributed", "hooks", "policies", "sensitivity"},
-    "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity", "verification"},
-    "optimizer_steps": {"distributed"},
+    "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
     "report": {"hooks", "offload", "policies"},
-    "state": {*BASE, "distributed", "policies"},
-    "schedule": {
-        *BASE, "adaptation", "config", "distributed", "hooks", "offload", "optimizer_steps", "policies", "sensitivity",
-        "state", "verification",
-    },
-    "following": {*BASE, "distributed", "hooks", "schedule", "sensitivity"},
-    "gact_api": {*BASE, "config", "distributed", "schedule", "sensitivity"},
-    "controller": {
-        *BASE, "adaptation", "config", "following", "gact_api", "policies", "report", "schedule", "sensitivity",
-        "state",
-    },
+    "steps": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity"},
+    "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
-    "__init__": {"codec", "config", "controller", "distributed", "gact_api", "hooks", "report"},
+    "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def test_an_adaptation_leaves_no_tensor_alive(estimator):
 
 def test_a_model_on_an_accelerator_leaves_the_allocator_alone(monkeypatch):
     trimmed = []
-    monkeypatch.setattr("gact_dist._malloc.trim", lambda: trimmed.append(True))
+    monkeypatch.setattr("gact_dist.steps.malloc.trim", lambda: trimmed.append(True))
     model, batch = small_models.mlp()
     gact = gact_dist.attach(model, config=Config(bits=4, min_numel=64))
     gact.calibrate(small_models.loss_of(model), batch)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from unsafe_operators import UNSAFE, stack
 
 import gact_dist
-from gact_dist import Config, Controller, verification
-from gact_dist.verification import _MOST_TRIES, Verifier, _search
+from gact_dist import Config, Controller
+from gact_dist.adaptation import verification
+from gact_dist.adaptation.verification import _MOST_TRIES, Verifier, _search
 
 LEVELS = ("L1.1", "L1", "L1.2", "L2", "L2.2")
 # by operator, what its backward cannot bear to have rounded

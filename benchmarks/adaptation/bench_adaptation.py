@@ -40,7 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import gact_dist
 from examples.train.models import LanguageModel
 from gact_dist import Config, codec
-from gact_dist.adaptation import _PROBES
+from gact_dist.adaptation.adapter import _PROBES
 
 VOCABULARY, WIDTH, HEADS = 256, 128, 4
 INTERVAL = 10

@@ -10,11 +10,13 @@ from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
 from .handles import Distributed, Noted, Recorded, Replaceable, ReplayError, View
 from .inlined import check_inlined
 from .naming import origin, producer
+from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .replay import Replay, Replayed
 from .roles import OperatorObserver
 
 __all__ = [
+    "Calling",
     "Distributed",
     "Draw",
     "Encoder",
@@ -23,6 +25,7 @@ __all__ = [
     "Noted",
     "OperatorObserver",
     "Recorded",
+    "Registration",
     "Replaceable",
     "Replay",
     "ReplayError",
@@ -31,7 +34,9 @@ __all__ = [
     "SavedTensorHooks",
     "StoredAgain",
     "View",
+    "after_forward",
     "batch_size",
+    "before_forward",
     "check_inlined",
     "fixes_rows",
     "has_compiled_parts",
@@ -39,6 +44,7 @@ __all__ = [
     "map_tensors",
     "may_hold_adjacency",
     "nothing_kept",
+    "on_interrupt",
     "origin",
     "producer",
     "recomputing",

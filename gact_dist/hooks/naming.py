@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .._own_hooks import Calling, OwnHook, after_forward, before_forward
 from .._torch_internals import storage_id, storage_reference
 from ..distributed import forwarding_nodes, modules_by_path, operator_aliases, own_part
 from .accounting import parts_of
 from .call_stack import CallSite, current_line
+from .own_hooks import Calling, OwnHook, after_forward, before_forward
 
 _ALIASES = {
     "CudnnBatchNorm": "BatchNorm",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._own_hooks import Calling, Registration, after_forward, before_forward
 from ..codec import UnitWidths
 from ..distributed import unwrap
 from ..policies import counts_of
 from .batches import batch_size, tensors_of
+from .own_hooks import Calling, Registration, after_forward, before_forward
 
 _SMALLEST = 1e-30  # of an example that was seen: its gradient may underflow
 

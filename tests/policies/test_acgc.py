@@ -22,7 +22,8 @@ from unseen import Unseen
 
 import gact_dist
 from examples.train.data import CACHE, read_digits
-from gact_dist import Config, adaptation
+from gact_dist import Config
+from gact_dist.adaptation import adapter
 from gact_dist.hooks import SavedTensorHooks
 from gact_dist.hooks.roles import OperatorObserver
 from gact_dist.policies import acgc as acgc_policy
@@ -332,7 +333,7 @@ def test_a_width_at_which_the_backward_overflows_is_not_taken(monkeypatch):
         found = rounded_moments(hooks, model, forward, plan, **options)
         return found if narrowest[-1] >= 3 else replace(found, noise=float("inf"))
 
-    monkeypatch.setattr(adaptation, "rounded_moments", moments)
+    monkeypatch.setattr(adapter, "rounded_moments", moments)
     gact = gact_dist.attach(job.model, config=acgc())
     gact.calibrate(job.loss_fn, job.batch(0))
     assert min(narrowest) < 3  # was tried
@@ -347,7 +348,7 @@ def test_an_error_that_no_width_keeps_to_is_warned_of_and_does_not_adapt_at_ever
         found = rounded_moments(*arguments, **options)
         return replace(found, noise=found.square)
 
-    monkeypatch.setattr(adaptation, "rounded_moments", moments)
+    monkeypatch.setattr(adapter, "rounded_moments", moments)
     gact = gact_dist.attach(job.model, config=acgc())
     for step in range(5):
         with gact.step(job.loss_fn, job.batch(step)):
@@ -363,7 +364,7 @@ def test_a_plan_leaves_room_for_the_growth_that_was_seen_under_earlier_plans(mon
         found = rounded_moments(*arguments, draw=draw, **options)
         return replace(found, square=0.9**draw, noise=found.noise / (found.noise + found.square))
 
-    monkeypatch.setattr(adaptation, "rounded_moments", moments)
+    monkeypatch.setattr(adapter, "rounded_moments", moments)
     histories = []
     for most in (acgc_policy._MOST_GROWTH, 1.0):
         monkeypatch.setattr(acgc_policy, "_MOST_GROWTH", most)

@@ -11,7 +11,8 @@ import torch
 from scarce_memory import Scarce
 
 import gact_dist
-from gact_dist import Config, adaptation
+from gact_dist import Config
+from gact_dist.adaptation import adapter
 from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import one_pass, walk
 
@@ -89,7 +90,7 @@ def test_a_compiled_model_which_is_perturbed_anyway_is_not_tried_again(compiled,
         tried.append(estimator)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(adaptation, "measure", measure)
+    monkeypatch.setattr(adapter, "measure", measure)
     model, batch = small_models.mlp()
     if compiled:
         model.compile(backend="eager")

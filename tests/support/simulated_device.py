@@ -193,7 +193,7 @@ def storage_on(device: Simulated, max_host_bytes: int = 2**40, **settings: int) 
 
 def simulate(monkeypatch, device: Simulated) -> None:
     """Let controllers that are made from now on offload to the host of a simulated device."""
-    monkeypatch.setattr(gact_dist.schedule, "open_offload", partial(_open_offload, device))
+    monkeypatch.setattr(gact_dist.steps.schedule, "open_offload", partial(_open_offload, device))
 
 
 def _open_offload(device: Simulated, model: nn.Module, settings: Offload, world_size: int) -> HostOffload:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .distributed import steps_optimizer
+from ..distributed import steps_optimizer
 
 
 class OptimizerSteps:

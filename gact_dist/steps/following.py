@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
-from ._torch_internals import hooks_are_disabled
-from .distributed import all_ranks, learning_shapes
-from .hooks import fixes_rows
+from .._torch_internals import hooks_are_disabled
+from ..distributed import all_ranks, learning_shapes
+from ..hooks import Calling, Registration, after_forward, before_forward, fixes_rows, on_interrupt
+from ..sensitivity import Observation, ProbeBatch
 from .schedule import Schedule
-from .sensitivity import Observation, ProbeBatch
 
 _log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ._own_hooks import Calling, before_forward
-from .config import Config
-from .distributed import unwrap
+from ..config import Config
+from ..distributed import unwrap
+from ..hooks import Calling, before_forward
+from ..sensitivity import ProbeBatch
 from .schedule import Schedule
-from .sensitivity import ProbeBatch
 
 _default_level = "L2"
 

@@ -42,10 +42,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from . import _fields, distributed
-from .hooks import SavedTensorHooks
-from .policies import WIDTHS, Plan
-from .sensitivity import Comparison, MeasurementError, ProbeBatch, ProbePart, compared
+from .. import _fields, distributed
+from ..hooks import SavedTensorHooks
+from ..policies import WIDTHS, Plan
+from ..sensitivity import Comparison, MeasurementError, ProbeBatch, ProbePart, compared
 
 _log = logging.getLogger(__name__)
 # Plans that one search may try: enough to find four kinds of tensors among a hundred.

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from . import _fields
-from ._fields import StateError
-from .distributed import unwrap, user_path
-from .policies import Plan, bits_from_state
+from .. import _fields
+from .._fields import StateError
+from ..distributed import unwrap, user_path
+from ..policies import Plan, bits_from_state
 
 VERSION = 2
 """of the text; version 1 had no number, and held the plan's default among what the hooks had learnt"""
@@ -93,7 +93,7 @@ class State:
         )
 
 
-def key_of(model: nn.Module, shared_by_all: bool) -> str:
+def state_key(model: nn.Module, shared_by_all: bool) -> str:
     """The one key of a state. shared_by_all: every rank of the job holds these modules, and shares their plan."""
     if shared_by_all:
         return _KEY
@@ -101,12 +101,12 @@ def key_of(model: nn.Module, shared_by_all: bool) -> str:
     return f"{_KEY}.{hashlib.blake2b(names.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
 
 
-def write(key: str, state: State, settings: Mapping[str, Any]) -> dict[str, str]:
+def write_state(key: str, state: State, settings: Mapping[str, Any]) -> dict[str, str]:
     """{key: one JSON text}. settings: of the controller, for people to read."""
     return {key: json.dumps({"config": settings, **state.fields()})}
 
 
-def read(saved: Any, key: str, model: nn.Module, interval: int, default_bits: int | None) -> State:
+def read_state(saved: Any, key: str, model: nn.Module, interval: int, default_bits: int | None) -> State:
     """What write() was given, or what it was given before stages had keys of their own.
 
     key: of this controller. model: its model; a state in which no module has a name of the model's is refused.

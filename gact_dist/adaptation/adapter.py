@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import _fields, codec, distributed
-from .hooks import Footprint, SavedTensorHooks, has_compiled_parts
-from .policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
-from .sensitivity import (
+from .. import _fields, codec, distributed
+from ..hooks import Footprint, SavedTensorHooks, has_compiled_parts
+from ..policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
+from ..sensitivity import (
     MeasurementError,
     ProbeBatch,
     ProbePart,

@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from . import _malloc, distributed
-from ._torch_internals import VERSION
-from .adaptation import Adaptation, Adapter, LearntByAdapting
-from .config import Config
-from .hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
-from .offload import open_offload
+from .. import distributed
+from .._torch_internals import VERSION
+from ..adaptation import Adaptation, Adapter, LearntByAdapting, LearntByVerifying, Verifier
+from ..config import Config
+from ..hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
+from ..offload import open_offload
+from ..policies import Plan, policy_of
+from ..sensitivity import ProbeBatch
+from . import malloc
 from .optimizer_steps import OptimizerSteps
-from .policies import Plan, policy_of
-from .sensitivity import ProbeBatch
 from .state import State
-from .verification import LearntByVerifying, Verifier
 
 _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
@@ -305,7 +305,7 @@ class Schedule:
         self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
         self.history.append(adaptation.to_dict(self.step))
         if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
-            _malloc.trim()
+            malloc.trim()
 
     # -- state --------------------------------------------------------------------------------------------------
 
