@@ -58,6 +58,7 @@ NEEDED = (
     # frameworks: distributed/
     "torch.distributed.ProcessGroup.get_group_store",
     "torch.distributed.ProcessGroup._get_backend",
+    "torch.distributed.algorithms.join.Join.__exit__",
     "torch.nn.parallel.DistributedDataParallel.join_hook",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init",

@@ -118,7 +118,7 @@ def least_of_ranks(value: float, groups: Sequence[ProcessGroup | None]) -> float
     return least.item()
 
 
-def meet(groups: Sequence[ProcessGroup | None], doing: str, facts: Mapping[str, str]) -> None:
+def meet(groups: Sequence[ProcessGroup | None], doing: str, facts: Mapping[str, str]) -> bool:
     """Wait until all ranks of the groups are here to do the same, in the same way.
 
     [Note: meeting] Ranks of which one has another policy, no loss function or an older library would call different
@@ -128,12 +128,33 @@ def meet(groups: Sequence[ProcessGroup | None], doing: str, facts: Mapping[str, 
     no collective. A rank that does not come is waited for as long as the group waits for any collective.
 
     doing: what follows, as the error message names it. facts: name -> value, the same on all ranks.
+    Returns False on every rank that has come if another called leave() instead.
     Raises PlanMismatchError on every rank if the facts differ, RuntimeError if a rank does not come in time.
     """
     for group in groups:
         store = _store_of(group) if world_size(group) > 1 else None
+        if store is not None and not _Meeting(store, group, doing).hold(facts):
+            return False
+    return True
+
+
+def leave(groups: Sequence[ProcessGroup | None]) -> None:
+    """In place of the next meeting of the first group, to which this rank will not come: those who do are told.
+
+    Waits for nobody. Each rank comes to a meeting or leaves it.
+    """
+    for group in groups[:1]:
+        store = _store_of(group) if world_size(group) > 1 else None
         if store is not None:
-            _Meeting(store, group, doing).hold(facts)
+            _Meeting(store, group, "leaving").leave()
+
+
+def can_meet(groups: Sequence[ProcessGroup | None]) -> bool:
+    """Whether the ranks of the groups have a store to meet in."""
+    return all(world_size(group) == 1 or _store_of(group) is not None for group in groups)
+
+
+_ALIKE, _DIFFERING, _ABSENT, _LEFT = "alike", "differing", "absent", "left"  # verdicts
 
 
 class _Meeting:
@@ -145,36 +166,51 @@ class _Meeting:
         self._ranks = dist.get_process_group_ranks(group)
         self._timeout = _timeout_of(group)
 
-    def hold(self, facts: Mapping[str, str]) -> None:
-        """Meet, and raise what the ranks found out."""
+    def hold(self, facts: Mapping[str, str]) -> bool:
+        """Meet, and raise what the ranks found out; False if a rank has left."""
+        with self._reaching_the_store():
+            place, all_here = self._come({"what they do": self._doing, **facts})
+            if not all_here and not _waited_for(self._store, f"{place}/verdict", self._timeout):
+                self._tell(place, _ABSENT, self._describe_absent(place))
+            verdict, text = json.loads(self._store.get(f"{place}/verdict"))
+        if verdict == _DIFFERING:
+            raise PlanMismatchError(text)
+        if verdict == _ABSENT:
+            raise RuntimeError(text)
+        return verdict == _ALIKE
+
+    def leave(self) -> None:
+        """Be there for the others to see that this rank has left."""
+        with self._reaching_the_store():
+            self._come(None)
+
+    @contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
         try:
-            differing, text = self._verdict(facts)
+            yield
         except RuntimeError as error:  # the store's own
             raise RuntimeError(
                 f"{self._doing}: the ranks' store cannot be reached ({_first_line(error)}); the rank that holds it has "
                 "probably ended"
             ) from error
-        if text:
-            raise PlanMismatchError(text) if differing else RuntimeError(text)
 
-    def _verdict(self, facts: Mapping[str, str]) -> tuple[bool, str]:
-        """(whether ranks differ, the error's text; empty if all is well)."""
+    def _come(self, says: Mapping[str, str] | None) -> tuple[str, bool]:
+        """(the keys' prefix, whether all ranks are here). The last one leaves a verdict. says: None if it has left."""
         store = self._store
         number = store.add(f"{_KEYS}/meetings/{self._me}", 1)
         place = f"{_KEYS}/{number}"
-        store.set(self._key(place, self._me), json.dumps({"what they do": self._doing, **facts}))
-        if store.add(f"{place}/here", 1) == self._size:
+        store.set(self._key(place, self._me), json.dumps(says))
+        all_here = store.add(f"{place}/here", 1) == self._size
+        if all_here:
             said = [json.loads(text) for text in store.multi_get(self._keys(place))]
-            self._tell(place, True, _describe_facts(self._doing, said, self._ranks))
+            text = "" if None in said else _describe_facts(self._doing, said, self._ranks)
+            self._tell(place, _LEFT if None in said else _DIFFERING if text else _ALIKE, text)
             self._clear(f"{_KEYS}/{number - 1}")
-        elif not _waited_for(store, f"{place}/verdict", self._timeout):
-            self._tell(place, False, self._describe_absent(place))
-        differing, text = json.loads(store.get(f"{place}/verdict"))
-        return differing, text
+        return place, all_here
 
-    def _tell(self, place: str, differing: bool, text: str) -> None:
-        """Leave a verdict, unless another rank has left one."""
-        self._store.compare_set(f"{place}/verdict", "", json.dumps([differing, text]))
+    def _tell(self, place: str, verdict: str, text: str) -> None:
+        """Leave a verdict, unless another rank has left one. text: of the error."""
+        self._store.compare_set(f"{place}/verdict", "", json.dumps([verdict, text]))
 
     def _describe_absent(self, place: str) -> str:
         absent = [who for member, who in enumerate(self._ranks) if not self._store.check([self._key(place, member)])]

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
@@ -27,21 +27,38 @@ class Ddp(Framework):
         return replaced(DistributedDataParallel, "forward", _forward)
 
 
+class JoinListener(Protocol):
+    """What is told of DDP's join()."""
+
+    def join_begins(self) -> None:
+        """A context is made."""
+
+    def rank_leaves(self) -> None:
+        """This rank has no batches left in it, or leaves it by an exception."""
+
+    def join_ends(self) -> None:
+        """No rank has any left."""
+
+    def join_breaks(self) -> None:
+        """An exception has ended it on this rank."""
+
+
 class Joins:
     """Notices when DDP's join() begins and ends around the steps of a model.
 
     [Note: join] Ranks with fewer batches leave the loop of join() earlier and shadow DDP's collectives until the others
-    have finished. Nothing tells the others, so no adaptation may begin there. All ranks enter and leave the context
-    together; steps in it are not counted, as ranks have different numbers of them.
+    have finished. Ours would be taken for DDP's. So a rank that has no batches left says so where the ranks meet before
+    each collective of ours ([Note: meeting] in collectives.py), and from there on nothing is measured until all ranks
+    have left. Each rank comes to that meeting, or leaves it, once in a context.
     """
 
-    def __init__(self, model: nn.Module, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """begin, end: called when a context is made, and when its last rank has no batches left."""
+    def __init__(self, model: nn.Module, listener: JoinListener) -> None:
         self._wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        self._begin, self._end, self._open = begin, end, False
+        self._listener, self._open = listener, False
         self._listening = ExitStack()
         if self._wrappers:
             self._listening.enter_context(_join_hook.listening(DistributedDataParallel, ref(self)))
+            self._listening.enter_context(_join_exit.listening(Join, ref(self)))
 
     @property
     def inside(self) -> bool:
@@ -55,17 +72,34 @@ class Joins:
 
     def entered(self, wrapper: DistributedDataParallel, hook: JoinHook) -> JoinHook:
         """A wrapper takes part in a context by this hook."""
-        if not any(wrapper is own for own in self._wrappers):
+        if not self._holds(wrapper):
             return hook
         if not self._open:
-            self._begin()
+            self._listener.join_begins()
         self._open = True
         return _WatchedHook(hook, self._left)
+
+    def leaving(self, context: Join) -> None:
+        """This rank leaves a context, and may have to shadow the others for a while."""
+        if self._takes_part(context):
+            self._listener.rank_leaves()
+
+    def broken(self, context: Join) -> None:
+        """A context has ended by an exception."""
+        if self._takes_part(context):
+            self._open = False
+            self._listener.join_breaks()
+
+    def _takes_part(self, context: Join) -> bool:
+        return self.inside and any(self._holds(joinable) for joinable in context._joinables)
+
+    def _holds(self, wrapper: object) -> bool:
+        return any(wrapper is own for own in self._wrappers)
 
     def _left(self) -> None:
         if self._open:
             self._open = False
-            self._end()
+            self._listener.join_ends()
 
 
 class _WatchedHook(JoinHook):
@@ -93,7 +127,24 @@ def _watched_join_hook(original: Callable[..., JoinHook], listeners: list[Any]) 
     return join_hook
 
 
+def _watched_exit(original: Callable[..., None], listeners: list[Any]) -> Callable[..., None]:
+    def __exit__(self: Join, kind: type[BaseException] | None, *error: Any) -> None:
+        joins = [own for listener in listeners if (own := listener()) is not None]
+        broken = True  # the method itself raises where the context is to end with its first rank
+        for own in joins:
+            own.leaving(self)
+        try:
+            original(self, kind, *error)
+            broken = kind is not None
+        finally:
+            for own in joins if broken else ():
+                own.broken(self)
+
+    return __exit__
+
+
 _join_hook = SharedPatch("join_hook", _watched_join_hook)
+_join_exit = SharedPatch("__exit__", _watched_exit)
 
 
 def _forward(self: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:

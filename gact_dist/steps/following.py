@@ -149,7 +149,8 @@ class Following:
         schedule = self._schedule
         if not self._asked or not (schedule.due() or schedule.drawing_due()):
             return
-        schedule.meet("adapting bits to what was observed")
+        if not schedule.meet("adapting bits to what was observed"):
+            return
         # there is none on a rank whose forward raised
         complete = self._observation is not None and self._observation.complete
         for group in schedule.groups:

@@ -26,7 +26,6 @@ class OptimizerSteps:
         self._model, self._count = model, 0
         self._stepped = True  # since the last forward; the first forward begins a step
         self._forward = 0
-        self._paused: tuple[bool, int, bool, int] | None = None
         self.watch()
 
     def watch(self) -> None:
@@ -60,15 +59,6 @@ class OptimizerSteps:
     def load(self, begun: int | None, forwards: int) -> None:
         """Go on from a state. forwards: since the adaptation; for a state that has seen no step."""
         self.seen, self._count, self._stepped = begun is not None, forwards if begun is None else begun, False
-
-    def pause(self) -> None:
-        """Steps from now on do not count: ranks may take different numbers of them."""
-        self._paused = self.seen, self._count, self._stepped, self._forward
-
-    def resume(self) -> None:
-        """Go on as if none had been taken since pause()."""
-        if self._paused is not None:
-            (self.seen, self._count, self._stepped, self._forward), self._paused = self._paused, None
 
     def close(self) -> None:
         """Count no more."""

@@ -19,6 +19,7 @@ from ..offload import open_offload
 from ..policies import Plan, policy_of
 from ..sensitivity import ProbeBatch
 from . import malloc
+from .joined_steps import JoinedSteps
 from .optimizer_steps import OptimizerSteps
 from .state import State
 
@@ -55,9 +56,7 @@ class Schedule:
         if self.hooks is not None and self.policy.adapts:
             self.adapter = Adapter(model, self.hooks, data_parallel, self.groups, self.verifier)
         self._lazy = True
-        self._joins = distributed.Joins(model, self._join_begins, self._join_ends)
-        self._steps_in_joins = 0
-        self._told_of_join = False
+        self._joined = JoinedSteps(self)
         self._facts = _facts_of(config)
         self.enabled = self.hooks is not None
         """whether forwards are compressed; see disable()"""
@@ -72,7 +71,7 @@ class Schedule:
         self._plan_while_off = Plan()
         self._adapted_at: int | None = None
         # an interval is counted in optimizer steps where they are seen, see [Note: optimizer steps]
-        self._optimizer = None if self.adapter is None else OptimizerSteps(model)
+        self.optimizer_steps = None if self.adapter is None else OptimizerSteps(model)
         self._interval = config.adapt_interval
 
     @property
@@ -93,9 +92,9 @@ class Schedule:
         if self.hooks is None or not self.enabled:
             yield
             return
-        self.hooks.begin(self.step + self._steps_in_joins)
-        if self._optimizer is not None:
-            self._optimizer.begun(self.step)
+        self.hooks.begin(self.step)
+        if self.optimizer_steps is not None:
+            self.optimizer_steps.begun(self.step)
         self._in_forward += 1
         try:
             with self.hooks.hooks():
@@ -126,35 +125,21 @@ class Schedule:
         self.hooks.suspend()
         if self.enabled:
             self.hooks.resume()
-        if self._optimizer is not None:
-            self._optimizer.close()
+        if self.optimizer_steps is not None:
+            self.optimizer_steps.close()
             if self.enabled:
-                self._optimizer.watch()
+                self.optimizer_steps.watch()
 
     def next_step(self) -> None:
-        """A step begins. In a join() it has random numbers of its own but no number. See [Note: join] in ddp.py."""
-        if not self._joins.inside:
-            self.step += 1
-            return
-        self._steps_in_joins += 1
-        if not self._told_of_join and self.adapter is not None:
-            self._told_of_join = True
-            _log.warning(
-                "bits do not adapt within DDP's join(), where ranks may run out of batches: call calibrate() on all "
-                "ranks before it"
-            )
+        """A step begins."""
+        self.step += 1
 
-    def _join_begins(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.pause()
-
-    def _join_ends(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.resume()
-
-    def meet(self, doing: str) -> None:
-        """Wait for all ranks before collectives of ours. See distributed.meet()."""
-        distributed.meet(self.groups, doing, self._facts)
+    def meet(self, doing: str) -> bool:
+        """Wait for all ranks before collectives of ours; False if one has no batches left. See distributed.meet()."""
+        if distributed.meet(self.groups, doing, self._facts):
+            return True
+        self._joined.missed(doing)
+        return False
 
     def watch(self) -> None:
         """After a step's forward."""
@@ -196,9 +181,9 @@ class Schedule:
 
     def _since(self, adapted_at: int) -> int:
         """Optimizer steps begun since the last adaptation, or forwards where none was seen yet."""
-        if self._optimizer is None or not self._optimizer.seen:
+        if self.optimizer_steps is None or not self.optimizer_steps.seen:
             return self.step - adapted_at
-        return self._optimizer.begun(self.step)
+        return self.optimizer_steps.begun(self.step)
 
     def drawing_due(self, in_steps: int = 0) -> bool:
         """Whether the gradient should be drawn this many steps from now."""
@@ -206,7 +191,7 @@ class Schedule:
 
     def _can_measure(self) -> bool:
         """Whether anything can be measured now; the same on all ranks."""
-        return not self._is_lazy() and self._is_trained() and not self._joins.inside
+        return not self._is_lazy() and self._is_trained() and not self._joined.uneven
 
     def _is_lazy(self) -> bool:
         """Whether a parameter or buffer of the model has yet to take its shape from the first forward, the job's own.
@@ -228,15 +213,16 @@ class Schedule:
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. forward: runs the model as that step will."""
         if self.adapter is not None and not self._is_lazy():
-            if self.policy.needs_step_bytes:
-                self.meet("counting the bytes of the first step")
+            if self.policy.needs_step_bytes and not self.meet("counting the bytes of the first step"):
+                return
             with self.measurement():
                 self.adapter.start(forward)
 
     def draw(self, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Draw the gradient if that is due and no adaptation is; an adaptation measures it anyway."""
-        if self.adapter is not None and self.drawing_due() and not self._adaptation_due():
-            self.meet("measuring the gradient")
+        if self.adapter is None or not self.drawing_due() or self._adaptation_due():
+            return
+        if self.meet("measuring the gradient"):
             with self.measurement():
                 self.adapter.draw(self.step, loss, unit)
 
@@ -255,7 +241,8 @@ class Schedule:
         """
         if self.verifier is None or self.hooks is None or not self._can_measure():
             return
-        self.meet("comparing the gradient with the exact one")
+        if not self.meet("comparing the gradient with the exact one"):
+            return
         search = provisional or self.adapter is None
         with self.measurement():
             _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
@@ -285,7 +272,8 @@ class Schedule:
                 "calibrate() after the first step"
             )
         before = self.plan.bits
-        self.meet("adapting bits")
+        if not self.meet("adapting bits"):
+            return
         with self.measurement():
             adaptation = self.adaptation = self.adapter.adapt(batch, self.step, in_step=in_step)
         # The bits used until now are compared as well: a rank that went its own way since (another state loaded, say)
@@ -297,8 +285,9 @@ class Schedule:
         self.hooks.plan = plan
         self.sensitivity = {**self.sensitivity, **adaptation.sensitivity}
         self._adapted_at = self.step
-        if self._optimizer is not None:
-            self._optimizer.restart(self.step)
+        if self.optimizer_steps is not None:
+            self.optimizer_steps.restart(self.step)
+        self._joined.mark()
         # an error bound is watched at adaptations, and the gradient shrinks while bits stand still
         settled = adaptation.kept and adaptation.gradient_error is None
         longest = _LONGEST_INTERVAL * self.config.adapt_interval
@@ -320,7 +309,7 @@ class Schedule:
             self.history,
             {} if self.hooks is None else self.hooks.state_dict(),
             {} if self.adapter is None else self.adapter.state_dict(),
-            None if self._optimizer is None else self._optimizer.state,
+            None if self.optimizer_steps is None else self.optimizer_steps.state,
             {} if self.verifier is None else self.verifier.state_dict(),
         )
 
@@ -339,22 +328,22 @@ class Schedule:
             self.adapter.load_state(adapted)
         if self.verifier is not None:
             self.verifier.load_state(verified)
-        if self._optimizer is not None:
+        if self.optimizer_steps is not None:
             # as many as forwards, in a state that says nothing
             forwards = 0 if state.adapted_at is None else state.step + 1 - state.adapted_at
-            self._optimizer.load(state.optimizer_steps, forwards)
+            self.optimizer_steps.load(state.optimizer_steps, forwards)
 
     def close(self) -> None:
         """Take all hooks off the model."""
-        self._joins.close()
+        self._joined.close()
         if self.hooks is not None:
             self.hooks.close()
-        if self._optimizer is not None:
-            self._optimizer.close()
+        if self.optimizer_steps is not None:
+            self.optimizer_steps.close()
 
 
 def _facts_of(config: Config) -> dict[str, str]:
     """What all ranks that share a plan must have in common."""
     settings = {f"Config.{key}": repr(value) for key, value in config.to_dict().items() if key not in _OF_A_RANK}
-    library = getattr(sys.modules[__package__], "__version__", "unknown")
+    library = getattr(sys.modules[__package__.partition(".")[0]], "__version__", "unknown")
     return {"gact_dist": library, "torch": VERSION, **settings}

@@ -6,7 +6,7 @@ import datetime
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -189,9 +189,9 @@ def test_a_killed_rank_ends_the_others_at_once_with_the_cause(ranks):
 # -- one rank runs out of batches -----------------------------------------------------------------------------------
 
 
-def uneven(config, follow, epochs=2):
-    """(weights, plan after each epoch, whether bits adapted in its join()): 5 batches on rank 0, on rank 1 3 and then
-    none, with four even steps after each."""
+def uneven(config, follow, batches=((5, 3), (5, 0)), throws=False, joins=True):
+    """(weights, plan after each epoch, steps that adapted in its join(), those after all): as many batches in each
+    epoch as given for the two ranks, and four even steps after it. throws: join() ends with the first rank."""
     torch.manual_seed(0)
     model, gact, loss_fn, batch = job_of(config, wrapped=True)
     if gact is not None and follow:
@@ -205,19 +205,23 @@ def uneven(config, follow, epochs=2):
         loss.backward()
         optimizer.step()
 
-    plans, adapted = [], []
-    for epoch in range(epochs):
-        before = None if gact is None else gact.adaptation
-        with model.join():
-            for _ in range(5 if dist.get_rank() == 0 else (3, 0)[epoch]):
+    def adapted():
+        return [] if gact is None else [entry["step"] for entry in gact.history if entry["tensors"]]
+
+    plans, within = [], []
+    for counts in batches:
+        before = len(adapted())
+        context = model.join(throw_on_early_termination=throws) if joins else nullcontext()
+        with suppress(RuntimeError) if throws else nullcontext(), context:
+            for _ in range(counts[dist.get_rank()]):
                 step()
-        adapted.append(gact is not None and gact.adaptation is not before)
+        within.append(adapted()[before:])
         for _ in range(4):
             step()
         plans.append({} if gact is None else gact.plan)
     if gact is not None:
         gact.detach()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), plans, adapted
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), plans, within, adapted()
 
 
 @pytest.mark.parametrize("follow", [False, True], ids=["step", "follow"])
@@ -229,15 +233,45 @@ def test_uneven_batches_in_join_are_exact_with_exact_codecs(ranks, follow):
     assert torch.equal(ours[1], untouched[1])
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy": "acgc", "error": 0.5}], ids=["gact", "acgc"])
+EVERY_SECOND = Config(adapt_interval=2, adapt_tolerance=0.0, **SMALL)
+
+
 @pytest.mark.parametrize("follow", [False, True], ids=["step", "follow"])
-def test_bits_adapt_after_a_join_and_not_in_it(ranks, follow, settings):
-    config = Config(adapt_interval=2, adapt_tolerance=0.0, **settings, **SMALL)
-    (weights, plans, adapted), (other_weights, other_plans, other_adapted) = ranks(uneven, config, follow)
-    assert torch.equal(weights, other_weights)
-    assert plans == other_plans
-    assert plans[0]
-    assert adapted == other_adapted == [False, False]
+def test_bits_adapt_in_a_join_until_a_rank_has_no_batches_left(ranks, follow):
+    first, second = ranks(uneven, EVERY_SECOND, follow)
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+    # what is due when rank 1 is gone comes after the context, in the sixth step, and then every second
+    within, after = ([2], [6, 8]) if follow else ([1, 3], [6, 8])
+    assert first[2] == [within, []]
+    assert first[3][: len(within) + 2] == within + after
+    assert first[3][-1] > 9 + 5
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["step", "follow"])
+def test_a_join_in_which_all_ranks_have_as_many_batches_adapts_as_without(ranks, follow):
+    """A loop that is within join() from its first step to the last, as its users write it."""
+    joined, _ = ranks(uneven, EVERY_SECOND, follow, [(5, 5), (5, 5)])
+    without, _ = ranks(uneven, EVERY_SECOND, follow, [(5, 5), (5, 5)], False, False)
+    assert torch.equal(joined[0], without[0])
+    assert joined[1:] == without[1:]
+    assert len(joined[2][0]) > 1
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["step", "follow"])
+def test_a_join_that_ends_with_its_first_rank_leaves_both_at_the_same_step(ranks, follow):
+    first, second = ranks(uneven, EVERY_SECOND, follow, [(5, 3), (4, 2)], True)
+    assert first[1:] == second[1:]
+    assert first[3] == sorted(first[3])
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["step", "follow"])
+def test_an_error_bound_is_watched_in_a_join_until_a_rank_has_no_batches_left(ranks, follow):
+    config = Config(policy="acgc", error=0.5, adapt_interval=2, adapt_tolerance=0.0, **SMALL)
+    first, second = ranks(uneven, config, follow)
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+    assert first[1][0]
 
 
 # -- experts that each rank has of its own ----------------------------------------------------------------------------
