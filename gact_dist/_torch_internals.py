@@ -5,11 +5,12 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -31,6 +32,8 @@ NEEDED = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._autograd.SavedTensor",
+    "torch._C._current_autograd_node",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
@@ -147,19 +150,45 @@ def saved_handle(node: Any, name: str) -> Any:
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
-def saved_slots(node: Any) -> list[str]:
-    """Where saved_values() finds what nodes of this kind save."""
-    return [name for name in dir(node) if name.startswith("_raw_saved_")]
+def node_in_backward() -> Any:
+    """The node whose backward is running in this thread, None without one."""
+    return torch._C._current_autograd_node()
 
 
-def saved_values(node: Any, slots: Sequence[str]) -> Iterator[Any]:
-    """What the pack hook made of each tensor that a node of the graph saved under saved-tensor hooks."""
-    for slot in slots:
-        raw = getattr(node, slot)
-        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-            value = getattr(saved, "data", None)
-            if value is not None:
-                yield value
+SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
+"""whether the graph shows what it holds in place of a saved tensor"""
+_slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def saved_slots(node: Any) -> tuple[str, ...]:
+    """The attributes in which a node saves tensors; of a function of Python's one, "tensors"."""
+    kind = type(node)
+    slots = _slots.get(kind)
+    if slots is None:
+        slots = _slots[kind] = tuple(name[len(_RAW) :] for name in dir(kind) if name.startswith(_RAW))
+    return slots
+
+
+def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
+    """(slot, what the graph holds in place of the tensor) of all that a node saved; nothing once it was freed."""
+    for slot in saved_slots(node):
+        try:
+            saved = getattr(node, _RAW + slot)
+        except RuntimeError:  # a backward has run, and freed a list of tensors
+            return
+        for item in saved if isinstance(saved, (tuple, list)) else (saved,):
+            handle = getattr(item, "data", None)
+            if handle is not None:
+                yield slot, handle
+
+
+def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
+    """The shape of a tensor that a node computed."""
+    metadata = node._input_metadata  # of its backward: the gradient of that tensor is its input
+    return tuple(metadata[number].shape) if number < len(metadata) else ()
+
+
+_RAW = "_raw_saved_"
 
 
 def saves_own_result(node: Any) -> bool:

@@ -50,6 +50,8 @@ class Encoder:
             return codec.exact(tensor)
         if tensor.dtype == torch.bool or role is Role.SIGN:
             return codec.pack_mask(tensor)
+        if role is Role.POSITIVE:
+            return codec.pack_mask(tensor.detach().relu())
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return codec.pack_narrow(tensor) or codec.exact(tensor)
         if role is Role.BINARY:

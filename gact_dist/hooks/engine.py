@@ -33,9 +33,10 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
 from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
-from .known_roles import KnownRoles
+from .known_roles import KnownRoles, Place
 from .naming import ModuleScope, Namer
 from .parameters import ParameterRecognition
+from .readers import Readers, Saved
 from .replay import Replay, Replayed
 from .roles import OperatorObserver, Role, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
@@ -73,6 +74,7 @@ class SavedTensorHooks:
         self._bases = SharedBases()
         self._roles = KnownRoles(config)
         self._functions = CustomFunctions(self._roles.by_name)
+        self._readers: Readers | None = None  # in a forward that shows them
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
 
     @property
@@ -130,18 +132,42 @@ class SavedTensorHooks:
         """Compress what autograd saves in the context. Raises RuntimeError in a checkpointed function and a capture."""
         refuse_inside_checkpoint()
         refuse_inside_capture()
-        observer = None
-        # a compiled region is compiled anew under a function mode, and shows it no operator
-        if self._roles.observe_next and self.policy.rounds and not self._namer.scope.compiled:
-            observer = OperatorObserver()
-            observer.owned = self._parameters.owns
+        observer = readers = None
+        if self._roles.observe_next and self.policy.rounds:
+            readers = Readers(self._roles, self._sink)
+            self._roles.observe_next = self._sink is not self._job  # the job's own first step is observed in any case
+            # a compiled region is compiled anew under a function mode, and shows it no operator
+            observer = None if self._namer.scope.compiled else OperatorObserver()
         told = told_of_checkpoints(self._bypassing.note)
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
-        with self._roles.observed(observer), told, offered, self._saved_tensors_hooks():
-            try:
+        try:
+            with self._observed(observer, readers, True), told, offered, self._saved_tensors_hooks():
                 yield
-            finally:
-                self._forget_step()
+        finally:
+            if readers is not None and not readers.saw_any:
+                self._roles.observe_next = True
+            self._forget_step()
+
+    @contextmanager
+    def _observed(
+        self, observer: OperatorObserver | None, readers: Readers | None, learns: bool = False
+    ) -> Iterator[None]:
+        """Within the context the operators that run, and those that read what is saved, are seen.
+
+        learns: that nobody reads a tensor.
+        """
+        self._readers = self._namer.scope.readers = readers
+        if observer is not None:
+            observer.readers, observer.owned = readers, self._parameters.owns
+        try:
+            with self._roles.observed(observer, readers is not None):
+                yield
+            if readers is not None:
+                readers.finish(learns, complete=observer is not None)
+        finally:
+            self._readers = self._namer.scope.readers = None
+            if observer is not None:
+                observer.readers = None
 
     @contextmanager
     def _saved_tensors_hooks(self) -> Iterator[None]:
@@ -192,9 +218,8 @@ class SavedTensorHooks:
         if again is not None:
             record.again = again
         with self._instead_of_a_step(record, 0):
-            if observer is not None:
-                observer.owned = self._parameters.owns
-            with self._roles.observed(observer), self._saved_tensors_hooks():
+            readers = None if observer is None else Readers(self._roles, record)
+            with self._observed(observer, readers), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
 
@@ -259,6 +284,8 @@ class SavedTensorHooks:
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
+        if self._readers is not None:
+            self._readers.examine_below(tensor)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
         if in_backward():
@@ -284,10 +311,11 @@ class SavedTensorHooks:
             record.relu_versions.add(tensor._version)
         else:
             alias = _alias(tensor, record)
-            if alias is not None and self._may_share(tensor, alias, site):
-                return self._sink.alias(tensor, alias)
-            if alias is not None and site.function is not None:
-                return self._pack_operand(tensor, record, site, site.function)
+            if alias is not None and not self._reads_positive(alias, site):
+                if self._may_share(tensor, alias, site):
+                    return self._pack_alias(tensor, record, site, alias)
+                if site.function is not None:
+                    return self._pack_operand(tensor, record, site, site.function)
         return self._pack_new(tensor, record, site, sign_only)
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
@@ -321,7 +349,39 @@ class SavedTensorHooks:
             return self._pack_distributed(tensor, site)
         record = self._storages.of(tensor)
         alias = _alias(tensor, record)
-        return self._pack_new(tensor, record, site, False) if alias is None else self._sink.alias(tensor, alias)
+        if alias is not None:
+            return self._pack_alias(tensor, record, site, alias)
+        return self._pack_new(tensor, record, site, False)
+
+    def _pack_alias(self, tensor: Tensor, record: StorageRecord, site: CallSite, view: View, whole: Any = None) -> Any:
+        """A tensor inside of memory that is stored already, for another reader. See [Note: readers].
+
+        whole: the distributed tensor whose local part it is.
+        """
+        name, readers = view.base.name, self._readers
+        captured = Captured(tensor, name, Role.ACTIVATION, record, whole)
+        rounded = self._roles.by_name.get(name) is Role.ACTIVATION
+        if readers is not None:
+            handle = self._sink.alias(tensor, view, whole)
+            if rounded or readers.holds(view.base):
+                readers.wait(Saved(handle, view.base, captured, self._place(site), view))
+            return handle
+        if rounded and not self._sink.records and self._roles.alias_role(name, self._place(site)) is None:
+            self._roles.observe_next = True
+            self._sink.keep_exactly(view, captured)
+        return self._sink.alias(tensor, view, whole)
+
+    def _reads_positive(self, alias: View, site: CallSite) -> bool:
+        """Whether the operator that saves an alias reads only where it is positive: it gets a mask of its own."""
+        name, place = alias.base.name, self._place(site)
+        if not self._roles.shows_positive:
+            return self._roles.alias_role(name, place) is Role.POSITIVE
+        self._roles.learn_alias(name, place, Role.POSITIVE)
+        return True
+
+    def _place(self, site: CallSite) -> Place:
+        stack = self._namer.scope.stack
+        return site.line, stack[-1][0] if stack else None
 
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
@@ -344,7 +404,8 @@ class SavedTensorHooks:
         alias = None if plain is None else _alias(plain, self._storages.of(plain))
         if alias is None or plain is None:
             return self._kept(tensor, type(tensor).__name__, site)
-        return Distributed(self._sink.alias(plain, alias), partial(Tensor.as_subclass, cls=type(tensor)))
+        stored = self._pack_alias(plain, self._storages.of(plain), site, alias)
+        return Distributed(stored, partial(Tensor.as_subclass, cls=type(tensor)))
 
     def _kept(self, tensor: Tensor, kind: str, site: CallSite) -> Kept:
         of_model = self._parameters.owns(tensor)
@@ -356,24 +417,45 @@ class SavedTensorHooks:
         """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
         name = self._namer.name(tensor, site)
         target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
+        if self._bases.grew:
+            self._bases.grew, self._roles.observe_next = False, True
         role = Role.SIGN if sign_only else self._role(target, name, site)
         if self.policy.rounds:
-            place = "" if site.function is None else self._namer.place(site, function_name(site.function))
-            role = self._functions.role(target, name, role, site.function, place, self._sink.records)
-        stored = self._sink.take(Captured(target, name, role, record))
-        if not sign_only:
+            role = self._role_in_function(target, name, role, site)
+        captured = Captured(target, name, role, record)
+        handle = stored = self._take(captured)
+        if role not in (Role.SIGN, Role.POSITIVE):
             note_stored(target, record, stored)
-        self._sink.after(tensor)
-        if target is tensor:
-            return stored
-        toggled = lazy_bits(tensor) ^ lazy_bits(target)
-        return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
+        if target is not tensor:
+            toggled = lazy_bits(tensor) ^ lazy_bits(target)
+            handle = View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
+        if self._readers is not None:
+            self._await_reader(self._readers, handle, stored, captured, site)
+        self._sink.after(tensor.grad_fn)
+        return handle
+
+    def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
+        """What a custom function that is saving makes of a tensor's role."""
+        place = "" if site.function is None else self._namer.place(site, function_name(site.function))
+        known = Role.ACTIVATION if role is Role.UNREAD else role
+        found = self._functions.role(tensor, name, known, site.function, place, self._sink.records)
+        return role if found is known else found
+
+    def _take(self, captured: Captured) -> Any:
+        return self._sink.hold(captured) if captured.role is Role.UNREAD else self._sink.take(captured)
+
+    def _await_reader(self, readers: Readers, handle: Any, stored: Any, captured: Captured, site: CallSite) -> None:
+        """In a step that shows it. handle: what the graph holds of what is stored."""
+        held = captured.role is Role.UNREAD
+        if held or captured.role is Role.ACTIVATION:
+            captured = captured._replace(role=Role.ACTIVATION)
+            readers.wait(Saved(handle, stored, captured, self._place(site)), held)
 
     def _pack_block_input(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
         """An input of a checkpointed block: an alias that is stored already may be rounded only where it may be."""
         name = self._namer.block_input(site)
         known = name in self._roles.by_name or not self._sink.records
-        role = self._roles.role_of_block_input(name, call, self._sink.records)
+        role = self._roles.role_of_block_input(tensor, name, call, self._sink.records)
         alias = _alias(tensor, record) if known and role is Role.ACTIVATION else None
         if alias is not None:
             return self._sink.alias(tensor, alias)
@@ -388,15 +470,19 @@ class SavedTensorHooks:
         if local is None or type(local) is not Tensor:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
-        alias = _alias(local, record)
+        alias, again = _alias(local, record), distributed_again(tensor)
         if alias is not None:
-            stored = self._sink.alias(local, alias, tensor)
-        else:
-            name = self._namer.name(tensor, site)
-            role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
-            stored = self._sink.take(Captured(local, name, role, record, tensor))
+            return Distributed(self._pack_alias(local, record, site, alias, tensor), again)
+        name = self._namer.name(tensor, site)
+        role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
+        captured = Captured(local, name, role, record, tensor)
+        stored = self._take(captured)
+        if role is not Role.POSITIVE:
             note_stored(local, record, stored)
-        return Distributed(stored, distributed_again(tensor))
+        handle = Distributed(stored, again)
+        if self._readers is not None:
+            self._await_reader(self._readers, handle, stored, captured, site)
+        return handle
 
     def _pack_in_graph(self, tensor: Tensor, label: str, alias: bool) -> codec.Packed:
         """What is kept of a tensor that a region's graph packs itself. See [Note: inlined hooks] in inlined.py."""

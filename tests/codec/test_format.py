@@ -405,3 +405,20 @@ def test_rounding_variance_counts_special_groups_as_infinite_where_weighted() ->
         weight[256:] = 0
         assert bool(torch.isfinite(function(x, weight, 256)).all())
         weight[256:] = 1
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 32])
+def test_what_is_finite_decodes_finite_up_to_the_largest_number(dtype: torch.dtype, columns: int, bits: int) -> None:
+    """As long as the range of a group is finite: the native library and the reference, with dither and without."""
+    torch.manual_seed(bits)
+    ends = [(-part, part) for part in (0.05, 0.2, 0.3, 0.4375, 0.49)]
+    for low, high in (*ends, (0.5, 1.0), (-1.0, -0.5), (-0.9, 0.05), (0.0, 1.0), (-1.0, 0.0)):
+        x = (torch.rand(1 << 13, dtype=torch.float64) * (high - low) + low).mul(torch.finfo(dtype).max).to(dtype)
+        x[0] = x[1] = x.max()
+        packed = ops.pack(x, bits, 128, SEED, columns)
+        assert torch.equal(packed, reference.pack(x, bits, 128, SEED, columns))
+        decoded = ops.unpack(packed, bits, 128, x.numel(), dtype, SEED, columns)
+        assert decoded.isfinite().all()
+        assert torch.equal(decoded, reference.unpack(packed, bits, 128, x.numel(), dtype, SEED, columns))
