@@ -185,7 +185,10 @@ def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
 def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
     """The shape of a tensor that a node computed."""
     metadata = node._input_metadata  # of its backward: the gradient of that tensor is its input
-    return tuple(metadata[number].shape) if number < len(metadata) else ()
+    try:
+        return tuple(metadata[number].shape) if number < len(metadata) else ()
+    except RuntimeError:  # of a nested tensor
+        return ()
 
 
 _RAW = "_raw_saved_"
