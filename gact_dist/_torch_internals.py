@@ -32,6 +32,7 @@ NEEDED = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.peek_interpreter_stack",
     "torch._C._autograd.SavedTensor",
     "torch._C._current_autograd_node",
     "torch.Tensor._base",
@@ -121,6 +122,11 @@ def is_inside_transform(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def runs_transform() -> bool:
+    """Whether a function under a torch.func transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number for a tensor's storage; no other storage has it while this one, or a weak reference to it, lives."""
     return tensor.untyped_storage()._cdata
@@ -180,6 +186,11 @@ def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
             handle = getattr(item, "data", None)
             if handle is not None:
                 yield slot, handle
+
+
+def hides_saved(node: Any) -> bool:
+    """Whether a node, of TorchScript, runs many operators and does not show what they saved."""
+    return node is not None and "::DifferentiableGraph" in node.name()
 
 
 def shape_of_output(node: Any, number: int) -> tuple[int, ...]:

@@ -315,20 +315,24 @@ class SavedTensorHooks:
                 if self._may_share(tensor, alias, site):
                     return self._pack_alias(tensor, record, site, alias)
                 if site.function is not None:
-                    return self._pack_operand(tensor, record, site, site.function)
+                    return self._pack_operand(tensor, record, site, site.function, alias.base.name)
         return self._pack_new(tensor, record, site, sign_only)
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
         """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
         if site.function is None or not self.policy.rounds or not self._sink.wants_role(tensor):
             return True
-        if isinstance(alias.base, Stored) and alias.base.is_exact:
+        held = self._readers is not None and self._readers.holds(alias.base)
+        if isinstance(alias.base, Stored) and alias.base.is_exact and not held:
             return True
         place = self._namer.place(site, function_name(site.function))
         return not self._functions.needs_exact(tensor, site.function, place)
 
-    def _pack_operand(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
-        """An input of a custom function that must be exact, of memory that is stored rounded."""
+    def _pack_operand(
+        self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType, stored_as: str
+    ) -> Any:
+        """An input of a custom function that must be exact, of memory that is stored rounded under another name."""
+        self._roles.learn_alias(stored_as, self._place(site), Role.ACTIVATION)  # should the function turn out not to
         function = function_name(call)
         name = self._namer.name_of_operand(site, function)
         role = self._functions.role(
@@ -419,9 +423,9 @@ class SavedTensorHooks:
         target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
         if self._bases.grew:
             self._bases.grew, self._roles.observe_next = False, True
-        role = Role.SIGN if sign_only else self._role(target, name, site)
+        role = own = Role.SIGN if sign_only else self._role(target, name, site)
         if self.policy.rounds:
-            role = self._role_in_function(target, name, role, site)
+            role = self._role_in_function(target, name, own, site)
         captured = Captured(target, name, role, record)
         handle = stored = self._take(captured)
         if role not in (Role.SIGN, Role.POSITIVE):
@@ -430,7 +434,7 @@ class SavedTensorHooks:
             toggled = lazy_bits(tensor) ^ lazy_bits(target)
             handle = View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
         if self._readers is not None:
-            self._await_reader(self._readers, handle, stored, captured, site)
+            self._await_reader(self._readers, handle, stored, captured, site, own)
         self._sink.after(tensor.grad_fn)
         return handle
 
@@ -444,12 +448,16 @@ class SavedTensorHooks:
     def _take(self, captured: Captured) -> Any:
         return self._sink.hold(captured) if captured.role is Role.UNREAD else self._sink.take(captured)
 
-    def _await_reader(self, readers: Readers, handle: Any, stored: Any, captured: Captured, site: CallSite) -> None:
-        """In a step that shows it. handle: what the graph holds of what is stored."""
-        held = captured.role is Role.UNREAD
-        if held or captured.role is Role.ACTIVATION:
-            captured = captured._replace(role=Role.ACTIVATION)
-            readers.wait(Saved(handle, stored, captured, self._place(site)), held)
+    def _await_reader(
+        self, readers: Readers, handle: Any, stored: Any, captured: Captured, site: CallSite, role: Role | None
+    ) -> None:
+        """In a step that shows it. handle: what the graph holds of what is stored.
+
+        role: that the tensor has outside of a custom function, which may keep it exactly until it is judged.
+        """
+        if role in (Role.UNREAD, Role.ACTIVATION):
+            waiting = Saved(handle, stored, captured._replace(role=Role.ACTIVATION), self._place(site))
+            readers.wait(waiting, held=captured.role is Role.UNREAD)
 
     def _pack_block_input(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
         """An input of a checkpointed block: an alias that is stored already may be rounded only where it may be."""
@@ -481,7 +489,7 @@ class SavedTensorHooks:
             note_stored(local, record, stored)
         handle = Distributed(stored, again)
         if self._readers is not None:
-            self._await_reader(self._readers, handle, stored, captured, site)
+            self._await_reader(self._readers, handle, stored, captured, site, role)
         return handle
 
     def _pack_in_graph(self, tensor: Tensor, label: str, alias: bool) -> codec.Packed:

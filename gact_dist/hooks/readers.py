@@ -9,7 +9,8 @@ Where torch.compile forbids to watch operators, what is left tells in backward w
 Another operator may save the same memory later. Its handle is a view of what is stored; if it must not be rounded, the
 memory, which is still alive at that moment, replaces what was rounded. In a step that is not observed, a view at a
 place that no observed step has shown is kept exactly too, and the next step is observed. What is still unread when an
-observed forward is over stays exact.
+observed forward is over stays exact, but for what the graphs of TorchScript save, which do not show who reads it: it is
+rounded.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch_internals import SHOWS_SAVED, node_in_backward, saved_handles
+from .._torch_internals import SHOWS_SAVED, hides_saved, node_in_backward, runs_transform, saved_handles
 from .backward_rules import BESIDE, Rule, below_pole, multiplies_pole, rule_of, rule_of_any
 from .handles import Distributed, Stored, View
 from .known_roles import KnownRoles, Place
@@ -88,10 +89,12 @@ class Readers:
 
     def decide_all(self) -> None:
         """Before a backward: what it reads is what later ones will read."""
-        while self._recent:
+        while self._recent and not runs_transform():
             self._decide(self._recent.popleft())
 
     def _examine(self, roots: Iterable[Any]) -> None:
+        if runs_transform():  # no tensor can be encoded in it
+            return
         for node in self._new_nodes(roots):
             self._note(node)
         while len(self._recent) > _DELAY:
@@ -124,6 +127,9 @@ class Readers:
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
+            if hides_saved(saved.captured.tensor.grad_fn):
+                self._decide_one(saved, Role.ACTIVATION)
+                continue
             if learns and complete:
                 self._roles.learn(saved.captured.name, saved.place, Role.STATISTIC)
             elif learns and isinstance(saved.stored, Stored):
@@ -154,12 +160,14 @@ class Readers:
 
     def _decide(self, read: _Read) -> None:
         for saved, rule in read.saved:
-            role = Role.ACTIVATION if rule is None else Role.STATISTIC
-            if saved.view is not None:
-                self._decide_alias(saved, saved.view, role)
-            else:
-                self._settle(saved, self._with_others(saved, role))
+            self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
         self._sink.after(read.node)
+
+    def _decide_one(self, saved: Saved, role: Role) -> None:
+        if saved.view is not None:
+            self._decide_alias(saved, saved.view, role)
+        else:
+            self._settle(saved, self._with_others(saved, role))
 
     def _with_others(self, saved: Saved, role: Role) -> Role:
         """The role that a tensor has if it must serve other readers too, as far as they are known."""

@@ -138,7 +138,7 @@ class Store(Sink):
     def keep_exactly(self, view: View, captured: Captured) -> None:
         """See Sink.keep_exactly."""
         handle, tensor = view.base, captured.tensor
-        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed):
+        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed) or handle.is_exact:
             return
         rounded = handle.payload
         whole = view.behind(tensor, rounded.shape, rounded.strides)
