@@ -5,6 +5,7 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,7 @@ NEEDED = (
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._autograd.SavedTensor",
     "torch._C._current_autograd_node",
+    "torch._C._last_executed_optimized_graph",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
@@ -191,6 +193,12 @@ def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
 def hides_saved(node: Any) -> bool:
     """Whether a node, of TorchScript, runs many operators and does not show what they saved."""
     return node is not None and "::DifferentiableGraph" in node.name()
+
+
+def operators_of_script(graphs: int) -> list[str] | None:
+    """The operators of what TorchScript ran last; None where it holds fewer differentiable graphs than given."""
+    text = str(torch._C._last_executed_optimized_graph())
+    return re.findall(r"aten::(\w+)", text) if text.count("= prim::DifferentiableGraph") >= graphs else None
 
 
 def shape_of_output(node: Any, number: int) -> tuple[int, ...]:

@@ -407,6 +407,12 @@ def multiplies_pole(node: Any, slot: str) -> bool:
     return False
 
 
+def has_rule(operator: str) -> bool:
+    """Whether any rule is about the operands of an operator, by its name in torch, or its result."""
+    name = operator.title().replace("_", "")
+    return name in CONDITIONAL or name in SINGULAR or (name in RULES and RULES[name].reason != _STATISTIC)
+
+
 def rule_of_any(node: Any) -> Rule | None:
     """A rule for anything that an autograd node saved, where its slots cannot be told apart."""
     return next((rule for rule in _rules_of(node.name()) if rule.unless is None or not rule.unless(node)), None)

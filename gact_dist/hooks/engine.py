@@ -144,7 +144,7 @@ class SavedTensorHooks:
             with self._observed(observer, readers, True), told, offered, self._saved_tensors_hooks():
                 yield
         finally:
-            if readers is not None and not readers.saw_any:
+            if readers is not None and not readers.is_done:
                 self._roles.observe_next = True
             self._forget_step()
 
@@ -280,7 +280,8 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        return self._pack_from(tensor, caller())
+        with nullcontext() if self._readers is None else self._readers.paused():
+            return self._pack_from(tensor, caller())
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""

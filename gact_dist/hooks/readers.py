@@ -9,19 +9,27 @@ Where torch.compile forbids to watch operators, what is left tells in backward w
 Another operator may save the same memory later. Its handle is a view of what is stored; if it must not be rounded, the
 memory, which is still alive at that moment, replaces what was rounded. In a step that is not observed, a view at a
 place that no observed step has shown is kept exactly too, and the next step is observed. What is still unread when an
-observed forward is over stays exact, but for what the graphs of TorchScript save, which do not show who reads it: it is
-rounded.
+observed forward is over stays exact. The graphs of TorchScript do not show who reads what they save: it is rounded if
+no operator in them has a rule.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .._torch_internals import SHOWS_SAVED, hides_saved, node_in_backward, runs_transform, saved_handles
-from .backward_rules import BESIDE, Rule, below_pole, multiplies_pole, rule_of, rule_of_any
+from .._torch_internals import (
+    SHOWS_SAVED,
+    hides_saved,
+    node_in_backward,
+    operators_of_script,
+    runs_transform,
+    saved_handles,
+)
+from .backward_rules import BESIDE, Rule, below_pole, has_rule, multiplies_pole, rule_of, rule_of_any
 from .handles import Distributed, Stored, View
 from .known_roles import KnownRoles, Place
 from .roles import Role, nodes_of
@@ -61,7 +69,9 @@ class Readers:
         self._waiting: dict[int, Saved] = {}
         self._held: set[int] = set()
         self._recent: deque[_Read] = deque()
+        self._paused = self._finished = False
         self._seen: set[tuple[int, str]] = set()
+        self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
 
     def wait(self, saved: Saved, held: bool = False) -> None:
         """Decide about a saved tensor as soon as its reader shows. held: it is not encoded before."""
@@ -70,9 +80,18 @@ class Readers:
             self._held.add(id(saved.stored))
 
     @property
-    def saw_any(self) -> bool:
-        """Whether an operator ran."""
-        return bool(self._seen)
+    def is_done(self) -> bool:
+        """Whether the forward ran operators, and to its end."""
+        return self._finished and bool(self._seen)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the context, in which an operator is saving, what the hooks themselves call shows nothing."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def holds(self, stored: Any) -> bool:
         """Whether it is not encoded yet."""
@@ -80,7 +99,8 @@ class Readers:
 
     def examine(self, value: Any) -> None:
         """Look at all nodes that made the tensors in a value, and were not looked at before."""
-        self._examine(nodes_of(value))
+        if not self._paused:
+            self._examine(nodes_of(value))
 
     def examine_below(self, tensor: Tensor) -> None:
         """The same while a tensor is being saved: its own node may not have saved everything yet."""
@@ -95,10 +115,18 @@ class Readers:
     def _examine(self, roots: Iterable[Any]) -> None:
         if runs_transform():  # no tensor can be encoded in it
             return
-        for node in self._new_nodes(roots):
+        nodes = self._new_nodes(roots)
+        self._note_scripts([node for node in nodes if hides_saved(node)])
+        for node in nodes:
             self._note(node)
         while len(self._recent) > _DELAY:
             self._decide(self._recent.popleft())
+
+    def _note_scripts(self, nodes: list[Any]) -> None:
+        """What TorchScript's graphs save may be rounded if no operator in them has a rule."""
+        operators = operators_of_script(len(nodes)) if nodes else None
+        if operators is not None and not any(map(has_rule, operators)):
+            self._without_rules.update(map(_key, nodes))
 
     def _note(self, node: Any) -> None:
         """What a node saved is decided about when the operators after it have been seen."""
@@ -123,11 +151,13 @@ class Readers:
 
         learns: in later steps as well. complete: all operators were seen; if not, the backward shows who reads.
         """
+        self._finished = True
         self.decide_all()
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
-            if hides_saved(saved.captured.tensor.grad_fn):
+            node = saved.captured.tensor.grad_fn
+            if node is not None and _key(node) in self._without_rules:
                 self._decide_one(saved, Role.ACTIVATION)
                 continue
             if learns and complete:
@@ -150,7 +180,7 @@ class Readers:
         found, reached = [], list(roots)
         while reached:
             node = reached.pop()
-            key = (node._sequence_nr(), node.name())
+            key = _key(node)
             if key in self._seen:
                 continue
             self._seen.add(key)
@@ -213,6 +243,10 @@ class ReadInBackward:
             self._roles.learn_alias(self._name, self._place, Role.ACTIVATION)
         elif slots and self._roles.by_name.get(self._name) is not Role.STATISTIC:
             self._roles.learn(self._name, self._place, Role.ACTIVATION)
+
+
+def _key(node: Any) -> tuple[int, str]:
+    return node._sequence_nr(), node.name()
 
 
 def _whole(handle: Any) -> Any:
