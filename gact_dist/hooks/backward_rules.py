@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     reason: str
     """what the backward does with them"""
     mask: bool = False
-    """whether a mask of one bit is kept where a call of torch.nn.functional shows the operator"""
+    """whether one bit is kept where a call of torch.nn.functional shows the operator; see one_bit.py"""
     unless: Callable[[Any], bool] | None = None
     """a node for which the rule does not hold"""
     condition: str = ""
@@ -85,9 +85,7 @@ RULES: dict[str, Rule] = {
         ForeachMaximum: self
         ForeachMinimum: self
         Hardshrink: self
-        Hardsigmoid: self
         Hardswish: self
-        Hardtanh: self
         IndexReduce: self source result
         Max: self result
         Maximum: self other
@@ -105,9 +103,9 @@ RULES: dict[str, Rule] = {
         ScatterReduce: self src result
         SegmentReduce: data result
         Softshrink: self
-        Threshold: self
         """,
     ),
+    **dict.fromkeys(("Hardsigmoid", "Hardtanh", "Threshold"), Rule(("self",), _COMPARES, mask=True)),
     "LeakyRelu": Rule(("self", "result"), "reads only where it is positive", mask=True),
     **_in_rows(
         _SIGN,

@@ -35,6 +35,7 @@ from .encoder import Encoder
 from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, Place
 from .naming import ModuleScope, Namer
+from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
 from .readers import Readers, Saved
 from .replay import Replay, Replayed
@@ -296,7 +297,7 @@ class SavedTensorHooks:
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
         if type(tensor) not in (Tensor, nn.Parameter):
-            return self._pack_distributed(tensor, CallSite(current_line()))
+            return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame)
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
@@ -307,17 +308,23 @@ class SavedTensorHooks:
                 return self._pack_block_input(tensor, record, site, site.checkpoint)
         else:
             self._roles.latest_call = None
+        read = self._read_by(frame, tensor)
         sign_only = self.policy.rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
         if sign_only:
             record.relu_versions.add(tensor._version)
-        else:
+        elif read is None:
             alias = _alias(tensor, record)
-            if alias is not None and not self._reads_positive(alias, site):
+            if alias is not None:
                 if self._may_share(tensor, alias, site):
                     return self._pack_alias(tensor, record, site, alias)
                 if site.function is not None:
                     return self._pack_operand(tensor, record, site, site.function, alias.base.name)
-        return self._pack_new(tensor, record, site, sign_only)
+        return self._pack_new(tensor, record, site, Role.SIGN if sign_only else None, read)
+
+    def _read_by(self, frame: FrameType, tensor: Tensor) -> OneBit | None:
+        """See one_bit.py; None for a tensor that is exact anyway."""
+        read = read_by(frame)
+        return None if read is None or not self._sink.wants_role(tensor) else read
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
         """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
@@ -356,7 +363,7 @@ class SavedTensorHooks:
         alias = _alias(tensor, record)
         if alias is not None:
             return self._pack_alias(tensor, record, site, alias)
-        return self._pack_new(tensor, record, site, False)
+        return self._pack_new(tensor, record, site)
 
     def _pack_alias(self, tensor: Tensor, record: StorageRecord, site: CallSite, view: View, whole: Any = None) -> Any:
         """A tensor inside of memory that is stored already, for another reader. See [Note: readers].
@@ -375,14 +382,6 @@ class SavedTensorHooks:
             self._roles.observe_next = True
             self._sink.keep_exactly(view, captured)
         return self._sink.alias(tensor, view, whole)
-
-    def _reads_positive(self, alias: View, site: CallSite) -> bool:
-        """Whether the operator that saves an alias reads only where it is positive: it gets a mask of its own."""
-        name, place = alias.base.name, self._place(site)
-        if not self._roles.shows_positive:
-            return self._roles.alias_role(name, place) is Role.POSITIVE
-        self._roles.learn_alias(name, place, Role.POSITIVE)
-        return True
 
     def _place(self, site: CallSite) -> Place:
         stack = self._namer.scope.stack
@@ -418,18 +417,28 @@ class SavedTensorHooks:
             self._sink.note_kept(tensor, self._namer.kept(kind, site), self._storages.of)
         return Kept(tensor, of_model)
 
-    def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
-        """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
+    def _pack_new(
+        self,
+        tensor: Tensor,
+        record: StorageRecord,
+        site: CallSite,
+        role: Role | None = None,
+        read: OneBit | None = None,
+    ) -> Any:
+        """A tensor whose memory is not stored yet, or of which one bit is read: that is stored beside what others read.
+
+        role: Role.SIGN, or else as it is found. read: what is read of it if that is one bit.
+        """
         name = self._namer.name(tensor, site)
-        target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
+        rounds = self.policy.rounds
+        target = self._bases.what_to_store(tensor, name, record) if rounds and read is None else tensor
         if self._bases.grew:
             self._bases.grew, self._roles.observe_next = False, True
-        role = own = Role.SIGN if sign_only else self._role(target, name, site)
-        if self.policy.rounds:
-            role = self._role_in_function(target, name, own, site)
-        captured = Captured(target, name, role, record)
+        own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
+        role = self._role_in_function(target, name, own, site) if rounds else own
+        captured = Captured(target, name, role, record, None, read)
         handle = stored = self._take(captured)
-        if role not in (Role.SIGN, Role.POSITIVE):
+        if role not in (Role.SIGN, Role.ONE_BIT):
             note_stored(target, record, stored)
         if target is not tensor:
             toggled = lazy_bits(tensor) ^ lazy_bits(target)
@@ -473,20 +482,26 @@ class SavedTensorHooks:
             note_stored(tensor, record, stored)
         return stored
 
-    def _pack_distributed(self, tensor: Tensor, site: CallSite) -> Any:
-        """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
+    def _pack_distributed(self, tensor: Tensor, site: CallSite, frame: FrameType | None = None) -> Any:
+        """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept.
+
+        frame: of the caller of the pack hook, None in a backward.
+        """
         local = local_part(tensor)
         if local is None or type(local) is not Tensor:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
-        alias, again = _alias(local, record), distributed_again(tensor)
+        read = None if frame is None else self._read_by(frame, local)
+        alias, again = None if read is not None else _alias(local, record), distributed_again(tensor)
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again)
         name = self._namer.name(tensor, site)
-        role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
-        captured = Captured(local, name, role, record, tensor)
+        role = Role.ONE_BIT
+        if read is None:
+            role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
+        captured = Captured(local, name, role, record, tensor, read)
         stored = self._take(captured)
-        if role is not Role.POSITIVE:
+        if read is None:
             note_stored(local, record, stored)
         handle = Distributed(stored, again)
         if self._readers is not None:

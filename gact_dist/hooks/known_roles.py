@@ -86,8 +86,8 @@ class KnownRoles:
             return Role.STATISTIC
         if site.region is not None and tensor.grad_fn is None:
             return self._regions.role(site.region, name, tensor)
-        if self._observer is not None and (self._observer.holds_mask(tensor) or self._observer.reads_positive):
-            return self._found(tensor, name, Role.STATISTIC if self._observer.holds_mask(tensor) else Role.POSITIVE)
+        if self._observer is not None and self._observer.holds_mask(tensor):
+            return self._found(tensor, name, Role.STATISTIC)
         found = role_of_itself(tensor)
         if found is Role.STATISTIC or (found is not None and site.region is not None):
             return found
@@ -126,11 +126,6 @@ class KnownRoles:
             self.observe_next |= tensor.device.type == "cpu"
             return Role.STATISTIC
         return role
-
-    @property
-    def shows_positive(self) -> bool:
-        """See OperatorObserver.reads_positive."""
-        return self._observer is not None and self._observer.reads_positive
 
     def learn(self, name: str, place: Place, role: Role) -> None:
         """What the readers of a tensor make of it. place: where it is saved."""

@@ -34,7 +34,7 @@ class Role(Enum):
     STATISTIC = "statistic"  # made inside the operator, or an attention mask: kept exactly
     BINARY = "binary"  # dropout noise: zero or one other value
     SIGN = "sign"  # what relu itself saves: only where it is positive is read
-    POSITIVE = "positive"  # of other operators that read no more than that
+    ONE_BIT = "one bit"  # of other operators that read one bit of each element: see one_bit.py
     UNREAD = "unread"  # an activation until it shows who reads it: see readers.py
 
 
@@ -50,8 +50,6 @@ _COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_a
 
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """what a call of a backward is to a function mode"""
-
-_READ_POSITIVE = frozenset((F.leaky_relu, F.leaky_relu_))
 
 _NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
 
@@ -172,11 +170,6 @@ class OperatorObserver(TorchFunctionMode):
             written = operands[:1] if function is Tensor.__setitem__ else _tensors(result)
             for tensor in written:
                 self._masks[storage_id(tensor)] = storage_reference(tensor)
-
-    @property
-    def reads_positive(self) -> bool:
-        """Whether the running function saves a tensor of which its backward reads only where it is positive."""
-        return bool(self._calls) and self._calls[-1][0] in _READ_POSITIVE
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the operator; a subclass may run something else in its place."""

@@ -16,6 +16,7 @@ from .encoder import Encoder
 from .handles import Noted, Recorded, Replaceable, Stored, View
 from .logsumexp import LogsumexpFit
 from .naming import origin
+from .one_bit import OneBit
 from .replay import Replayed
 from .roles import Role
 
@@ -30,6 +31,8 @@ class Captured(NamedTuple):
     record: StorageRecord
     whole: Tensor | None = None
     """the distributed tensor whose local part it is: that one has the graph"""
+    read: OneBit | None = None
+    """what is read of it, with Role.ONE_BIT"""
 
 
 class Sink(ABC):
@@ -95,8 +98,8 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record, _ = captured
-        payload = self._encoder.encode(tensor, name, role, self.plan)
+        tensor, name, role, record, _, read = captured
+        payload = self._encoder.encode(tensor, name, role, self.plan, read)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         self.account.add(tensor, name, record, payload, stored.host_bytes)
@@ -104,7 +107,7 @@ class Store(Sink):
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """See Sink.take_in_graph."""
-        tensor, name, role, record, _ = captured
+        tensor, name, role, record, *_ = captured
         payload = self._encoder.encode(tensor, name, role, self.plan)
         packed = payload if isinstance(payload, codec.Packed) else codec.pack(tensor, bits=None)
         self.account.add(tensor, name, record, packed)
@@ -126,7 +129,7 @@ class Store(Sink):
 
     def encode_held(self, handle: Stored, captured: Captured) -> None:
         """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
-        tensor, name, role, record, _ = captured
+        tensor, name, role, record, *_ = captured
         payload: Tensor | codec.Packed = tensor
         if handle.version == tensor._version:
             with torch.no_grad():
