@@ -281,7 +281,9 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        with nullcontext() if self._readers is None else self._readers.paused():
+        if self._readers is None:
+            return self._pack_from(tensor, caller())
+        with self._readers.paused():
             return self._pack_from(tensor, caller())
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
