@@ -39,7 +39,7 @@ from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
 from .readers import Readers, Saved
 from .replay import Replay, Replayed
-from .roles import OperatorObserver, Role, is_own_relu_save
+from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
 
 
@@ -76,6 +76,7 @@ class SavedTensorHooks:
         self._roles = KnownRoles(config)
         self._functions = CustomFunctions(self._roles.by_name)
         self._readers: Readers | None = None  # in a forward that shows them
+        self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
 
     @property
@@ -298,9 +299,12 @@ class SavedTensorHooks:
             return Kept(tensor)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
+        self._instruction = instruction(frame) if self._sink is self._job else None
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame)
+        if site.region is not None:
+            self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
         record = self._storages.of(tensor)
@@ -354,6 +358,7 @@ class SavedTensorHooks:
 
     def _pack_in_backward(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
+        self._instruction = None
         site = site_in_backward(frame, self._thread)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
@@ -387,7 +392,7 @@ class SavedTensorHooks:
 
     def _place(self, site: CallSite) -> Place:
         stack = self._namer.scope.stack
-        return site.line, stack[-1][0] if stack else None
+        return site.line, stack[-1][0] if stack else None, self._instruction
 
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
@@ -500,7 +505,9 @@ class SavedTensorHooks:
         name = self._namer.name(tensor, site)
         role = Role.ONE_BIT
         if read is None:
-            role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
+            role = self._roles.role(
+                tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction
+            )
         captured = Captured(local, name, role, record, tensor, read)
         stored = self._take(captured)
         if read is None:
@@ -514,6 +521,7 @@ class SavedTensorHooks:
         """What is kept of a tensor that a region's graph packs itself. See [Note: inlined hooks] in inlined.py."""
         if in_backward():
             return codec.pack(tensor, bits=None)
+        self._instruction = None
         site = CallSite(None, running_region(sys._getframe(1)))
         name = self._namer.name_in_graph(site.region, label)
         # each with a record of its own: a graph reuses its buffers, so one storage holds many tensors
@@ -524,7 +532,7 @@ class SavedTensorHooks:
     def _role(self, tensor: Tensor, name: str, site: CallSite) -> Role | None:
         if not self._sink.wants_role(tensor):
             return None
-        return self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
+        return self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction)
 
     def _note_bypassing(self, tensor: Tensor, operator: str, part: tuple[int, int]) -> None:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""

@@ -22,12 +22,12 @@ from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
-from .roles import OperatorObserver, Role, is_binary, role_of_itself
+from .roles import Instruction, OperatorObserver, Role, is_binary, role_of_itself
 
 _log = logging.getLogger(__name__)
 
-Place = tuple[str | None, str | None]
-"""where a tensor is saved: (line, path of the module), see naming.py"""
+Place = tuple[str | None, str | None, Instruction | None]
+"""where a tensor is saved: (line, path of the module), see naming.py, and by which instruction in a step of the job"""
 
 
 class KnownRoles:
@@ -36,6 +36,7 @@ class KnownRoles:
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
+        self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
         self.observe_next = True
         """whether the next step should be observed: a tensor without a known role was met"""
         self._compresses_block_inputs = config.checkpoint_inputs
@@ -73,10 +74,19 @@ class KnownRoles:
         self.latest_call = None
         self._regions.classify()
 
-    def role(self, tensor: Tensor, name: str, site: CallSite, module: nn.Module | None, recording: bool) -> Role:
+    def role(
+        self,
+        tensor: Tensor,
+        name: str,
+        site: CallSite,
+        module: nn.Module | None,
+        recording: bool,
+        instruction: Instruction | None = None,
+    ) -> Role:
         """What a floating tensor is to the operator that saves it now.
 
-        module: the one whose forward is running. recording: roles are looked at when the forward is over.
+        module: the one whose forward is running. recording: roles are looked at when the forward is over. instruction:
+        that saves it, in a step of the job; a measurement replaces operators.
         """
         if site.checkpoint is not None:
             return self.role_of_block_input(tensor, name, site.checkpoint, recording)
@@ -95,7 +105,7 @@ class KnownRoles:
             found = self._observer.role(tensor)
             if found is not Role.ACTIVATION:
                 return self._found(tensor, name, found)
-        known = self._remembered(tensor, name)
+        known = self._remembered(tensor, name, instruction)
         if known is Role.ACTIVATION and module is None and (name, site.line) not in self._top_level:
             known = None
         if self._observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
@@ -103,6 +113,8 @@ class KnownRoles:
         if known is not None:
             return known
         self._kinds[name] = tensor.dtype, tensor.dim()
+        if instruction is not None:
+            self._instructions[name] = instruction
         if found is not None and (self._shows_readers or recording):
             return Role.UNREAD
         self.observe_next = True
@@ -113,11 +125,13 @@ class KnownRoles:
         self.by_name[name] = role
         return role
 
-    def _remembered(self, tensor: Tensor, name: str) -> Role | None:
+    def _remembered(self, tensor: Tensor, name: str, instruction: Instruction | None) -> Role | None:
         """The role that an earlier step found under a name, for a tensor that is of the same kind. See [Note: names].
 
         A branch that is not taken, such as a dropout that is off, leaves its name to the next tensor on the line.
         """
+        if instruction is not None and self._instructions.setdefault(name, instruction) != instruction:
+            return None
         role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
         if role is None or self._kinds.setdefault(name, kind) != kind:
             return None
@@ -139,7 +153,8 @@ class KnownRoles:
 
     def learn_alias(self, name: str, place: Place, role: Role) -> None:
         """See alias_role()."""
-        self._alias_roles[name, place] = role
+        line, path, _ = place
+        self._alias_roles[name, place] = self._alias_roles[name, (line, path, None)] = role
 
     def role_of_block_input(self, tensor: Tensor, name: str, call: FrameType, recording: bool) -> Role:
         """Whether an input of a checkpointed block may be rounded. See [Note: discrete blocks] and [Note: masks].
@@ -187,6 +202,7 @@ class KnownRoles:
         self.by_name.clear()
         self.by_name.update(roles)
         self._kinds.clear()
+        self._instructions.clear()
         self.observe_next = True  # who else reads them was not saved
 
 

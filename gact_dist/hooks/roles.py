@@ -15,7 +15,7 @@ has no graph is exact anyway: a mask of the data loader is one, and all blocks s
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -85,6 +85,9 @@ _DISCRETE = frozenset(
 )  # fmt: skip
 """Functions whose results, or the shapes of their results, jump when their operands change a little."""
 
+
+Instruction = tuple[int, int]
+"""(id of a code object, where in it)"""
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 _NORMALISATION_NODES = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
@@ -193,6 +196,22 @@ class OperatorObserver(TorchFunctionMode):
             return Role.STATISTIC
         converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
         return Role.ACTIVATION if converted else Role.STATISTIC
+
+
+_OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__)
+
+
+def instruction(frame: FrameType) -> Instruction:
+    """Which instruction called the operator that is saving. frame: of the pack hook's caller, an observer's or not.
+
+    In the same place of another step it shows another operator: on another branch in one line, or behind a call of a
+    function of torch.nn.functional. Builtin operators that one instruction calls in turn look alike.
+    """
+    above: FrameType | None = frame
+    while above is not None and above.f_code in _OWN:
+        frame, above = above, above.f_back
+    frame = above or frame
+    return id(frame.f_code), frame.f_lasti
 
 
 def _is_discrete(function: Callable, args: tuple) -> bool:

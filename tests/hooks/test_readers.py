@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.hooks import engine
+from gact_dist.hooks.readers import Readers
 
 TARGET = torch.rand(64, 64, generator=torch.Generator().manual_seed(1)).round()
 
@@ -231,6 +233,69 @@ def test_a_reader_that_only_some_steps_have_is_noticed():
             loss = model(x, branch)
         assert codecs(gact)[":Mm@2"] == codec
         assert torch.autograd.grad(loss, weight)[0].isfinite().all()
+
+
+class Switching(nn.Module):
+    """Two operators that save one tensor under one name: in one line, at top level, or where it is stored already."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.kind = nn.Linear(64, 64), kind
+
+    def forward(self, x, second):
+        h = self.linear(x)
+        if self.kind == "stored already":
+            return h.sin().sum() + (h.cos() if not second else h.amax(-1)).sum()
+        return (h.sin() if not second else h.amax(-1)).sum() if self.kind == "one line" else h.sigmoid()
+
+
+@pytest.mark.parametrize("kind", ["one line", "stored already", "loss function"])
+def test_another_operator_that_takes_the_place_of_one_is_noticed(kind):
+    model, x, losses = Switching(kind), torch.randn(64, 64), (nn.MSELoss(), nn.BCELoss())
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+
+    def loss_of(second):
+        out = model(4 * x, second)
+        return losses[second](out, TARGET) if kind == "loss function" else out
+
+    for second in (0, 0, 1, 1, 0):
+        (exact,) = torch.autograd.grad(loss_of(second), model.linear.bias)
+        with gact.step():
+            loss = loss_of(second)
+        (found,) = torch.autograd.grad(loss, model.linear.bias)
+        assert error(found, exact) < 0.35
+    gact.detach()
+
+
+class Encoder(nn.Module):
+    """Composite operators, some of which are Python functions, of which an observer's frames are a part."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.recurrent = nn.LSTM(64, 64, batch_first=True)
+
+    def forward(self, x):
+        return self.recurrent(self.layers(x))[0].softmax(-1).norm() ** 2
+
+
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_a_job_that_does_the_same_in_every_step_is_observed_in_its_first_one_alone(level, monkeypatch):
+    made = []
+    monkeypatch.setattr(engine, "Readers", lambda *arguments: made.append(Readers(*arguments)) or made[-1])
+    model, x = Encoder(), torch.randn(8, 16, 64)
+    gact = gact_dist.attach(model, config=Config.from_level(level, min_numel=64))
+    observed = []
+    for _ in range(5):
+        made.clear()
+        with gact.step(model, x):
+            loss = model(x)
+        loss.backward()
+        observed.append(bool(made))
+    assert observed == [True, False, False, False, False]
+    gact.detach()
 
 
 @torch.jit.script
