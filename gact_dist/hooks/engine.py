@@ -299,7 +299,7 @@ class SavedTensorHooks:
             return Kept(tensor)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
-        self._instruction = instruction(frame) if self._sink is self._job else None
+        self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame)
@@ -314,7 +314,9 @@ class SavedTensorHooks:
                 return self._pack_block_input(tensor, record, site, site.checkpoint)
         else:
             self._roles.latest_call = None
-        read = self._read_by(frame, tensor)
+        read = read_by(frame)
+        if read is not None and not self._sink.wants_role(tensor):
+            read = None  # it is exact anyway
         sign_only = self.policy.rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
         if sign_only:
             record.relu_versions.add(tensor._version)
@@ -326,11 +328,6 @@ class SavedTensorHooks:
                 if site.function is not None:
                     return self._pack_operand(tensor, record, site, site.function, alias.base.name)
         return self._pack_new(tensor, record, site, Role.SIGN if sign_only else None, read)
-
-    def _read_by(self, frame: FrameType, tensor: Tensor) -> OneBit | None:
-        """See one_bit.py; None for a tensor that is exact anyway."""
-        read = read_by(frame)
-        return None if read is None or not self._sink.wants_role(tensor) else read
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
         """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
@@ -498,7 +495,7 @@ class SavedTensorHooks:
         if local is None or type(local) is not Tensor:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
-        read = None if frame is None else self._read_by(frame, local)
+        read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
         alias, again = None if read is not None else _alias(local, record), distributed_again(tensor)
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again)

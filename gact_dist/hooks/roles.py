@@ -201,16 +201,15 @@ class OperatorObserver(TorchFunctionMode):
 _OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__)
 
 
-def instruction(frame: FrameType) -> Instruction:
-    """Which instruction called the operator that is saving. frame: of the pack hook's caller, an observer's or not.
+def instruction(frame: FrameType, observed: bool) -> Instruction:
+    """Which instruction called the operator that is saving.
 
+    frame: of the pack hook's caller, which may be an observer's frame. observed: whether an observer is there.
     In the same place of another step it shows another operator: on another branch in one line, or behind a call of a
     function of torch.nn.functional. Builtin operators that one instruction calls in turn look alike.
     """
-    above: FrameType | None = frame
-    while above is not None and above.f_code in _OWN:
-        frame, above = above, above.f_back
-    frame = above or frame
+    while observed and frame.f_back is not None and frame.f_code in _OWN:
+        frame = frame.f_back
     return id(frame.f_code), frame.f_lasti
 
 
