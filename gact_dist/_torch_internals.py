@@ -5,11 +5,13 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -31,6 +33,10 @@ NEEDED = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._autograd.SavedTensor",
+    "torch._C._current_autograd_node",
+    "torch._C._last_executed_optimized_graph",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
@@ -119,6 +125,11 @@ def is_inside_transform(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def runs_transform() -> bool:
+    """Whether a function under a torch.func transform is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number for a tensor's storage; no other storage has it while this one, or a weak reference to it, lives."""
     return tensor.untyped_storage()._cdata
@@ -148,19 +159,59 @@ def saved_handle(node: Any, name: str) -> Any:
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
-def saved_slots(node: Any) -> list[str]:
-    """Where saved_values() finds what nodes of this kind save."""
-    return [name for name in dir(node) if name.startswith("_raw_saved_")]
+def node_in_backward() -> Any:
+    """The node whose backward is running in this thread, None without one."""
+    return torch._C._current_autograd_node()
 
 
-def saved_values(node: Any, slots: Sequence[str]) -> Iterator[Any]:
-    """What the pack hook made of each tensor that a node of the graph saved under saved-tensor hooks."""
-    for slot in slots:
-        raw = getattr(node, slot)
-        for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-            value = getattr(saved, "data", None)
-            if value is not None:
-                yield value
+SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
+"""whether the graph shows what it holds in place of a saved tensor"""
+_slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def saved_slots(node: Any) -> tuple[str, ...]:
+    """The attributes in which a node saves tensors; of a function of Python's one, "tensors"."""
+    kind = type(node)
+    slots = _slots.get(kind)
+    if slots is None:
+        slots = _slots[kind] = tuple(name[len(_RAW) :] for name in dir(kind) if name.startswith(_RAW))
+    return slots
+
+
+def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
+    """(slot, what the graph holds in place of the tensor) of all that a node saved; nothing once it was freed."""
+    for slot in saved_slots(node):
+        try:
+            saved = getattr(node, _RAW + slot)
+        except RuntimeError:  # a backward has run, and freed a list of tensors
+            return
+        for item in saved if isinstance(saved, (tuple, list)) else (saved,):
+            handle = getattr(item, "data", None)
+            if handle is not None:
+                yield slot, handle
+
+
+def hides_saved(node: Any) -> bool:
+    """Whether a node, of TorchScript, runs many operators and does not show what they saved."""
+    return node is not None and "::DifferentiableGraph" in node.name()
+
+
+def operators_of_script(graphs: int) -> list[str] | None:
+    """The operators of what TorchScript ran last; None where it holds fewer differentiable graphs than given."""
+    text = str(torch._C._last_executed_optimized_graph())
+    return re.findall(r"aten::(\w+)", text) if text.count("= prim::DifferentiableGraph") >= graphs else None
+
+
+def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
+    """The shape of a tensor that a node computed."""
+    metadata = node._input_metadata  # of its backward: the gradient of that tensor is its input
+    try:
+        return tuple(metadata[number].shape) if number < len(metadata) else ()
+    except RuntimeError:  # of a nested tensor
+        return ()
+
+
+_RAW = "_raw_saved_"
 
 
 def saves_own_result(node: Any) -> bool:

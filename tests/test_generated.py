@@ -25,6 +25,7 @@ def generate():
 
 def test_the_page_and_the_schema_are_what_the_source_says(generate):
     assert generate.PAGE.read_text() == generate.page(generate.PAGE.read_text())
+    assert generate.RULES_PAGE.read_text() == generate.rules_page(generate.RULES_PAGE.read_text())
     assert json.loads(generate.SCHEMA.read_text()) == generate.schema()
 
 

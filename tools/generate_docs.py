@@ -1,5 +1,5 @@
-"""Write what is generated from the source: the table of settings in docs/configuration.md and
-configs/deepspeed/gact.schema.json.
+"""Write what is generated from the source: the table of settings in docs/configuration.md, that of backward formulas
+in docs/backward_rules.md, and configs/deepspeed/gact.schema.json.
 
     .venv/bin/python tools/generate_docs.py
 
@@ -26,11 +26,14 @@ from gact_dist.config import (
     Config,
     Offload,
 )
+from gact_dist.hooks.backward_rules import BESIDE, CONDITIONAL, PASSED, POINTWISE, PRODUCTS, RULES, SINGULAR, Rule
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = ROOT / "configs" / "deepspeed" / "gact.schema.json"
 PAGE = ROOT / "docs" / "configuration.md"
 START, END = "<!-- generated: settings -->", "<!-- end of generated -->"
+RULES_PAGE = ROOT / "docs" / "backward_rules.md"
+RULES_START = "<!-- generated: rules -->"
 JSON_TYPES = {
     "bool": "boolean",
     "int": "integer",
@@ -122,15 +125,47 @@ def json_types(kind: str) -> list[str]:
     return [JSON_TYPES[part] for part in kind.split(" | ")]
 
 
+def table_of_rules() -> str:
+    """The backward formulas that rounding would break as a Markdown table, and what stands beside a pole."""
+    lines = ["| operator | saved | its backward | kept instead |", "|---|---|---|---|"]
+    found = {**{operator: (rule,) for operator, rule in RULES.items()}, **CONDITIONAL}
+    for operator in sorted(found):
+        lines += [_row_of_rule(operator, rule) for rule in found[operator]]
+    beside = {
+        "has a pole": sorted(SINGULAR),
+        "passes a gradient on": sorted(PASSED),
+        "multiplies it, element by element": sorted(POINTWISE),
+        "the same before an operator that solves": sorted(PRODUCTS),
+    }
+    names = [f"* {what}: {', '.join(operators)}" for what, operators in beside.items()]
+    return "\n".join([*lines, "", f"What {BESIDE.reason} is stored exactly as well:", "", *names])
+
+
+def _row_of_rule(operator: str, rule: Rule) -> str:
+    slots = ", ".join(f"`{slot}`" for slot in rule.slots)
+    reason = f"{rule.reason}; {rule.condition}" if rule.condition else rule.reason
+    return f"| {operator} | {slots} | {reason} | {'one bit, or exact' if rule.mask else 'exact'} |"
+
+
 def page(text: str) -> str:
     """The page with its generated part replaced."""
-    before, rest = text.split(START)
+    return _replaced(text, START, table())
+
+
+def rules_page(text: str) -> str:
+    """The same for the page of backward formulas."""
+    return _replaced(text, RULES_START, table_of_rules())
+
+
+def _replaced(text: str, start: str, generated: str) -> str:
+    before, rest = text.split(start)
     after = rest.split(END)[1]
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return f"{before}{start}\n{generated}\n{END}{after}"
 
 
 def main() -> None:
-    """Write both files."""
+    """Write all files."""
+    RULES_PAGE.write_text(rules_page(RULES_PAGE.read_text()))
     SCHEMA.write_text(json.dumps(schema(), indent=2) + "\n")
     PAGE.write_text(page(PAGE.read_text()))
 

@@ -161,7 +161,9 @@ GACT_FN bool dither_allowed(float low, float high, const Grid& grid, float level
   const float top = grid.offset + span;
   // Without branches, so that compilers vectorise it.
   const bool keeps_sign = ((low < 0.0f) & (high > 0.0f)) | (low > half) | (high < -half);
-  return keeps_sign & (high > low) & (top + grid.scale <= largest) & (grid.offset - grid.scale >= -largest);
+  // The decoder adds up to levels + 1 steps to an offset below zero: their product must be finite by itself.
+  const bool finite = span + grid.scale <= float_of(Largest<float>::bits);
+  return keeps_sign & finite & (high > low) & (top + grid.scale <= largest) & (grid.offset - grid.scale >= -largest);
 }
 
 // Whether every value that a group can decode to is finite. False where anything is NaN.

@@ -17,6 +17,7 @@ from .packed import (
     metadata_bits,
     pack,
     pack_binary,
+    pack_flags,
     pack_mask,
     pack_narrow,
     stored_bytes,
@@ -30,6 +31,6 @@ from .packed import (
 __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "Packed", "Scheme", "UnitWidths", "borrow", "columns_of",
     "columns_within", "exact", "from_tensors", "metadata_bits", "pack", "pack_binary", "pack_error_bounded",
-    "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values",
+    "pack_flags", "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values",
     "to_tensors", "unpack", "with_payload", "without_payload",
 ]  # fmt: skip

@@ -224,6 +224,16 @@ def pack_mask(tensor: Tensor) -> Packed:
     return Packed(ops.pack_mask(flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
+def pack_flags(tensor: Tensor, value: float, dtype: torch.dtype) -> Packed:
+    """The same for a tensor of another dtype than the one that comes back, in which elements that are not zero come
+    back as a value."""
+    mask = pack_mask(tensor)
+    if value == 1:
+        return replace(mask, dtype=dtype)
+    constant = torch.full((), value, dtype=dtype, device=tensor.device)
+    return replace(mask, dtype=dtype, scheme=Scheme.BINARY, constant=constant)
+
+
 def pack_binary(tensor: Tensor) -> Packed:
     """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
 

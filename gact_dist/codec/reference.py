@@ -122,7 +122,10 @@ def dither_allowed(low: Tensor, high: Tensor, scale: Tensor, offset: Tensor, lev
     """bool [G, 1]: groups where half a step more on either side neither changes a sign nor overflows."""
     half = scale * 0.5
     keeps_sign = ((low < 0) & (high > 0)) | (low > half) | (high < -half)
-    return (high > low) & keeps_sign & (offset + scale * levels + scale <= largest) & (offset - scale >= -largest)
+    # the decoder adds up to levels + 1 steps to an offset below zero: their product must be finite by itself
+    finite = scale * levels + scale <= torch.finfo(torch.float32).max
+    within = (offset + scale * levels + scale <= largest) & (offset - scale >= -largest)
+    return (high > low) & keeps_sign & finite & within
 
 
 # ---- groups

@@ -13,9 +13,10 @@ from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .replay import Replay, Replayed
-from .roles import OperatorObserver
+from .roles import BACKWARDS, OperatorObserver
 
 __all__ = [
+    "BACKWARDS",
     "Calling",
     "Distributed",
     "Draw",

@@ -84,6 +84,18 @@ class Footprint:
         row = torch.tensor([*widths, exact], dtype=torch.float64)
         self.tensors[name] = self.tensors[name] + row if name in self.tensors else row
 
+    def replace(self, name: str, packed: Packed, retained_bytes: int) -> None:
+        """What was kept at some width is kept exactly instead."""
+        if packed.scheme is not Scheme.QUANTISED:
+            self.other_bytes -= packed.nbytes
+        elif name in self.tensors:
+            widths = [packed.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
+            left = self.tensors[name] - torch.tensor([*widths, retained_bytes], dtype=torch.float64)
+            self.tensors[name] = left.clamp(min=0)
+            if not left[:MAX_BITS].any():
+                del self.tensors[name]
+        self.other_bytes += retained_bytes
+
 
 class Account:
     """The account of one step of one rank. footprint: also notes all that is kept."""
@@ -99,10 +111,25 @@ class Account:
         self.rows = []
         self.exact_bytes = 0
 
+    def reserve(self, tensor: Tensor, name: str) -> ReportRow:
+        """A row for a saved tensor, in the order of saving, until it is known what is kept of it."""
+        row = ReportRow(name, tuple(tensor.shape), tensor.dtype, "exact", 8.0 * tensor.element_size(), 0)
+        self.rows.append(row)
+        return row
+
     def add(
-        self, tensor: Tensor, name: str, record: StorageRecord, payload: Tensor | Packed, host_bytes: int = 0
+        self,
+        tensor: Tensor,
+        name: str,
+        record: StorageRecord,
+        payload: Tensor | Packed,
+        host_bytes: int = 0,
+        reserved: ReportRow | None = None,
     ) -> None:
-        """Note what is kept of a saved tensor: an alias, or a codec's payload. host_bytes: how much is on the host."""
+        """Note what is kept of a saved tensor: an alias, or a codec's payload.
+
+        host_bytes: how much of it is on the host. reserved: the row that it has already.
+        """
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()
@@ -124,7 +151,11 @@ class Account:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
             one_width = payload.one_width_bytes
         shape, dtype = tuple(tensor.shape), tensor.dtype
-        self.rows.append(ReportRow(name, shape, dtype, kind, bits, retained, None, host_bytes, one_width))
+        row = ReportRow(name, shape, dtype, kind, bits, retained, None, host_bytes, one_width)
+        if reserved is None:
+            self.rows.append(row)
+        else:
+            self.rows[next(i for i, known in enumerate(self.rows) if known is reserved)] = row
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)
 
@@ -140,3 +171,15 @@ class Account:
         self.rows.append(ReportRow(name, tuple(tensor.shape), tensor.dtype, "exact", bits, retained))
         if self._footprint is not None:
             self._footprint.other_bytes += retained
+
+    def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed) -> None:
+        """A tensor that was noted as packed is kept exactly instead."""
+        numbers = [i for i, row in enumerate(self.rows) if row.name == name and row.shape == tuple(packed.shape)]
+        retained = 0 if record.aliased else min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+        record.aliased = True
+        if numbers:
+            row = self.rows[numbers[-1]]
+            bits = 8.0 * tensor.element_size()
+            self.rows[numbers[-1]] = ReportRow(row.name, row.shape, row.dtype, "exact", bits, retained)
+        if self._footprint is not None:
+            self._footprint.replace(name, packed, retained)

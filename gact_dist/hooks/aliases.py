@@ -168,6 +168,8 @@ class SharedBases:
     def __init__(self) -> None:
         self.names: set[str] = set()
         """of the first view of each such base, learnt in an earlier step"""
+        self.grew = False
+        """whether a name was learnt that was not known before: other tensors will be aliases from now on"""
 
     def what_to_store(self, tensor: Tensor, name: str, record: StorageRecord) -> Tensor:
         """The tensor itself, or its base."""
@@ -178,6 +180,7 @@ class SharedBases:
             return tensor
         record.partial_numel += tensor.numel()
         record.first_partial = record.first_partial or name
-        if record.partial_numel > base.numel():
+        if record.partial_numel > base.numel() and record.first_partial not in self.names:
+            self.grew = True
             self.names.add(record.first_partial)  # from the next step on, it stores the base at once
         return base if name in self.names else tensor

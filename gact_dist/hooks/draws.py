@@ -48,7 +48,7 @@ class Draw:
             name, role = ("", Role.STATISTIC) if record is None else (record.name, Role.ACTIVATION)
         with self._keys():
             stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor)))
-        sink.after(tensor)
+        sink.after(tensor.grad_fn)
         return stored
 
     def payloads(self, between: Sequence[Replayed]) -> dict[Replaceable, Tensor | codec.Packed]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import codec
 from ..config import Config
 from ..policies import Bits, Plan, Policy, one_width
+from .one_bit import OneBit
 from .per_example import Examples
 from .roles import Role
 
@@ -39,10 +40,12 @@ class Encoder:
             return False
         return tensor.is_floating_point() or tensor.is_complex()
 
-    def encode(self, tensor: Tensor, name: str, role: Role | None, plan: Plan) -> Tensor | codec.Packed:
+    def encode(
+        self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None
+    ) -> Tensor | codec.Packed:
         """What to keep of a tensor that is neither a parameter nor an alias. This is where its codec is chosen.
 
-        role: of a floating tensor that is large enough to be rounded, or Role.SIGN; else None.
+        role: of a floating tensor that is large enough to be rounded, or Role.SIGN; else None. read: with Role.ONE_BIT.
         """
         if not self._rounds:
             return tensor.detach()
@@ -50,6 +53,8 @@ class Encoder:
             return codec.exact(tensor)
         if tensor.dtype == torch.bool or role is Role.SIGN:
             return codec.pack_mask(tensor)
+        if read is not None:
+            return read.pack(tensor) or codec.exact(tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return codec.pack_narrow(tensor) or codec.exact(tensor)
         if role is Role.BINARY:

@@ -33,11 +33,13 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
 from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
-from .known_roles import KnownRoles
+from .known_roles import KnownRoles, Place
 from .naming import ModuleScope, Namer
+from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
+from .readers import Readers, Saved
 from .replay import Replay, Replayed
-from .roles import OperatorObserver, Role, is_own_relu_save
+from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
 
 
@@ -73,6 +75,8 @@ class SavedTensorHooks:
         self._bases = SharedBases()
         self._roles = KnownRoles(config)
         self._functions = CustomFunctions(self._roles.by_name)
+        self._readers: Readers | None = None  # in a forward that shows them
+        self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
 
     @property
@@ -130,18 +134,42 @@ class SavedTensorHooks:
         """Compress what autograd saves in the context. Raises RuntimeError in a checkpointed function and a capture."""
         refuse_inside_checkpoint()
         refuse_inside_capture()
-        observer = None
-        # a compiled region is compiled anew under a function mode, and shows it no operator
-        if self._roles.observe_next and self.policy.rounds and not self._namer.scope.compiled:
-            observer = OperatorObserver()
-            observer.owned = self._parameters.owns
+        observer = readers = None
+        if self._roles.observe_next and self.policy.rounds:
+            readers = Readers(self._roles, self._sink)
+            self._roles.observe_next = self._sink is not self._job  # the job's own first step is observed in any case
+            # a compiled region is compiled anew under a function mode, and shows it no operator
+            observer = None if self._namer.scope.compiled else OperatorObserver()
         told = told_of_checkpoints(self._bypassing.note)
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
-        with self._roles.observed(observer), told, offered, self._saved_tensors_hooks():
-            try:
+        try:
+            with self._observed(observer, readers, True), told, offered, self._saved_tensors_hooks():
                 yield
-            finally:
-                self._forget_step()
+        finally:
+            if readers is not None and not readers.is_done:
+                self._roles.observe_next = True
+            self._forget_step()
+
+    @contextmanager
+    def _observed(
+        self, observer: OperatorObserver | None, readers: Readers | None, learns: bool = False
+    ) -> Iterator[None]:
+        """Within the context the operators that run, and those that read what is saved, are seen.
+
+        learns: that nobody reads a tensor.
+        """
+        self._readers = self._namer.scope.readers = readers
+        if observer is not None:
+            observer.readers, observer.owned = readers, self._parameters.owns
+        try:
+            with self._roles.observed(observer, readers is not None):
+                yield
+            if readers is not None:
+                readers.finish(learns, complete=observer is not None)
+        finally:
+            self._readers = self._namer.scope.readers = None
+            if observer is not None:
+                observer.readers = None
 
     @contextmanager
     def _saved_tensors_hooks(self) -> Iterator[None]:
@@ -192,9 +220,8 @@ class SavedTensorHooks:
         if again is not None:
             record.again = again
         with self._instead_of_a_step(record, 0):
-            if observer is not None:
-                observer.owned = self._parameters.owns
-            with self._roles.observed(observer), self._saved_tensors_hooks():
+            readers = None if observer is None else Readers(self._roles, record)
+            with self._observed(observer, readers), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
 
@@ -255,10 +282,15 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        return self._pack_from(tensor, caller())
+        if self._readers is None:
+            return self._pack_from(tensor, caller())
+        with self._readers.paused():
+            return self._pack_from(tensor, caller())
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
+        if self._readers is not None:
+            self._readers.examine_below(tensor)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
         if in_backward():
@@ -267,9 +299,12 @@ class SavedTensorHooks:
             return Kept(tensor)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
+        self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
         if type(tensor) not in (Tensor, nn.Parameter):
-            return self._pack_distributed(tensor, CallSite(current_line()))
+            return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame)
+        if site.region is not None:
+            self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
         record = self._storages.of(tensor)
@@ -279,28 +314,36 @@ class SavedTensorHooks:
                 return self._pack_block_input(tensor, record, site, site.checkpoint)
         else:
             self._roles.latest_call = None
+        read = read_by(frame)
+        if read is not None and not self._sink.wants_role(tensor):
+            read = None  # it is exact anyway
         sign_only = self.policy.rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
         if sign_only:
             record.relu_versions.add(tensor._version)
-        else:
+        elif read is None:
             alias = _alias(tensor, record)
-            if alias is not None and self._may_share(tensor, alias, site):
-                return self._sink.alias(tensor, alias)
-            if alias is not None and site.function is not None:
-                return self._pack_operand(tensor, record, site, site.function)
-        return self._pack_new(tensor, record, site, sign_only)
+            if alias is not None:
+                if self._may_share(tensor, alias, site):
+                    return self._pack_alias(tensor, record, site, alias)
+                if site.function is not None:
+                    return self._pack_operand(tensor, record, site, site.function, alias.base.name)
+        return self._pack_new(tensor, record, site, Role.SIGN if sign_only else None, read)
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
         """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
         if site.function is None or not self.policy.rounds or not self._sink.wants_role(tensor):
             return True
-        if isinstance(alias.base, Stored) and alias.base.is_exact:
+        held = self._readers is not None and self._readers.holds(alias.base)
+        if isinstance(alias.base, Stored) and alias.base.is_exact and not held:
             return True
         place = self._namer.place(site, function_name(site.function))
         return not self._functions.needs_exact(tensor, site.function, place)
 
-    def _pack_operand(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
-        """An input of a custom function that must be exact, of memory that is stored rounded."""
+    def _pack_operand(
+        self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType, stored_as: str
+    ) -> Any:
+        """An input of a custom function that must be exact, of memory that is stored rounded under another name."""
+        self._roles.learn_alias(stored_as, self._place(site), Role.ACTIVATION)  # should the function turn out not to
         function = function_name(call)
         name = self._namer.name_of_operand(site, function)
         role = self._functions.role(
@@ -312,6 +355,7 @@ class SavedTensorHooks:
 
     def _pack_in_backward(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
+        self._instruction = None
         site = site_in_backward(frame, self._thread)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
@@ -321,7 +365,31 @@ class SavedTensorHooks:
             return self._pack_distributed(tensor, site)
         record = self._storages.of(tensor)
         alias = _alias(tensor, record)
-        return self._pack_new(tensor, record, site, False) if alias is None else self._sink.alias(tensor, alias)
+        if alias is not None:
+            return self._pack_alias(tensor, record, site, alias)
+        return self._pack_new(tensor, record, site)
+
+    def _pack_alias(self, tensor: Tensor, record: StorageRecord, site: CallSite, view: View, whole: Any = None) -> Any:
+        """A tensor inside of memory that is stored already, for another reader. See [Note: readers].
+
+        whole: the distributed tensor whose local part it is.
+        """
+        name, readers = view.base.name, self._readers
+        captured = Captured(tensor, name, Role.ACTIVATION, record, whole)
+        rounded = self._roles.by_name.get(name) is Role.ACTIVATION
+        if readers is not None:
+            handle = self._sink.alias(tensor, view, whole)
+            if rounded or readers.holds(view.base):
+                readers.wait(Saved(handle, view.base, captured, self._place(site), view))
+            return handle
+        if rounded and not self._sink.records and self._roles.alias_role(name, self._place(site)) is None:
+            self._roles.observe_next = True
+            self._sink.keep_exactly(view, captured)
+        return self._sink.alias(tensor, view, whole)
+
+    def _place(self, site: CallSite) -> Place:
+        stack = self._namer.scope.stack
+        return site.line, stack[-1][0] if stack else None, self._instruction
 
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
@@ -344,7 +412,8 @@ class SavedTensorHooks:
         alias = None if plain is None else _alias(plain, self._storages.of(plain))
         if alias is None or plain is None:
             return self._kept(tensor, type(tensor).__name__, site)
-        return Distributed(self._sink.alias(plain, alias), partial(Tensor.as_subclass, cls=type(tensor)))
+        stored = self._pack_alias(plain, self._storages.of(plain), site, alias)
+        return Distributed(stored, partial(Tensor.as_subclass, cls=type(tensor)))
 
     def _kept(self, tensor: Tensor, kind: str, site: CallSite) -> Kept:
         of_model = self._parameters.owns(tensor)
@@ -352,28 +421,63 @@ class SavedTensorHooks:
             self._sink.note_kept(tensor, self._namer.kept(kind, site), self._storages.of)
         return Kept(tensor, of_model)
 
-    def _pack_new(self, tensor: Tensor, record: StorageRecord, site: CallSite, sign_only: bool) -> Any:
-        """A tensor whose memory is not stored yet, or one whose operator needs only its sign."""
+    def _pack_new(
+        self,
+        tensor: Tensor,
+        record: StorageRecord,
+        site: CallSite,
+        role: Role | None = None,
+        read: OneBit | None = None,
+    ) -> Any:
+        """A tensor whose memory is not stored yet, or of which one bit is read: that is stored beside what others read.
+
+        role: Role.SIGN, or else as it is found. read: what is read of it if that is one bit.
+        """
         name = self._namer.name(tensor, site)
-        target = self._bases.what_to_store(tensor, name, record) if self.policy.rounds else tensor
-        role = Role.SIGN if sign_only else self._role(target, name, site)
-        if self.policy.rounds:
-            place = "" if site.function is None else self._namer.place(site, function_name(site.function))
-            role = self._functions.role(target, name, role, site.function, place, self._sink.records)
-        stored = self._sink.take(Captured(target, name, role, record))
-        if not sign_only:
+        rounds = self.policy.rounds
+        target = self._bases.what_to_store(tensor, name, record) if rounds and read is None else tensor
+        if self._bases.grew:
+            self._bases.grew, self._roles.observe_next = False, True
+        own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
+        role = self._role_in_function(target, name, own, site) if rounds else own
+        captured = Captured(target, name, role, record, None, read)
+        handle = stored = self._take(captured)
+        if role not in (Role.SIGN, Role.ONE_BIT):
             note_stored(target, record, stored)
-        self._sink.after(tensor)
-        if target is tensor:
-            return stored
-        toggled = lazy_bits(tensor) ^ lazy_bits(target)
-        return View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
+        if target is not tensor:
+            toggled = lazy_bits(tensor) ^ lazy_bits(target)
+            handle = View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
+        if self._readers is not None:
+            self._await_reader(self._readers, handle, stored, captured, site, own)
+        self._sink.after(tensor.grad_fn)
+        return handle
+
+    def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
+        """What a custom function that is saving makes of a tensor's role."""
+        place = "" if site.function is None else self._namer.place(site, function_name(site.function))
+        known = Role.ACTIVATION if role is Role.UNREAD else role
+        found = self._functions.role(tensor, name, known, site.function, place, self._sink.records)
+        return role if found is known else found
+
+    def _take(self, captured: Captured) -> Any:
+        return self._sink.hold(captured) if captured.role is Role.UNREAD else self._sink.take(captured)
+
+    def _await_reader(
+        self, readers: Readers, handle: Any, stored: Any, captured: Captured, site: CallSite, role: Role | None
+    ) -> None:
+        """In a step that shows it. handle: what the graph holds of what is stored.
+
+        role: that the tensor has outside of a custom function, which may keep it exactly until it is judged.
+        """
+        if role in (Role.UNREAD, Role.ACTIVATION):
+            waiting = Saved(handle, stored, captured._replace(role=Role.ACTIVATION), self._place(site))
+            readers.wait(waiting, held=captured.role is Role.UNREAD)
 
     def _pack_block_input(self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType) -> Any:
         """An input of a checkpointed block: an alias that is stored already may be rounded only where it may be."""
         name = self._namer.block_input(site)
         known = name in self._roles.by_name or not self._sink.records
-        role = self._roles.role_of_block_input(name, call, self._sink.records)
+        role = self._roles.role_of_block_input(tensor, name, call, self._sink.records)
         alias = _alias(tensor, record) if known and role is Role.ACTIVATION else None
         if alias is not None:
             return self._sink.alias(tensor, alias)
@@ -382,26 +486,39 @@ class SavedTensorHooks:
             note_stored(tensor, record, stored)
         return stored
 
-    def _pack_distributed(self, tensor: Tensor, site: CallSite) -> Any:
-        """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept."""
+    def _pack_distributed(self, tensor: Tensor, site: CallSite, frame: FrameType | None = None) -> Any:
+        """The local part of a DTensor, under the name and role that the whole has; other subclasses are kept.
+
+        frame: of the caller of the pack hook, None in a backward.
+        """
         local = local_part(tensor)
         if local is None or type(local) is not Tensor:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
-        alias = _alias(local, record)
+        read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
+        alias, again = None if read is not None else _alias(local, record), distributed_again(tensor)
         if alias is not None:
-            stored = self._sink.alias(local, alias, tensor)
-        else:
-            name = self._namer.name(tensor, site)
-            role = self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
-            stored = self._sink.take(Captured(local, name, role, record, tensor))
+            return Distributed(self._pack_alias(local, record, site, alias, tensor), again)
+        name = self._namer.name(tensor, site)
+        role = Role.ONE_BIT
+        if read is None:
+            role = self._roles.role(
+                tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction
+            )
+        captured = Captured(local, name, role, record, tensor, read)
+        stored = self._take(captured)
+        if read is None:
             note_stored(local, record, stored)
-        return Distributed(stored, distributed_again(tensor))
+        handle = Distributed(stored, again)
+        if self._readers is not None:
+            self._await_reader(self._readers, handle, stored, captured, site, role)
+        return handle
 
     def _pack_in_graph(self, tensor: Tensor, label: str, alias: bool) -> codec.Packed:
         """What is kept of a tensor that a region's graph packs itself. See [Note: inlined hooks] in inlined.py."""
         if in_backward():
             return codec.pack(tensor, bits=None)
+        self._instruction = None
         site = CallSite(None, running_region(sys._getframe(1)))
         name = self._namer.name_in_graph(site.region, label)
         # each with a record of its own: a graph reuses its buffers, so one storage holds many tensors
@@ -412,7 +529,7 @@ class SavedTensorHooks:
     def _role(self, tensor: Tensor, name: str, site: CallSite) -> Role | None:
         if not self._sink.wants_role(tensor):
             return None
-        return self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records)
+        return self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction)
 
     def _note_bypassing(self, tensor: Tensor, operator: str, part: tuple[int, int]) -> None:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""

@@ -35,12 +35,18 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Stored:
     """One tensor kept for backward: a codec's payload, on the device or in host memory, or an alias of the tensor."""
 
-    __slots__ = ("__weakref__", "name", "offloaded", "payload", "version", "witness")
+    __slots__ = ("__weakref__", "name", "offloaded", "on_restore", "payload", "version", "witness")
 
     def __init__(
         self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, offload: HostOffload | None = None
     ) -> None:
         self.name = name
+        self.on_restore: Callable[[Any], None] | None = None
+        """told of every use, with this handle"""
+        self.keep(payload, tensor, offload)
+
+    def keep(self, payload: Tensor | codec.Packed, tensor: Tensor, offload: HostOffload | None) -> None:
+        """Keep this payload of a tensor, in place of what was kept before."""
         self.offloaded: Payload | None = None
         self.payload = payload if offload is None else self._place(payload, offload)
         self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
@@ -83,6 +89,8 @@ class Stored:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
         if self.witness._version != self.version:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
+        if self.on_restore is not None:
+            self.on_restore(self)
         fetched = None if self.offloaded is None else self.offloaded.fetch()
         if isinstance(self.payload, Tensor):
             return self.payload.detach()
@@ -92,10 +100,10 @@ class Stored:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "on_restore", "replacement", "tensor")
+    __slots__ = ("__weakref__", "name", "on_restore", "replacement", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+    def __init__(self, tensor: Tensor, name: str = "") -> None:
+        self.tensor, self.name = tensor.detach(), name
         self.replacement: Tensor | codec.Packed | None = None
         self.on_restore: Callable[[], None] | None = None
         """told of every use"""
@@ -207,6 +215,11 @@ class View:
 
     def restore(self) -> Tensor:
         return self.within(self.base.restore())
+
+    def behind(self, tensor: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+        """The tensor of which this is a view, in the memory that it shares with the one that the view stands for."""
+        whole = tensor.detach().as_strided(shape, strides, int(tensor.storage_offset()) - self.offset)
+        return _toggled(whole, self.toggled) if self.toggled else whole
 
     def within(self, base: Tensor) -> Tensor:
         """The part of a restored base that is this view."""

@@ -9,7 +9,7 @@ until an observed forward has shown that it calls no such operator; see roles.py
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -22,9 +22,12 @@ from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
-from .roles import OperatorObserver, Role, is_binary, role_of_itself
+from .roles import Instruction, OperatorObserver, Role, is_binary, role_of_itself
 
 _log = logging.getLogger(__name__)
+
+Place = tuple[str | None, str | None, Instruction | None]
+"""where a tensor is saved: (line, path of the module), see naming.py, and by which instruction in a step of the job"""
 
 
 class KnownRoles:
@@ -33,11 +36,15 @@ class KnownRoles:
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
+        self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
         self.observe_next = True
         """whether the next step should be observed: a tensor without a known role was met"""
         self._compresses_block_inputs = config.checkpoint_inputs
         self._keeps_batch_norm_inputs = not config.batch_norm_inputs
         self._observer: OperatorObserver | None = None
+        self._shows_readers = False
+        self._alias_roles: dict[tuple[str, Place], Role] = {}
+        self._top_level: set[tuple[str, str | None]] = set()  # names there have no line: it is kept beside them
         self._regions = RegionRoles(self.by_name)
         self._block_inputs: dict[int, list[str]] = defaultdict(list)  # names, by the frame of their checkpoint() call
         # calls of checkpoint() by their ids, which no other frame has while these are held
@@ -46,18 +53,19 @@ class KnownRoles:
         """of checkpoint(); None once something else than its inputs is saved, so that its frame may go"""
 
     @contextmanager
-    def observed(self, observer: OperatorObserver | None) -> Iterator[None]:
-        """Within the context the observer sees every operator; None observes nothing."""
-        if observer is None:
-            yield
-            return
-        self.observe_next, self._observer = False, observer
-        observer.on_discrete = self._note_discrete
+    def observed(self, observer: OperatorObserver | None, shows_readers: bool = False) -> Iterator[None]:
+        """Within the context the observer sees every operator; None sees none.
+
+        shows_readers: learn() is called for each tensor of unknown role that is saved in it.
+        """
+        self._observer, self._shows_readers = observer, shows_readers
+        if observer is not None:
+            observer.on_discrete = self._note_discrete
         try:
-            with observer:
+            with nullcontext() if observer is None else observer:
                 yield
         finally:
-            self._observer = None
+            self._observer, self._shows_readers = None, False
 
     def forget_step(self) -> None:
         """At the end of a step: what was met in it is classified, roles stay."""
@@ -66,50 +74,97 @@ class KnownRoles:
         self.latest_call = None
         self._regions.classify()
 
-    def role(self, tensor: Tensor, name: str, site: CallSite, module: nn.Module | None, recording: bool) -> Role:
+    def role(
+        self,
+        tensor: Tensor,
+        name: str,
+        site: CallSite,
+        module: nn.Module | None,
+        recording: bool,
+        instruction: Instruction | None = None,
+    ) -> Role:
         """What a floating tensor is to the operator that saves it now.
 
-        module: the one whose forward is running. recording: roles are looked at when the forward is over.
+        module: the one whose forward is running. recording: roles are looked at when the forward is over. instruction:
+        that saves it, in a step of the job; a measurement replaces operators.
         """
         if site.checkpoint is not None:
-            return self.role_of_block_input(name, site.checkpoint, recording)
-        if site.in_backward:  # its operators are observed by no mode: a tensor without a graph may be anything
-            return role_of_itself(tensor) or Role.STATISTIC
+            return self.role_of_block_input(tensor, name, site.checkpoint, recording)
+        if site.in_backward and role_of_itself(tensor) is None:  # its operators are observed by no mode
+            return Role.STATISTIC
         if self._keeps_batch_norm_inputs and isinstance(module, BatchNorm):
             return Role.STATISTIC
         if site.region is not None and tensor.grad_fn is None:
             return self._regions.role(site.region, name, tensor)
-        known = role_of_itself(tensor)
+        if self._observer is not None and self._observer.holds_mask(tensor):
+            return self._found(tensor, name, Role.STATISTIC)
+        found = role_of_itself(tensor)
+        if found is Role.STATISTIC or (found is not None and site.region is not None):
+            return found
+        if found is None and self._observer is not None:
+            found = self._observer.role(tensor)
+            if found is not Role.ACTIVATION:
+                return self._found(tensor, name, found)
+        known = self._remembered(tensor, name, instruction)
+        if known is Role.ACTIVATION and module is None and (name, site.line) not in self._top_level:
+            known = None
+        if self._observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
+            known = None  # of another tensor: the observer would have found the role again
         if known is not None:
             return known
-        if self._observer is None:
-            return self._remembered(tensor, name)
         self._kinds[name] = tensor.dtype, tensor.dim()
-        found = self.by_name[name] = self._observer.role(tensor)
-        return found
+        if instruction is not None:
+            self._instructions[name] = instruction
+        if found is not None and (self._shows_readers or recording):
+            return Role.UNREAD
+        self.observe_next = True
+        return Role.STATISTIC
 
-    def _remembered(self, tensor: Tensor, name: str) -> Role:
+    def _found(self, tensor: Tensor, name: str, role: Role) -> Role:
+        self._kinds[name] = tensor.dtype, tensor.dim()
+        self.by_name[name] = role
+        return role
+
+    def _remembered(self, tensor: Tensor, name: str, instruction: Instruction | None) -> Role | None:
         """The role that an earlier step found under a name, for a tensor that is of the same kind. See [Note: names].
 
         A branch that is not taken, such as a dropout that is off, leaves its name to the next tensor on the line.
         """
+        if instruction is not None and self._instructions.setdefault(name, instruction) != instruction:
+            return None
         role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
         if role is None or self._kinds.setdefault(name, kind) != kind:
-            self.observe_next = True
-            return Role.STATISTIC
+            return None
         if role is Role.BINARY and not (tensor.device.type == "cpu" and is_binary(tensor)):
             # an accelerator would have to be waited for; torch saves its dropout's noise as booleans there
             self.observe_next |= tensor.device.type == "cpu"
             return Role.STATISTIC
         return role
 
-    def role_of_block_input(self, name: str, call: FrameType, recording: bool) -> Role:
-        """Whether an input of a checkpointed block may be rounded. See [Note: discrete blocks].
+    def learn(self, name: str, place: Place, role: Role) -> None:
+        """What the readers of a tensor make of it. place: where it is saved."""
+        self.by_name[name] = role
+        if place[1] is None:
+            self._top_level.add((name, place[0]))
+
+    def alias_role(self, name: str, place: Place) -> Role | None:
+        """What an operator that saves memory which is stored already, as a tensor of this name, reads of it."""
+        return self._alias_roles.get((name, place))
+
+    def learn_alias(self, name: str, place: Place, role: Role) -> None:
+        """See alias_role()."""
+        line, path, _ = place
+        self._alias_roles[name, place] = self._alias_roles[name, (line, path, None)] = role
+
+    def role_of_block_input(self, tensor: Tensor, name: str, call: FrameType, recording: bool) -> Role:
+        """Whether an input of a checkpointed block may be rounded. See [Note: discrete blocks] and [Note: masks].
 
         call: of checkpoint(). recording: as for role().
         """
-        if not self._compresses_block_inputs:
+        if not self._compresses_block_inputs or not tensor.requires_grad:
             return Role.STATISTIC
+        if self._observer is not None and self._observer.holds_mask(tensor):
+            self.by_name[name] = Role.STATISTIC
         if call is not self.latest_call:
             self.latest_call = call
             if id(call) not in self._discrete:  # names of an earlier frame at the same place
@@ -147,6 +202,8 @@ class KnownRoles:
         self.by_name.clear()
         self.by_name.update(roles)
         self._kinds.clear()
+        self._instructions.clear()
+        self.observe_next = True  # who else reads them was not saved
 
 
 def _role(name: str, value: Any) -> Role:

@@ -57,16 +57,22 @@ class _Enter(OwnHook):
             self._stack.append(self._entry)
 
 
-class _Leave(_Enter):
+class _Leave(OwnHook):
     """After a module's forward."""
 
-    __slots__ = ()
+    __slots__ = ("_entry", "_scope")
 
-    def __call__(self, *_: Any) -> None:
+    def __init__(self, scope: "ModuleScope", entry: tuple[str, nn.Module]) -> None:
+        self._scope, self._entry = scope, entry
+
+    def __call__(self, *call: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
+        if self._scope.readers is not None:
+            self._scope.readers.examine(call[-1])
         # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
-        while self._stack and self._stack.pop() is not self._entry:
+        stack = self._scope.stack
+        while stack and stack.pop() is not self._entry:
             continue
 
 
@@ -80,6 +86,8 @@ class ModuleScope:
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         self.compiled = compiled
+        self.readers: Any = None
+        """are shown what each module returns; see readers.py"""
         self.stack: list[tuple[str, nn.Module]] = []
         self.paths: dict[int, str] = {}
         self.made: dict[int, Any] = {}
@@ -93,7 +101,7 @@ class ModuleScope:
             if isinstance(module, ParametrizationList):
                 self._handles.append(after_forward(module, Calling(self._note_made)))
             self._handles.append(before_forward(module, _Enter(self.stack, entry)))
-            self._handles.append(after_forward(module, _Leave(self.stack, entry), always_call=not compiled))
+            self._handles.append(after_forward(module, _Leave(self, entry), always_call=not compiled))
 
     def _note_made(self, _: nn.Module, __: Any, weight: Any) -> None:
         if isinstance(weight, Tensor) and not torch.compiler.is_dynamo_compiling():

@@ -3,12 +3,11 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import saved_slots, saved_values, storage_id, storage_reference
+from .._torch_internals import saved_handles, storage_id, storage_reference
 from ..distributed import own_part, unwrap
 from .accounting import parts_of
 from .handles import Kept, Noted, Replaceable, Stored
@@ -90,15 +89,9 @@ def _is_scalar(edge: tuple[Any, int]) -> bool:
     return _shape(*edge) == ()
 
 
-_slots: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()
-
-
 def _saved_handles(node: Any) -> list[Any]:
     """What a node holds of the tensors that it saved; nothing for a number."""
-    kind = type(node)
-    if kind not in _slots:
-        _slots[kind] = saved_slots(node)
-    return list(saved_values(node, _slots[kind]))
+    return [handle for _, handle in saved_handles(node)]
 
 
 def _is_constant(handle: Any) -> bool:

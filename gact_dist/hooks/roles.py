@@ -5,11 +5,17 @@
 a dropout (two values: 1 bit). autograd does not tell a pack hook which operator saves; a torch function mode does. The
 mode costs a few microseconds an operator, so it is on only in steps that met a tensor without a known role; the role
 is then remembered by name.
+
+[Note: masks] An additive mask holds zeros, or ordinary scores, beside values such as -1e4, -1e9 or -inf. In a group of
+both, rounding leaves nothing of the ordinary ones. Values are not looked at: that would wait for the device, and
+the batch that is seen first may have no padding. In an observed step the mode sees who writes such a number into a
+tensor (masked_fill, where, full, a product), and what is made of that by sums, casts and copies. A block's input that
+has no graph is exact anyway: a mask of the data loader is one, and all blocks share its memory.
 """
 
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +34,8 @@ class Role(Enum):
     STATISTIC = "statistic"  # made inside the operator, or an attention mask: kept exactly
     BINARY = "binary"  # dropout noise: zero or one other value
     SIGN = "sign"  # what relu itself saves: only where it is positive is read
+    ONE_BIT = "one bit"  # of other operators that read one bit of each element: see one_bit.py
+    UNREAD = "unread"  # an activation until it shows who reads it: see readers.py
 
 
 def _with_interception(function: Callable) -> FunctionType:
@@ -40,7 +48,29 @@ def _with_interception(function: Callable) -> FunctionType:
 
 _COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_attention_forward)}
 
+BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""what a call of a backward is to a function mode"""
+
 _NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
+
+
+def _named(*names: str) -> frozenset[Callable]:
+    return frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in names if hasattr(owner, name))
+
+
+_MASK_VALUE = 1e4
+"""what is at least so far from zero stands for "not at all" where it is written into a mask"""
+
+_MASK_MAKERS = _named(
+    "masked_fill", "masked_fill_", "where", "full", "full_like", "new_full", "fill_", "mul", "mul_", "multiply",
+    "__mul__", "__rmul__", "__imul__", "tensor", "new_tensor", "scalar_tensor",
+)  # fmt: skip
+_MASK_CARRIERS = _MASK_MAKERS | _named(
+    "add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "div", "div_",
+    "__truediv__", "neg", "__neg__", "to", "type", "type_as", "float", "half", "bfloat16", "double", "clone",
+    "contiguous", "reshape", "flatten", "repeat", "repeat_interleave", "cat", "stack", "triu", "tril", "triu_", "tril_",
+    "minimum", "maximum", "__getitem__", "__setitem__", "copy_", "index_select", "gather", "roll",
+)  # fmt: skip
 
 
 _DISCRETE = frozenset(
@@ -56,6 +86,9 @@ _DISCRETE = frozenset(
 """Functions whose results, or the shapes of their results, jump when their operands change a little."""
 
 
+Instruction = tuple[int, int]
+"""(id of a code object, where in it)"""
+
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 _NORMALISATION_NODES = ("NativeLayerNormBackward0", "NativeGroupNormBackward0", "NativeBatchNormBackward0")
 _NEXT_TO_LOSS = "LogSoftmaxBackward0"
@@ -63,8 +96,9 @@ _NEXT_TO_LOSS = "LogSoftmaxBackward0"
 
 def role_of_itself(tensor: Tensor) -> Role | None:
     """The role of a floating tensor as far as its type, its shape and the node that made it tell."""
-    if tensor.dtype not in _COMPRESSIBLE or (tensor.dim() > 1 and tensor.shape[-1] == 1):
-        return Role.STATISTIC  # a last dimension of one is what a reduction leaves behind
+    if tensor.dtype not in _COMPRESSIBLE or tensor.numel() == 1 or (tensor.dim() > 1 and tensor.shape[-1] == 1):
+        # a last dimension of one is what a reduction leaves behind, and one element takes more room packed
+        return Role.STATISTIC
     if tensor.grad_fn is None:
         return None
     operator = tensor.grad_fn.name()
@@ -88,8 +122,11 @@ class OperatorObserver(TorchFunctionMode):
     def __init__(self, on_discrete: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._calls: list[tuple[Callable, tuple, dict]] = []
+        self._masks: dict[int, Any] = {}  # weak references to storages with mask values, by their ids
         self.on_discrete = on_discrete
         """called before a function that takes a discrete decision on its operands"""
+        self.readers: Any = None
+        """are shown what goes into, and comes out of, every function; see readers.py"""
         self.owned: Callable[[Tensor], bool] | None = None
         """tells parameters and buffers"""
         self._made_of_owned: dict[int, Any] = {}
@@ -103,6 +140,10 @@ class OperatorObserver(TorchFunctionMode):
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
+        if self.readers is not None:
+            self.readers.examine((args, kwargs))
+            if function in BACKWARDS:
+                self.readers.decide_all()
         self._calls.append((function, args, kwargs))
         try:
             result = self.call(function, args, kwargs)
@@ -110,6 +151,9 @@ class OperatorObserver(TorchFunctionMode):
             self._calls.pop()
         if isinstance(result, Tensor) and not result.requires_grad and self._is_made_of_owned((args, kwargs), result):
             self._made_of_owned[storage_id(result)] = storage_reference(result)
+        if self.readers is not None:
+            self.readers.examine(result)
+            self._note_mask(function, (args, kwargs), result)
         return result
 
     def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:
@@ -117,6 +161,19 @@ class OperatorObserver(TorchFunctionMode):
         if self.owned is None or not found or not list(_tensors(result)):
             return False
         return all(storage_id(operand) in self._made_of_owned or self.owned(operand) for operand in found)
+
+    def holds_mask(self, tensor: Tensor) -> bool:
+        """Whether values such as -inf were written into a tensor, or into what it was made of. See [Note: masks]."""
+        return storage_id(tensor) in self._masks
+
+    def _note_mask(self, function: Callable, arguments: Any, result: Any) -> None:
+        if function not in _MASK_CARRIERS:
+            return
+        operands = list(_tensors(arguments))
+        if (function in _MASK_MAKERS and _has_mask_value(arguments)) or any(map(self.holds_mask, operands)):
+            written = operands[:1] if function is Tensor.__setitem__ else _tensors(result)
+            for tensor in written:
+                self._masks[storage_id(tensor)] = storage_reference(tensor)
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the operator; a subclass may run something else in its place."""
@@ -141,6 +198,21 @@ class OperatorObserver(TorchFunctionMode):
         return Role.ACTIVATION if converted else Role.STATISTIC
 
 
+_OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__)
+
+
+def instruction(frame: FrameType, observed: bool) -> Instruction:
+    """Which instruction called the operator that is saving.
+
+    frame: of the pack hook's caller, which may be an observer's frame. observed: whether an observer is there.
+    In the same place of another step it shows another operator: on another branch in one line, or behind a call of a
+    function of torch.nn.functional. Builtin operators that one instruction calls in turn look alike.
+    """
+    while observed and frame.f_back is not None and frame.f_code in _OWN:
+        frame = frame.f_back
+    return id(frame.f_code), frame.f_lasti
+
+
 def _is_discrete(function: Callable, args: tuple) -> bool:
     if function in _DISCRETE:
         return True
@@ -160,6 +232,26 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def nodes_of(value: Any) -> Iterator[Any]:
+    """The nodes that made the tensors in a value."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value.grad_fn
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from nodes_of(item)
+    elif isinstance(value, dict):
+        yield from nodes_of(list(value.values()))
+
+
+def _has_mask_value(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_mask_value, value))
+    if isinstance(value, dict):
+        return _has_mask_value(list(value.values()))
+    return isinstance(value, float) and abs(value) >= _MASK_VALUE
 
 
 def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:

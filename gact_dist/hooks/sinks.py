@@ -4,17 +4,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import codec
 from ..offload import HostOffload
 from ..policies import Plan
-from .accounting import Account
+from .accounting import Account, ReportRow
 from .aliases import StorageRecord
 from .encoder import Encoder
 from .handles import Noted, Recorded, Replaceable, Stored, View
 from .logsumexp import LogsumexpFit
 from .naming import origin
+from .one_bit import OneBit
 from .replay import Replayed
 from .roles import Role
 
@@ -29,6 +31,8 @@ class Captured(NamedTuple):
     record: StorageRecord
     whole: Tensor | None = None
     """the distributed tensor whose local part it is: that one has the graph"""
+    read: OneBit | None = None
+    """what is read of it, with Role.ONE_BIT"""
 
 
 class Sink(ABC):
@@ -62,8 +66,18 @@ class Sink(ABC):
         """
         return view
 
-    def after(self, tensor: Tensor) -> None:  # noqa: B027
-        """A tensor was taken, or is an alias of one that was."""
+    def hold(self, captured: Captured) -> Stored | Replaceable | Noted:
+        """The handle that the graph is to hold of a tensor that is encoded when encode_held() is called."""
+        return self.take(captured._replace(role=Role.ACTIVATION))
+
+    def encode_held(self, handle: Any, captured: Captured) -> None:  # noqa: B027
+        """Its role is known now."""
+
+    def keep_exactly(self, view: View, captured: Captured) -> None:  # noqa: B027
+        """What was rounded turns out to be needed exactly. captured: the tensor that the view stands for."""
+
+    def after(self, node: Any) -> None:  # noqa: B027
+        """A node has saved something. node: None for an operator without one."""
 
     def forget_step(self) -> None:  # noqa: B027
         """At the end of a step."""
@@ -76,6 +90,7 @@ class Store(Sink):
         self.plan, self.account, self.offload = plan, account, offload
         self._encoder = encoder
         self._logsumexp = LogsumexpFit()
+        self._reserved: dict[Stored, ReportRow] = {}
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""
@@ -83,8 +98,8 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record, _ = captured
-        payload = self._encoder.encode(tensor, name, role, self.plan)
+        tensor, name, role, record, _, read = captured
+        payload = self._encoder.encode(tensor, name, role, self.plan, read)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         self.account.add(tensor, name, record, payload, stored.host_bytes)
@@ -92,7 +107,7 @@ class Store(Sink):
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """See Sink.take_in_graph."""
-        tensor, name, role, record, _ = captured
+        tensor, name, role, record, *_ = captured
         payload = self._encoder.encode(tensor, name, role, self.plan)
         packed = payload if isinstance(payload, codec.Packed) else codec.pack(tensor, bits=None)
         self.account.add(tensor, name, record, packed)
@@ -106,13 +121,41 @@ class Store(Sink):
         """See Sink.note_kept."""
         self.account.add_kept(tensor, name, record_of)
 
-    def after(self, tensor: Tensor) -> None:
+    def hold(self, captured: Captured) -> Stored:
+        """See Sink.hold."""
+        stored = Stored(captured.name, captured.tensor, captured.tensor.detach())
+        self._reserved[stored] = self.account.reserve(captured.tensor, captured.name)
+        return stored
+
+    def encode_held(self, handle: Stored, captured: Captured) -> None:
+        """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
+        tensor, name, role, record, *_ = captured
+        payload: Tensor | codec.Packed = tensor
+        if handle.version == tensor._version:
+            with torch.no_grad():
+                payload = self._encoder.encode(tensor, name, role, self.plan)
+            handle.keep(payload, tensor, self.offload)
+        self._logsumexp.add(handle, payload)
+        self.account.add(tensor, name, record, payload, handle.host_bytes, self._reserved.pop(handle))
+
+    def keep_exactly(self, view: View, captured: Captured) -> None:
+        """See Sink.keep_exactly."""
+        handle, tensor = view.base, captured.tensor
+        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed) or handle.is_exact:
+            return
+        rounded = handle.payload
+        whole = view.behind(tensor, rounded.shape, rounded.strides)
+        handle.keep(codec.exact(whole), whole, self.offload)
+        self.account.replace(handle.name, whole, captured.record, rounded)
+
+    def after(self, node: Any) -> None:
         """See Sink.after."""
-        self._logsumexp.after(tensor.grad_fn)
+        self._logsumexp.after(node)
 
     def forget_step(self) -> None:
         """See Sink.forget_step."""
         self._logsumexp.forget()
+        self._reserved.clear()
 
 
 class Record(Sink):
@@ -140,7 +183,7 @@ class Record(Sink):
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role)
             self.found.append(noted)
             return noted
-        source, handle = origin(tensor if captured.whole is None else captured.whole), Replaceable(tensor)
+        source, handle = origin(tensor if captured.whole is None else captured.whole), Replaceable(tensor, name)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
         compressible = captured.role is Role.ACTIVATION
@@ -165,7 +208,7 @@ class Record(Sink):
         return codec.pack(self.take(own).restore(), bits=None)
 
     def settle(self, roles: Mapping[str, Role]) -> None:
-        """When the forward is over, some block inputs turn out to be needed exactly."""
+        """When the forward is over, some tensors turn out not to be rounded."""
         for record in self.found:
-            if record.compressible and roles.get(record.name) is Role.STATISTIC:
+            if record.compressible and roles.get(record.name, Role.ACTIVATION) is not Role.ACTIVATION:
                 record.keep_exactly()

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .._torch_internals import in_backward
-from ..hooks import Recorded, SavedTensorHooks
+from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
 from .autograd_graph import nodes_below, parameters_among, scalar, watched
 from .checkpoint import measurable
 from .isolation import untouched
-from .measuring_mode import BACKWARDS, MeasuringMode
+from .measuring_mode import MeasuringMode
 from .perturbation import from_change, square_distance, widest_inexact
 
 _log = logging.getLogger(__name__)

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hooks import OperatorObserver
+from ..hooks import BACKWARDS, OperatorObserver
 from .differentiable_attention import attention
 from .differentiable_norms import batch_norm, group_norm, layer_norm
 
@@ -19,10 +18,6 @@ REPLACEMENTS: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: attention,
 }
 """Fused functions of torch.nn.functional, and what replaces them where the gradient is differentiated."""
-
-
-BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-"""what a call of a backward is to a function mode"""
 
 
 class MeasuringMode(OperatorObserver):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._torch_internals import saved_slots, saved_values
+from .._torch_internals import saved_handles
 from ..hooks import Distributed, Replayed, View
 from .blocks import Exit
 from .parts import Part, closed_to
@@ -77,7 +77,7 @@ def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[
     memory = {item.record.handle: item.first for item in found}
     readers: dict[Any, list[Any]] = {item.first: [] for item in found}
     for node in nodes:
-        for value in saved_values(node, saved_slots(node)):
+        for _, value in saved_handles(node):
             handle = value.local if isinstance(value, Distributed) else value
             handle = handle.base if isinstance(handle, View) else handle
             if handle in memory:

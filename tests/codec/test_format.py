@@ -304,6 +304,33 @@ def test_no_decoded_value_has_another_sign_than_its_whole_group(dtype: torch.dty
         assert float(decoded.max()) <= float(x.max()) / 64
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("kind", ["spread", "one sign", "zeros", "far", "further", "tails"])
+def test_decoded_values_leave_the_range_of_their_group_by_no_more_than_stated(
+    dtype: torch.dtype, bits: int, kind: str
+) -> None:
+    """docs/codec.md, The range of a group."""
+    plain = random_tensor(256 * 64, torch.float32, scale=1.0)
+    values = {"spread": plain, "one sign": plain.abs() + 1e-3, "zeros": plain.relu(), "far": plain + 100.0}
+    x = {**values, "further": plain - 3000.0, "tails": (2 * plain).exp()}[kind]
+    for group in (x.to(dtype), -x.to(dtype)):
+        payload, levels = ops.pack(group, bits, 256, SEED), 2**bits - 1
+        decoded = ops.unpack(payload, bits, 256, group.numel(), dtype, SEED).double().view(-1, 256)
+        scales = reference._split(payload, payload_format.sections(group.numel(), bits, 256), bits, 256)[1]
+        low, high = (bound[:, None] for bound in group.double().view(-1, 256).aminmax(dim=1))
+        below = low.abs() * 2**-10 if dtype == torch.float32 else torch.zeros_like(low)
+        # Its scale is rounded up by at most one in 64, and by one in 2^15 for the arithmetic.
+        step = (high - low + below) / levels * (1 + 2**-6) * (1 + 2**-15)
+        dither = step / 2 * (scales & 1).view(-1, 1)
+        half_ulp = decoded.abs() * torch.finfo(dtype).eps / 2 + step * 2**bits * 3 * 2.0**-24
+        assert bool((decoded >= low - below - dither - half_ulp).all())
+        assert bool((decoded <= low + levels * step + dither + half_ulp).all())
+        zeros = (group.view(-1, 256) == 0) & (low == 0)
+        assert bool((decoded[zeros] == 0).all())
+        assert bool(((decoded >= 0) | (low < 0)).all())
+
+
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_multiples_of_the_step_are_exact(bits: int) -> None:
     codes = torch.arange(256) % 2**bits
@@ -405,3 +432,20 @@ def test_rounding_variance_counts_special_groups_as_infinite_where_weighted() ->
         weight[256:] = 0
         assert bool(torch.isfinite(function(x, weight, 256)).all())
         weight[256:] = 1
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 32])
+def test_what_is_finite_decodes_finite_up_to_the_largest_number(dtype: torch.dtype, columns: int, bits: int) -> None:
+    """As long as the range of a group is finite: the native library and the reference, with dither and without."""
+    torch.manual_seed(bits)
+    ends = [(-part, part) for part in (0.05, 0.2, 0.3, 0.4375, 0.49)]
+    for low, high in (*ends, (0.5, 1.0), (-1.0, -0.5), (-0.9, 0.05), (0.0, 1.0), (-1.0, 0.0)):
+        x = (torch.rand(1 << 13, dtype=torch.float64) * (high - low) + low).mul(torch.finfo(dtype).max).to(dtype)
+        x[0] = x[1] = x.max()
+        packed = ops.pack(x, bits, 128, SEED, columns)
+        assert torch.equal(packed, reference.pack(x, bits, 128, SEED, columns))
+        decoded = ops.unpack(packed, bits, 128, x.numel(), dtype, SEED, columns)
+        assert decoded.isfinite().all()
+        assert torch.equal(decoded, reference.unpack(packed, bits, 128, x.numel(), dtype, SEED, columns))

@@ -101,12 +101,20 @@ def mixture(reentrant: bool) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Mixture(reentrant), (torch.randn(64, 64), torch.randint(0, 64, (64,)))
 
 
+def clipped() -> tuple[nn.Module, Any]:
+    """A multilayer perceptron whose activation functions read one bit of what they save."""
+    model, batch = small_models.mlp()
+    model[1], model[3], model[5] = nn.Hardtanh(0.2, 0.8), nn.LeakyReLU(0.2), nn.ReLU6()
+    return nn.Sequential(model[0], model[1:4], model[4:6], model[6]), batch
+
+
 Job = tuple[Callable[[], Any], tuple[str, ...]]
 """(makes the model and a batch, names of modules that are blocks besides)"""
 JOBS: dict[str, Job] = {
     "gpt": (lambda: small_models.gpt(dropout=0.1), ()),
     "cnn": (small_models.cnn, ("conv1", "norm1", "conv2", "norm2", "conv3")),
     "mlp": (small_models.mlp, ("2", "4", "6")),
+    "clipped": (clipped, ("1", "2")),
     "checkpointed": (lambda: seeded(lambda: Checkpointed(False)), ()),
     "checkpointed reentrantly": (lambda: seeded(lambda: Checkpointed(True)), ()),
     "mixture": (lambda: mixture(False), ("first", "routed", "plain")),

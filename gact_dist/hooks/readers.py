@@ -1,0 +1,257 @@
+"""Which operators read what a step saves, and what that decides.
+
+[Note: readers] A pack hook is not told which operator saves. The graph shows it once the operator has run: the node of
+its result holds, in each saved attribute, what the hook returned. So in an observed step a tensor whose readers are not
+known is held as it is, until a node shows who reads it; then it is rounded, or kept exactly where backward_rules.py
+says so, and that is remembered by its name. Nodes are reached from the results and operands of every function call
+and from the tensors that are saved next, so operators inside of composites, and inside of torch.jit, are seen as well.
+Where torch.compile forbids to watch operators, what is left tells in backward who reads it.
+Another operator may save the same memory later. Its handle is a view of what is stored; if it must not be rounded, the
+memory, which is still alive at that moment, replaces what was rounded. In a step that is not observed, a view at a
+place that no observed step has shown is kept exactly too, and the next step is observed. What is still unread when an
+observed forward is over stays exact. The graphs of TorchScript do not show who reads what they save: it is rounded if
+no operator in them has a rule.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._torch_internals import (
+    SHOWS_SAVED,
+    hides_saved,
+    node_in_backward,
+    operators_of_script,
+    runs_transform,
+    saved_handles,
+)
+from .backward_rules import BESIDE, Rule, below_pole, has_rule, multiplies_pole, rule_of, rule_of_any
+from .handles import Distributed, Stored, View
+from .known_roles import KnownRoles, Place
+from .roles import Role, nodes_of
+from .sinks import Captured, Sink
+
+_DELAY = 8
+"""nodes after which it is known what reads the result of one"""
+
+
+@dataclass(eq=False)
+class Saved:
+    """A saved tensor whose reader is about to show."""
+
+    handle: Any
+    """what the graph holds"""
+    stored: Any
+    """what that is, or is a view of"""
+    captured: Captured
+    place: Place
+    view: View | None = None
+    """where it lies in what another tensor stored"""
+
+
+@dataclass(eq=False)
+class _Read:
+    """What one node saved, and the rules for it."""
+
+    node: Any
+    saved: list[tuple[Saved, Rule | None]]
+
+
+class Readers:
+    """Finds the readers of what one forward saves. See [Note: readers]."""
+
+    def __init__(self, roles: KnownRoles, sink: Sink) -> None:
+        self._roles, self._sink = roles, sink
+        self._waiting: dict[int, Saved] = {}
+        self._held: set[int] = set()
+        self._recent: deque[_Read] = deque()
+        self._paused = self._finished = False
+        self._seen: set[tuple[int, str]] = set()
+        self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
+
+    def wait(self, saved: Saved, held: bool = False) -> None:
+        """Decide about a saved tensor as soon as its reader shows. held: it is not encoded before."""
+        self._waiting[id(_inner(saved.handle))] = saved
+        if held:
+            self._held.add(id(saved.stored))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the forward ran operators, and to its end."""
+        return self._finished and bool(self._seen)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the context, in which an operator is saving, what the hooks themselves call shows nothing."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def holds(self, stored: Any) -> bool:
+        """Whether it is not encoded yet."""
+        return id(stored) in self._held
+
+    def examine(self, value: Any) -> None:
+        """Look at all nodes that made the tensors in a value, and were not looked at before."""
+        if not self._paused:
+            self._examine(nodes_of(value))
+
+    def examine_below(self, tensor: Tensor) -> None:
+        """The same while a tensor is being saved: its own node may not have saved everything yet."""
+        if tensor.grad_fn is not None:
+            self._examine(below for below, _ in tensor.grad_fn.next_functions if below is not None)
+
+    def decide_all(self) -> None:
+        """Before a backward: what it reads is what later ones will read."""
+        while self._recent and not runs_transform():
+            self._decide(self._recent.popleft())
+
+    def _examine(self, roots: Iterable[Any]) -> None:
+        if runs_transform():  # no tensor can be encoded in it
+            return
+        nodes = self._new_nodes(roots)
+        self._note_scripts([node for node in nodes if hides_saved(node)])
+        for node in nodes:
+            self._note(node)
+        while len(self._recent) > _DELAY:
+            self._decide(self._recent.popleft())
+
+    def _note_scripts(self, nodes: list[Any]) -> None:
+        """What TorchScript's graphs save may be rounded if no operator in them has a rule."""
+        operators = operators_of_script(len(nodes)) if nodes else None
+        if operators is not None and not any(map(has_rule, operators)):
+            self._without_rules.update(map(_key, nodes))
+
+    def _note(self, node: Any) -> None:
+        """What a node saved is decided about when the operators after it have been seen."""
+        read = _Read(node, [])
+        if SHOWS_SAVED:
+            for slot, handle in saved_handles(node):
+                saved = self._waiting.pop(id(_inner(handle)), None)
+                if saved is not None:
+                    read.saved.append((saved, rule_of(node, slot) or (BESIDE if multiplies_pole(node, slot) else None)))
+        else:
+            rule = rule_of_any(node)
+            read.saved += [(saved, rule) for saved in self._waiting.values()]
+            self._waiting.clear()
+        self._recent.append(read)
+        for below in below_pole(node):
+            for other in self._recent:
+                if other.node is below:
+                    other.saved = [(saved, rule or BESIDE) for saved, rule in other.saved]
+
+    def finish(self, learns: bool, complete: bool = True) -> None:
+        """When the forward is over, what nobody was seen to read stays exact.
+
+        learns: in later steps as well. complete: all operators were seen; if not, the backward shows who reads.
+        """
+        self._finished = True
+        self.decide_all()
+        for saved in self._waiting.values():
+            if not complete and self._is_known(saved):
+                continue
+            node = saved.captured.tensor.grad_fn
+            if node is not None and _key(node) in self._without_rules:
+                self._decide_one(saved, Role.ACTIVATION)
+                continue
+            if learns and complete:
+                self._roles.learn(saved.captured.name, saved.place, Role.STATISTIC)
+            elif learns and isinstance(saved.stored, Stored):
+                saved.stored.on_restore = ReadInBackward(self._roles, saved.stored.on_restore, saved)
+            if saved.view is not None:
+                self._sink.keep_exactly(saved.view, saved.captured)
+            else:
+                self._settle(saved, Role.STATISTIC)
+        self._waiting.clear()
+
+    def _is_known(self, saved: Saved) -> bool:
+        """Whether an earlier backward has shown its reader."""
+        name, is_held = saved.captured.name, id(saved.stored) in self._held
+        return not is_held and (saved.view is None or self._roles.alias_role(name, saved.place) is not None)
+
+    def _new_nodes(self, roots: Iterable[Any]) -> list[Any]:
+        """In the order in which they were made."""
+        found, reached = [], list(roots)
+        while reached:
+            node = reached.pop()
+            key = _key(node)
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            found.append(node)
+            reached += [below for below, _ in node.next_functions if below is not None]
+        return sorted(found, key=lambda node: node._sequence_nr())
+
+    def _decide(self, read: _Read) -> None:
+        for saved, rule in read.saved:
+            self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
+        self._sink.after(read.node)
+
+    def _decide_one(self, saved: Saved, role: Role) -> None:
+        if saved.view is not None:
+            self._decide_alias(saved, saved.view, role)
+        else:
+            self._settle(saved, self._with_others(saved, role))
+
+    def _with_others(self, saved: Saved, role: Role) -> Role:
+        """The role that a tensor has if it must serve other readers too, as far as they are known."""
+        name = saved.captured.name
+        if self._roles.by_name.get(name) is Role.STATISTIC:
+            role = Role.STATISTIC
+        self._roles.learn(name, saved.place, role)
+        return role
+
+    def _settle(self, saved: Saved, role: Role) -> None:
+        if id(saved.stored) in self._held:
+            self._held.discard(id(saved.stored))
+            self._sink.encode_held(saved.stored, saved.captured._replace(role=role))
+        elif role is Role.STATISTIC:
+            self._sink.keep_exactly(View(saved.stored, saved.captured.tensor, 0), saved.captured)
+
+    def _decide_alias(self, saved: Saved, view: View, role: Role) -> None:
+        captured = saved.captured
+        self._roles.learn_alias(captured.name, saved.place, role)
+        if role is Role.STATISTIC:
+            self._roles.by_name[captured.name] = Role.STATISTIC
+            if id(saved.stored) not in self._held:  # else it is kept exactly when its own reader shows
+                self._sink.keep_exactly(view, captured)
+
+
+class ReadInBackward:
+    """Learns from a backward who reads a tensor that no operator of the forward was seen to read."""
+
+    def __init__(self, roles: KnownRoles, before: Any, saved: Saved) -> None:
+        self._roles, self._before = roles, before
+        self._name, self._place, self._is_view = saved.captured.name, saved.place, saved.view is not None
+
+    def __call__(self, stored: Stored) -> None:
+        if self._before is not None:
+            self._before(stored)
+        node = node_in_backward()
+        if node is None:
+            return
+        slots = [slot for slot, handle in saved_handles(node) if _whole(_inner(handle)) is stored]
+        if any(rule_of(node, slot) or multiplies_pole(node, slot) for slot in slots):
+            self._roles.learn(self._name, self._place, Role.STATISTIC)
+        elif self._is_view:
+            self._roles.learn_alias(self._name, self._place, Role.ACTIVATION)
+        elif slots and self._roles.by_name.get(self._name) is not Role.STATISTIC:
+            self._roles.learn(self._name, self._place, Role.ACTIVATION)
+
+
+def _key(node: Any) -> tuple[int, str]:
+    return node._sequence_nr(), node.name()
+
+
+def _whole(handle: Any) -> Any:
+    return handle.base if isinstance(handle, View) else handle
+
+
+def _inner(handle: Any) -> Any:
+    return handle.local if isinstance(handle, Distributed) else handle
