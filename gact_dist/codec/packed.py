@@ -213,9 +213,9 @@ def with_payload(packed: Packed, payload: Tensor) -> Packed:
 
 def _pack_exact(data: Tensor, layout: Layout, private: bool = True) -> Packed:
     flat = flatten(_in_memory(data), layout)
-    lazy = {"conjugate": data.is_conj(), "negated": data.is_neg()}
     payload = flat.clone() if private and layout.fill is not Fill.SCATTERED else flat
-    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, **lazy)
+    about = data.dtype, data.shape, data.stride(), layout
+    return Packed(payload, Scheme.EXACT, None, *about, conjugate=data.is_conj(), negated=data.is_neg())
 
 
 def pack_mask(tensor: Tensor) -> Packed:
@@ -232,7 +232,8 @@ def pack_mask(tensor: Tensor) -> Packed:
     layout = layout_of(data)
     if layout.fill is Fill.TANGLED:
         return _pack_exact(data, layout)
-    return Packed(ops.pack_mask(flatten(_in_memory(data), layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
+    flat = flatten(_in_memory(data), layout)
+    return Packed(ops.pack_mask(flat), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
 def pack_binary(tensor: Tensor) -> Packed:
