@@ -110,7 +110,7 @@ class Job:
             gact = gact_dist.attach(self.model, config=Config(**SETTINGS))
             return gact.follow() if self.follows else gact
         opened = partial(simulated_device._open_offload, self.device)
-        with mock.patch("gact_dist.schedule.open_offload", opened):
+        with mock.patch("gact_dist.steps.schedule.open_offload", opened):
             offload = {"enabled": True, "min_bytes": 16, "max_device_bytes": 4096}
             return gact_dist.attach(self.model, config=Config(**SETTINGS, offload=offload))
 

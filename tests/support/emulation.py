@@ -1,7 +1,6 @@
 """The CUDA kernels on a CPU: csrc/cuda/*.cu compiled as C++ with emulated_warp.h in place of csrc/cuda/warp.h."""
 
 import ctypes
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("emulated_warp.h")
-MORE_FLAGS = os.environ.get("GACT_DIST_EMULATION_FLAGS", "").split()  # of tools/sanitize.sh
 ARGUMENTS = 7  # of a kernel at most, as in emulated_warp.h
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled with g++")
@@ -26,7 +24,7 @@ def emulated_launch(folder: Path) -> Callable[..., None]:
     def library(file: str, definitions: tuple[str, ...]) -> ctypes.CDLL:
         # Compiling takes longer than running: -Og takes a third of -O1 for it.
         path = folder / f"{'-'.join((file, *definitions))}.so"
-        flags = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-I", str(ROOT / "csrc"), *MORE_FLAGS]
+        flags = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-I", str(ROOT / "csrc")]
         flags += ["-include", str(HEADER), *(f"-D{name}" for name in definitions)]
         subprocess.run(["g++", *flags, "-o", path, "-x", "c++", ROOT / "csrc/cuda" / file], check=True)
         return ctypes.CDLL(str(path))
@@ -47,6 +45,6 @@ def run_source(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Compile a program for the emulation and run it."""
     path = folder / "program.cu"
     path.write_text(source)
-    flags = ["-std=c++17", "-I", ROOT / "csrc", "-include", HEADER, *MORE_FLAGS]
+    flags = ["-std=c++17", "-I", ROOT / "csrc", "-include", HEADER]
     subprocess.run(["g++", *flags, "-o", folder / "program", "-x", "c++", path], check=True)
     return subprocess.run([folder / "program"], capture_output=True, text=True)
