@@ -101,7 +101,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """What lies between a tensor's first and last element, each place once: elements of an expanded one share theirs."""
+    """What lies between a tensor's first and last element, each place once: an expanded one shares them."""
     if tensor.numel() == 0:
         return tensor.detach()
     places = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
