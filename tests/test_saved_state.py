@@ -155,3 +155,13 @@ def test_a_text_that_was_cut_off_is_an_error_and_nothing_changes(kept):
     with pytest.raises(ValueError, match="pass what state_dict"):
         gact.load_state_dict({"gact_dist": text[: int(kept * len(text))]})
     assert gact.state_dict() == before
+
+
+def test_a_history_has_the_tensors_of_the_last_adaptations_alone(monkeypatch):
+    monkeypatch.setattr("gact_dist.steps.state._ADAPTATIONS_WITH_TENSORS", 2)
+    model, batch = small_models.mlp()
+    gact = gact_dist.attach(model, config=Config(min_numel=64, bits=3))
+    for _ in range(4):
+        gact.calibrate(small_models.loss_of(model), batch)
+    assert [bool(entry["tensors"]) for entry in gact.history] == [False, False, True, True]
+    assert saved_fields(gact)["history"] == json.loads(json.dumps(gact.history))

@@ -10,6 +10,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from .._torch_internals import negative_view
 from . import mixed_widths, ops
 from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 from .layout import Fill, Layout, flatten, layout_of, restore
@@ -50,6 +51,7 @@ class Packed:
         one_width_bytes: what one width of the same rounding variance would take, 0 unless made by pack_error_bounded.
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
+        negated: the tensor was a lazily negated one (EXACT).
     """
 
     payload: Tensor
@@ -66,6 +68,7 @@ class Packed:
     one_width_bytes: int = 0
     constant: Tensor | None = None
     conjugate: bool = False
+    negated: bool = False
 
     @property
     def average_bits(self) -> float:
@@ -95,8 +98,19 @@ def _plain(tensor: Tensor) -> Tensor:
         raise TypeError(f"got a quantised tensor of {tensor.dtype}; it is small already, keep it as it is")
     if tensor.device.type == "meta":
         raise TypeError("got a meta tensor, which has no data to pack; use a FakeTensorMode to trace shapes")
-    tensor = tensor.detach()
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
+    return tensor.detach()
+
+
+def _in_memory(data: Tensor) -> Tensor:
+    """The same memory, shape and strides without the lazy bits. Resolving these would copy to other strides."""
+    data = data.conj() if data.is_conj() else data
+    return negative_view(data) if data.is_neg() else data
+
+
+def _flat_values(data: Tensor, layout: Layout) -> Tensor:
+    """The stored elements in memory order, 1-D contiguous: negated where the tensor is, but not conjugated."""
+    flat = flatten(_in_memory(data), layout)
+    return -flat if data.is_neg() else flat
 
 
 def metadata_bits(group_size: int) -> float:
@@ -134,9 +148,7 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
             _real_dtype(data.dtype)
         return _pack_exact(data, layout)
     part = _real_dtype(data.dtype)
-    conjugate = data.is_conj()
-    physical = data.conj() if conjugate else data
-    flat = flatten(physical, layout)
+    conjugate, flat = data.is_conj(), _flat_values(data, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     columns = layout.columns(group_size, data.dtype.is_complex)
     about = data.dtype, data.shape, data.stride(), layout, group_size
@@ -200,11 +212,10 @@ def with_payload(packed: Packed, payload: Tensor) -> Packed:
 
 
 def _pack_exact(data: Tensor, layout: Layout, private: bool = True) -> Packed:
-    conjugate = data.is_conj()
-    physical = data.conj() if conjugate else data
-    flat = flatten(physical, layout)
+    flat = flatten(_in_memory(data), layout)
     payload = flat.clone() if private and layout.fill is not Fill.SCATTERED else flat
-    return Packed(payload, Scheme.EXACT, None, data.dtype, data.shape, data.stride(), layout, conjugate=conjugate)
+    about = data.dtype, data.shape, data.stride(), layout
+    return Packed(payload, Scheme.EXACT, None, *about, conjugate=data.is_conj(), negated=data.is_neg())
 
 
 def pack_mask(tensor: Tensor) -> Packed:
@@ -221,7 +232,8 @@ def pack_mask(tensor: Tensor) -> Packed:
     layout = layout_of(data)
     if layout.fill is Fill.TANGLED:
         return _pack_exact(data, layout)
-    return Packed(ops.pack_mask(flatten(data, layout)), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
+    flat = flatten(_in_memory(data), layout)
+    return Packed(ops.pack_mask(flat), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
 def pack_flags(tensor: Tensor, value: float, dtype: torch.dtype) -> Packed:
@@ -248,7 +260,7 @@ def pack_binary(tensor: Tensor) -> Packed:
     layout = layout_of(data)
     if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
         return _pack_exact(data, layout)
-    flat = flatten(data, layout)
+    flat = _flat_values(data, layout)
     high = flat.amax()
     constant = torch.where(high != 0, high, flat.amin())
     return Packed(
@@ -271,7 +283,7 @@ def pack_narrow(tensor: Tensor) -> Packed | None:
         return None
     if data.dtype in _WITHOUT_ARITHMETIC:
         return None
-    flat = flatten(data, layout)
+    flat = _flat_values(data, layout)
     low, high = (int(bound) for bound in flat.aminmax())
     for narrow, least, most in _NARROW_TYPES:
         if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
@@ -287,8 +299,8 @@ def in_parts(tensor: Tensor) -> bool:
 
 def stored_values(tensor: Tensor) -> Tensor:
     """The real numbers that ``pack`` would quantise, 1-D, in the order in which it groups them."""
-    data = _plain(tensor).resolve_conj()
-    flat = flatten(data, layout_of(data))
+    data = _plain(tensor)
+    flat = _flat_values(data, layout_of(data))
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return values.to(_real_dtype(data.dtype))
 
@@ -304,7 +316,8 @@ def exact(tensor: Tensor) -> Tensor | Packed:
 def unpack(packed: Packed) -> Tensor:
     """A private tensor with the dtype, shape and strides of the one that was packed."""
     out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
-    return out.conj() if packed.conjugate else out
+    out = out.conj() if packed.conjugate else out
+    return negative_view(out) if packed.negated else out
 
 
 def _decode(packed: Packed) -> Tensor:
@@ -338,10 +351,13 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
 def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
     """(buffer, header) for from_tensors(): uint8 [bytes] on the device, int64 [4] on the CPU.
 
-    Raises ValueError for BINARY, MIXED and conjugated tensors, which hold more than that.
+    Raises ValueError for BINARY, MIXED, conjugated and negated tensors, which hold more than that.
     """
-    if packed.constant is not None or packed.conjugate or packed.counts:
-        raise ValueError(f"got {packed.scheme} (conjugate: {packed.conjugate}), expected one buffer and its format")
+    if packed.constant is not None or packed.conjugate or packed.negated or packed.counts:
+        raise ValueError(
+            f"got {packed.scheme} (conjugate: {packed.conjugate}, negated: {packed.negated}), "
+            "expected one buffer and its format"
+        )
     buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
     header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
     return buffer.view(-1).view(torch.uint8), header

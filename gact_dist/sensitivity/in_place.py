@@ -66,7 +66,8 @@ class InPlace(TorchFunctionMode):
         for tensor in _tensors(values):
             if _has_memory(tensor):
                 for known in self._by_storage.pop(storage_id(tensor), ()):
-                    self._contents.append((known.detach(), known.detach().clone()))
+                    memory = _memory(known)
+                    self._contents.append((memory, memory.clone()))
 
     def restore(self) -> None:
         """Set back what was written to."""
@@ -97,6 +98,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """What lies between a tensor's first and last element, each place once: an expanded one shares them."""
+    if tensor.numel() == 0:
+        return tensor.detach()
+    places = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((1 + places,), (1,))
 
 
 def _has_memory(tensor: Tensor) -> bool:

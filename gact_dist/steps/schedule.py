@@ -21,7 +21,7 @@ from ..sensitivity import ProbeBatch
 from . import malloc
 from .joined_steps import JoinedSteps
 from .optimizer_steps import OptimizerSteps
-from .state import State
+from .state import State, bounded
 
 _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
@@ -254,7 +254,7 @@ class Schedule:
             for group in self.groups:
                 distributed.check_agreement(self.plan.bits, group=group)
             adaptation = Adaptation({}, {}, 0.0, 0.0, {}, kept=True, stored_exactly=found)
-            self.history.append(adaptation.to_dict(self.step))
+            self._note(adaptation)
 
     def adapt(self, batch: ProbeBatch, *, in_step: bool = True) -> None:
         """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt.
@@ -292,9 +292,12 @@ class Schedule:
         settled = adaptation.kept and adaptation.gradient_error is None
         longest = _LONGEST_INTERVAL * self.config.adapt_interval
         self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
-        self.history.append(adaptation.to_dict(self.step))
+        self._note(adaptation)
         if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
             malloc.trim()
+
+    def _note(self, adaptation: Adaptation) -> None:
+        self.history[:] = bounded([*self.history, adaptation.to_dict(self.step)])
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class State:
             "engine": self.hooks,
             "adapter": self.adapter,
             "verifier": self.verifier,
-            "history": _bounded(self.history),
+            "history": bounded(self.history),
         }
 
     @staticmethod
@@ -130,8 +130,8 @@ def read_state(saved: Any, key: str, model: nn.Module, interval: int, default_bi
     return state
 
 
-def _bounded(history: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What a state keeps of a controller's history: all adaptations, older ones without the tensors of each.
+def bounded(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a controller and its state keep of a history: all adaptations, older ones without the tensors of each.
 
     A hundred adaptations with 300 tensors are 3.2 MB of text, a thousand with 500 would be 54 MB in every checkpoint;
     without its tensors an adaptation is 300 bytes.

@@ -117,9 +117,39 @@ def test_lazily_conjugated_tensors_come_back(dtype: torch.dtype) -> None:
         assert decoded.is_conj()
         assert decoded.stride() == x.stride()
         assert float((decoded - x).abs().max()) < (0.1 if bits else 1e-30)
-    negated = x.imag  # a lazily negated real tensor
-    assert negated.is_neg()
-    assert torch.equal(codec.unpack(codec.pack(negated, bits=None)), negated)
+
+
+LAZILY_NEGATED = {
+    "transposed": lambda x: x.t(),
+    "broadcast": lambda x: x[:1].expand(30, 20),
+    "overlapping": lambda x: x.as_strided((30, 20), (2, 2)),
+    "gaps": lambda x: x[::2, ::3],
+    "overlapping between gaps": lambda x: x.as_strided((4, 4), (6, 4)),
+    "none": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAZILY_NEGATED)
+def test_lazily_negated_tensors_come_back_with_their_strides(layout: str) -> None:
+    x = LAZILY_NEGATED[layout](torch.complex(random_tensor(30, 20), random_tensor(30, 20) + 1).conj().imag)
+    assert x.is_neg()
+    exact = codec.unpack(codec.pack(x, bits=None))
+    assert exact.is_neg()
+    rounded, binary = codec.unpack(codec.pack(x, bits=8)), codec.unpack(codec.pack_binary(x * 0 - 2))
+    assert codec.stored_bytes(x) == codec.borrow(x).payload.nbytes
+    assert codec.stored_values(x).numel() * 4 == codec.stored_bytes(x)
+    for decoded in (exact, rounded):
+        assert (decoded.shape, decoded.stride(), decoded.dtype) == (x.shape, x.stride(), x.dtype)
+    assert torch.equal(exact, x)
+    assert torch.equal(binary, x * 0 - 2)
+    assert torch.allclose(rounded, x, rtol=0, atol=8 / 255)  # a group's range is below 8 standard deviations
+
+
+def test_a_lazily_negated_tensor_without_arithmetic_comes_back() -> None:
+    x = torch._neg_view(random_tensor(30, 20).to(torch.float8_e4m3fn))
+    decoded = codec.unpack(codec.pack(x, bits=None))
+    assert decoded.is_neg()
+    assert torch.equal(torch._neg_view(decoded).view(torch.uint8), torch._neg_view(x).view(torch.uint8))
 
 
 def test_gaps_are_neither_read_nor_stored() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import gact_dist
 from gact_dist import Config
 from gact_dist.sensitivity.attributes import Attributes
+from gact_dist.sensitivity.in_place import InPlace
 
 
 def measured(model, x, how="calibrate", **settings):
@@ -329,3 +330,12 @@ def test_containers_that_hold_themselves_end():
     module.loop.append(1)
     attributes.restore()
     assert len(module.loop) == 2
+
+
+def test_a_parameter_whose_elements_share_memory_is_set_back():
+    weight = torch.nn.Parameter(torch.arange(4.0).expand(3, 4))
+    writes = InPlace([weight])
+    with torch.no_grad(), writes:
+        weight[0].add_(1)
+    writes.restore()
+    assert torch.equal(weight, torch.arange(4.0).expand(3, 4))

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Build the native codec with AddressSanitizer and UndefinedBehaviorSanitizer, and run the codec's tests against it.
+# The build is a copy of the package in build/sanitized; the one in gact_dist/ stays. The first finding ends
+# the run. The tests of the emulated CUDA kernels are left out: they do not use the library.
+# Usage: bash tools/sanitize.sh [--record] [-k NAME ...]
+#   --record writes the outcome to benchmarks/results/reliability.json; all other arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash tools/setup.sh --test
+record=false
+if [[ "${1:-}" == --record ]]; then
+    record=true
+    shift
+fi
+python="$PWD/.venv/bin/python"
+package="$PWD/build/sanitized/lib"
+
+# Conversions of floats that are out of range are undefined as well, but not part of "undefined".
+flags="-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+export CC="${CC:-gcc}" CXX="${CXX:-g++}"
+CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="$flags" "$python" setup.py --quiet build \
+    --build-base build/sanitized --build-lib "$package"
+# The extension is optional: a build that fails says so and goes on.
+nm --dynamic "$package/gact_dist/_native.so" | grep -q __asan_report || {
+    echo "sanitize: the native library was not built with AddressSanitizer" >&2
+    exit 1
+}
+
+# The interpreter is not sanitized, so the run-time library must be there first; and the C++ library beside it, as
+# AddressSanitizer looks for the functions that throw when it starts. Python never frees all of its memory, so leaks are
+# not looked for: benchmarks/reliability/endurance.py does that.
+preload="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
+options=detect_leaks=0:halt_on_error=1
+outcome="$(mktemp)"
+trap 'rm -f "$outcome"' EXIT
+LD_PRELOAD="$preload" ASAN_OPTIONS="$options" UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+    PYTHONPATH="$package" \
+    "$python" -m pytest -q -p no:cacheprovider -o pythonpath="$package ." tests/codec \
+    --ignore-glob="*test_cuda_*" --ignore-glob="*test_nvrtc*" "$@" | tee "$outcome"
+if $record; then
+    "$python" -m benchmarks.reliability.results benchmarks/results/reliability.json sanitizers \
+        "compiler=$("$CXX" --version | head -n 1)" "flags=$flags" "outcome=$(tail -n 1 "$outcome")"
+fi
