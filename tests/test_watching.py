@@ -442,3 +442,29 @@ def test_a_state_that_cannot_be_used_is_refused(state):
 def test_settings_out_of_range_are_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         Config(**changes)
+
+
+class _HalfUsable(nn.Module):
+    """Of its two results the job uses one; the other cannot be differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layer(x).sigmoid()
+        beside = hidden.exp()
+        kept = beside.exp()
+        beside.add_(1.0)  # exp() has saved it
+        return hidden, kept
+
+
+def test_a_result_that_the_job_does_not_use_may_have_no_backward_under_follow():
+    torch.manual_seed(0)
+    model, x = _HalfUsable(), torch.randn(32, 64)
+    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    gact.follow()
+    for _ in range(3):
+        hidden, _ = model(x)
+        hidden.square().mean().backward()
+    assert gact.plan

@@ -45,7 +45,7 @@ from torch import nn
 from .. import _fields, distributed
 from ..hooks import SavedTensorHooks
 from ..policies import WIDTHS, Plan
-from ..sensitivity import Comparison, MeasurementError, ProbeBatch, ProbePart, compared
+from ..sensitivity import REFUSALS, Comparison, MeasurementError, ProbeBatch, ProbePart, compared
 
 _log = logging.getLogger(__name__)
 # Plans that one search may try: enough to find four kinds of tensors among a hundred.
@@ -57,6 +57,7 @@ _HOPELESS = 1000.0  # times the squared gradient
 _PARTS, _MOST_PARTS = 4, 64  # into which a batch is cut, the first of which is compared
 _SHOWN = 8  # names in a message
 _GRADIENT = "gradient"
+_CANNOT_COMPARE = "the gradient cannot be compared with the exact one on this rank: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Verifier:
         predicted: variance that the plan adds to the gradient of a rank's batch; without it, that of the last
         adaptation. variances: of single tensors, to begin the search with the largest. provisional: the next step is to
         verify as well. search: false leaves a fault to the caller.
-        Raises on every rank what the loss function or the model raised on any.
+        Raises on every rank what the loss function or the model raised on any, unless the loss is a guess.
         """
         seen, reason, compare = self._examined(batch, plan, step, predicted)
         # a gradient that overflows, as while a loss scale settles, is compared again in the next step
@@ -215,13 +216,18 @@ class Verifier:
             try:
                 return *batch.beginning(compare, parts), True
             except torch.OutOfMemoryError as error:
-                text = str(error).split("\n", 1)[0]
-                _log.warning("out of memory while comparing the gradient with the exact one on this rank: %s", text)
+                _log.warning(
+                    "out of memory while comparing the gradient with the exact one on this rank: %s", _first_line(error)
+                )
                 return None, 1.0, False
             except distributed.PeerFailedError:
                 pass  # that rank says why; if it can go on, so will this one
             except MeasurementError as error:
-                _log.info("the gradient cannot be compared with the exact one on this rank: %s", error)
+                _log.info(_CANNOT_COMPARE, error)
+            except REFUSALS as error:
+                if not batch.is_guess:
+                    raise
+                _log.info(_CANNOT_COMPARE, _first_line(error))
         return None, 1.0, True
 
     def _fault(self, seen: _Seen, plan: Plan, compare: _Compare) -> str | None:
@@ -332,6 +338,10 @@ def _widest(plan: Plan) -> Plan:
     """The same tensors rounded, to 8 bits each."""
     bits = {name: None if width is None else WIDTHS for name, width in plan.bits.items()}
     return Plan(bits, None if plan.default is None else WIDTHS)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -4,10 +4,11 @@ from .comparison import Comparison, compared
 from .isolation import untouched
 from .one_pass import MeasurementError, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
-from .probe import Observation, ProbeBatch, ProbePart
+from .probe import REFUSALS, Observation, ProbeBatch, ProbePart
 from .second_moment import rounded_moments
 
 __all__ = [
+    "REFUSALS",
     "Comparison",
     "MeasurementError",
     "Observation",

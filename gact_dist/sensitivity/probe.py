@@ -33,8 +33,8 @@ from .one_pass import MeasurementError
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _PARTS = 4
-# What a model may raise on a batch of another size than it expects.
-_REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
+"""what a model may raise on a batch of another size, or a loss of another kind, than it expects"""
 
 
 class _PartRefused(Exception):
@@ -69,18 +69,21 @@ class ProbeBatch:
         *,
         forward: Callable[[], Any] | None = None,
         unit: float | None = None,
+        is_guess: bool = False,
     ) -> None:
         """loss_fn(batch): runs the model and returns the scalar loss, or calls backward on it.
 
         batch: the whole batch, as loss_fn takes it; an Observation slices itself. examples: how many to measure on, the
         same on all ranks; a batch may have fewer. forward: runs the model as the next step will, if loss_fn does not.
-        unit: see the attribute.
+        unit, is_guess: see the attributes.
         """
         self._loss_fn, self._batch, self._forward = loss_fn, batch, forward
         self.count = examples
         """examples that were asked for"""
         self.unit = unit
         """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
+        self.is_guess = is_guess
+        """whether the loss is not the job's: then what it raises, in its backward too, is not the job's error"""
         self._refuses_parts = False
         self._part, self.fraction = _examples_of(batch, 0, examples)
         """the fraction of the batch's examples that are measured on"""
@@ -158,7 +161,7 @@ class ProbeBatch:
             return self._loss_fn(part)
         except torch.OutOfMemoryError:
             raise
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise _PartRefused(error) from error
 
     def _use_whole(self) -> None:

@@ -103,7 +103,7 @@ class Following:
         if schedule.verifier is not None and schedule.verifier.at is None:
             examples = sys.maxsize if fixes_rows(self._model, (args, kwargs)) else schedule.probe_examples(1)
             loss_fn: Callable[[Observation], Any] = partial(Observation.any_loss, model=self._model)
-            batch = ProbeBatch(loss_fn, Observation((args, kwargs), sys.maxsize), examples)
+            batch = ProbeBatch(loss_fn, Observation((args, kwargs), sys.maxsize), examples, is_guess=True)
             schedule.verify(batch, provisional=True)
 
     def _end(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
