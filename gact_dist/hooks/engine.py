@@ -33,7 +33,7 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
 from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
-from .known_roles import KnownRoles, Place
+from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import ModuleScope, Namer
 from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
@@ -46,7 +46,7 @@ from .sinks import Captured, Record, Sink, Store
 class LearntNames(NamedTuple):
     """What was learnt about saved tensors in earlier steps, by name."""
 
-    roles: dict[str, Role]
+    roles: LearntRoles
     stored_as_base: set[str]
 
 
@@ -267,12 +267,12 @@ class SavedTensorHooks:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt of saved tensors in earlier steps, by name."""
-        return {"roles": self._roles.state_dict(), "store_base": sorted(self._bases.names)}
+        return {**self._roles.state_dict(), "store_base": sorted(self._bases.names)}
 
     def parse_state(self, state: Mapping[str, Any]) -> LearntNames:
         """What load_state() takes, from what state_dict() gave. Raises StateError and changes nothing."""
         bases = _fields.read(state, "store_base", _fields.sequence(_fields.text), [])
-        return LearntNames(_fields.read(state, "roles", KnownRoles.parse_state, {}), set(bases))
+        return LearntNames(KnownRoles.parse_state(state), set(bases))
 
     def load_state(self, learnt: LearntNames) -> None:
         """Go on with what parse_state() returned."""

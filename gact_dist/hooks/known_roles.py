@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,18 @@ Place = tuple[str | None, str | None, Instruction | None]
 """where a tensor is saved: (line, path of the module), see naming.py, and by which instruction in a step of the job"""
 
 
+_Spot = tuple[str, str | None, str | None, int | None]
+"""(name, line, path, where in the code), which are the same in another process"""
+
+
+class LearntRoles(NamedTuple):
+    """What a state holds of KnownRoles."""
+
+    by_name: dict[str, Role]
+    aliases: dict[_Spot, Role]
+    top_level: set[tuple[str, str | None]]
+
+
 class KnownRoles:
     """Finds the role of each saved tensor, and remembers the roles that only an observed step can show."""
 
@@ -44,6 +56,7 @@ class KnownRoles:
         self._observer: OperatorObserver | None = None
         self._shows_readers = False
         self._alias_roles: dict[tuple[str, Place], Role] = {}
+        self._restored_aliases: dict[_Spot, Role] = {}  # of a state, as far as no step has met them
         self._top_level: set[tuple[str, str | None]] = set()  # names there have no line: it is kept beside them
         self._regions = RegionRoles(self.by_name)
         self._block_inputs: dict[int, list[str]] = defaultdict(list)  # names, by the frame of their checkpoint() call
@@ -149,7 +162,12 @@ class KnownRoles:
 
     def alias_role(self, name: str, place: Place) -> Role | None:
         """What an operator that saves memory which is stored already, as a tensor of this name, reads of it."""
-        return self._alias_roles.get((name, place))
+        found = self._alias_roles.get((name, place))
+        if found is None and self._restored_aliases:
+            found = self._restored_aliases.pop(_spot(name, place), None)
+            if found is not None:
+                self.learn_alias(name, place, found)
+        return found
 
     def learn_alias(self, name: str, place: Place, role: Role) -> None:
         """See alias_role()."""
@@ -188,22 +206,52 @@ class KnownRoles:
                     _log.info("%s is kept exactly: its checkpointed block takes discrete decisions", name)
                     self.by_name[name] = Role.STATISTIC
 
-    def state_dict(self) -> dict[str, str]:
-        """{name: role}."""
-        return {name: role.value for name, role in self.by_name.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, in plain values."""
+        aliases = {
+            _spot(name, place): role for (name, place), role in self._alias_roles.items()
+        } | self._restored_aliases
+        return {
+            "roles": {name: role.value for name, role in self.by_name.items()},
+            "aliases": [dict(zip(_SPOT, (*spot, role.value), strict=True)) for spot, role in aliases.items()],
+            "top_level": [[name, line] for name, line in sorted(self._top_level, key=str)],
+        }
 
     @staticmethod
-    def parse_state(name: str, state: Any) -> dict[str, Role]:
+    def parse_state(state: Mapping[str, Any]) -> LearntRoles:
         """What load_state() takes, from what state_dict() gave. Raises StateError."""
-        return _fields.mapping(_role)(name, state)
+        pair = _fields.sequence(_fields.optional(_fields.text))
+        top_level = _fields.read(state, "top_level", _fields.sequence(pair), [])
+        return LearntRoles(
+            _fields.read(state, "roles", _fields.mapping(_role), {}),
+            dict(_fields.read(state, "aliases", _fields.sequence(_alias), [])),
+            {(name, line) for name, line in (entry for entry in top_level if len(entry) == 2) if name is not None},
+        )
 
-    def load_state(self, roles: Mapping[str, Role]) -> None:
-        """Go on with these roles."""
+    def load_state(self, learnt: LearntRoles) -> None:
+        """Go on with what parse_state() returned."""
         self.by_name.clear()
-        self.by_name.update(roles)
+        self.by_name.update(learnt.by_name)
         self._kinds.clear()
         self._instructions.clear()
-        self.observe_next = True  # who else reads them was not saved
+        self._alias_roles.clear()
+        self._restored_aliases, self._top_level = dict(learnt.aliases), set(learnt.top_level)
+        self.observe_next = True
+
+
+_SPOT = ("name", "line", "path", "offset", "role")
+
+
+def _spot(name: str, place: Place) -> _Spot:
+    line, path, instruction = place
+    return name, line, path, None if instruction is None else instruction[1]
+
+
+def _alias(name: str, state: Any) -> tuple[_Spot, Role]:
+    fields = _fields.mapping(_fields.anything)(name, state)
+    line, path = (_fields.read(fields, key, _fields.optional(_fields.text)) for key in ("line", "path"))
+    offset = _fields.read(fields, "offset", _fields.optional(_fields.integer(0)))
+    return (_fields.read(fields, "name", _fields.text), line, path, offset), _fields.read(fields, "role", _role)
 
 
 def _role(name: str, value: Any) -> Role:
