@@ -32,7 +32,7 @@ from .._torch_internals import (
 from .backward_rules import BESIDE, Rule, below_pole, has_rule, multiplies_pole, rule_of, rule_of_any
 from .handles import Distributed, Stored, View
 from .known_roles import KnownRoles, Place
-from .roles import Role, nodes_of
+from .roles import Role, node_of, nodes_of
 from .sinks import Captured, Sink
 
 _DELAY = 8
@@ -156,7 +156,7 @@ class Readers:
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
-            node = saved.captured.tensor.grad_fn
+            node = node_of(saved.captured.tensor)
             if node is not None and _key(node) in self._without_rules:
                 self._decide_one(saved, Role.ACTIVATION)
                 continue

@@ -234,11 +234,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
+def node_of(tensor: Tensor) -> Any:
+    """The node that made a tensor, None for one without. A view that was made without a graph has none either, where
+    torch refuses to make one because its memory was modified with a graph: that is no error until it is used."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def nodes_of(value: Any) -> Iterator[Any]:
     """The nodes that made the tensors in a value."""
     if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value.grad_fn
+        node = node_of(value)
+        if node is not None:
+            yield node
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from nodes_of(item)

@@ -381,3 +381,20 @@ def test_additive_masks_are_never_rounded(value, learned, reentrant):
             masks = [row for row in gact.report().rows if row.shape == (8, 48, 48)]
             assert {row.codec for row in masks} <= {"exact"}
         gact.detach()
+
+
+def test_a_view_without_a_graph_whose_memory_is_modified_is_no_error():
+    """torch refuses to say what made it; it is an error only once the view is used."""
+    x = torch.randn(64, 64, requires_grad=True)
+    gact = gact_dist.attach(torch.nn.Linear(2, 2), config=Config(min_numel=16))
+    for _ in range(2):
+        with gact.step():
+            y = x.exp().sin()
+            with torch.no_grad():
+                part = y[:, :1]
+            y.mul_(2)
+            part.size()  # as any function that is given it
+            loss = y.sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="no_grad mode"):
+            _ = part.grad_fn
