@@ -159,6 +159,15 @@ def saved_handle(node: Any, name: str) -> Any:
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
+def node_of(tensor: torch.Tensor) -> Any:
+    """The node that made a tensor, None for one without. A view that was made without a graph has none either, where
+    torch refuses to make one because its memory was modified with a graph: that is no error until it is used."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def node_in_backward() -> Any:
     """The node whose backward is running in this thread, None without one."""
     return torch._C._current_autograd_node()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_internals import node_of
 from ..codec import MAX_BITS, Packed, Scheme
 from .aliases import StorageRecord
 
@@ -80,7 +81,7 @@ class Footprint:
             return
         widths = [payload.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
         # stored exactly it may keep all of its storage alive
-        exact = tensor.untyped_storage().nbytes() if tensor.grad_fn is not None else tensor.nbytes
+        exact = tensor.untyped_storage().nbytes() if node_of(tensor) is not None else tensor.nbytes
         row = torch.tensor([*widths, exact], dtype=torch.float64)
         self.tensors[name] = self.tensors[name] + row if name in self.tensors else row
 
@@ -134,7 +135,7 @@ class Account:
         # the user's own (a slice of a data set), and only the view is counted.
         whole = tensor.untyped_storage().nbytes()
         own = tensor.numel() * tensor.element_size()
-        seen = whole if tensor.grad_fn is not None else min(whole, record.seen_bytes + own)
+        seen = whole if node_of(tensor) is not None else min(whole, record.seen_bytes + own)
         new_bytes = max(0, seen - record.seen_bytes)
         record.seen_bytes += new_bytes
         self.exact_bytes += new_bytes
@@ -142,7 +143,7 @@ class Account:
         if isinstance(payload, Tensor) and host_bytes:
             retained = host_bytes
         elif isinstance(payload, Tensor):
-            if tensor.grad_fn is not None:
+            if node_of(tensor) is not None:
                 retained = 0 if record.aliased else record.seen_bytes
             else:  # what was seen before may have been encoded
                 retained = new_bytes if record.aliased else min(whole, own)

@@ -66,6 +66,11 @@ class Stored:
         return codec.without_payload(packed)
 
     @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was modified in place since it was saved: to use it is an error."""
+        return self.witness._version != self.version
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of the payload in host memory."""
         return self.offloaded.held.nbytes if self.offloaded is not None and self.offloaded.leaves else 0
@@ -87,7 +92,7 @@ class Stored:
 
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
-        if self.witness._version != self.version:
+        if self.is_modified:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         if self.on_restore is not None:
             self.on_restore(self)

@@ -25,6 +25,7 @@ from .._torch_internals import (
     SHOWS_SAVED,
     hides_saved,
     node_in_backward,
+    node_of,
     operators_of_script,
     runs_transform,
     saved_handles,
@@ -32,7 +33,7 @@ from .._torch_internals import (
 from .backward_rules import BESIDE, Rule, below_pole, has_rule, multiplies_pole, rule_of, rule_of_any
 from .handles import Distributed, Stored, View
 from .known_roles import KnownRoles, Place
-from .roles import Role, node_of, nodes_of
+from .roles import Role, nodes_of
 from .sinks import Captured, Sink
 
 _DELAY = 8

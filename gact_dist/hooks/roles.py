@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from .._torch_internals import is_inside_transform, saves_own_result, storage_id, storage_reference
+from .._torch_internals import is_inside_transform, node_of, saves_own_result, storage_id, storage_reference
 
 
 class Role(Enum):
@@ -232,15 +232,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def node_of(tensor: Tensor) -> Any:
-    """The node that made a tensor, None for one without. A view that was made without a graph has none either, where
-    torch refuses to make one because its memory was modified with a graph: that is no error until it is used."""
-    try:
-        return tensor.grad_fn
-    except RuntimeError:
-        return None
 
 
 def nodes_of(value: Any) -> Iterator[Any]:

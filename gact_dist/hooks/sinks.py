@@ -131,7 +131,7 @@ class Store(Sink):
         """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
         tensor, name, role, record, *_ = captured
         payload: Tensor | codec.Packed = tensor
-        if handle.version == tensor._version:
+        if not handle.is_modified:
             with torch.no_grad():
                 payload = self._encoder.encode(tensor, name, role, self.plan)
             handle.keep(payload, tensor, self.offload)
@@ -139,9 +139,11 @@ class Store(Sink):
         self.account.add(tensor, name, record, payload, handle.host_bytes, self._reserved.pop(handle))
 
     def keep_exactly(self, view: View, captured: Captured) -> None:
-        """See Sink.keep_exactly."""
+        """See Sink.keep_exactly. A tensor that has been modified meanwhile stays as it is: backward will raise."""
         handle, tensor = view.base, captured.tensor
-        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed) or handle.is_exact:
+        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed):
+            return
+        if handle.is_exact or handle.is_modified:
             return
         rounded = handle.payload
         whole = view.behind(tensor, rounded.shape, rounded.strides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -398,3 +399,31 @@ def test_a_view_without_a_graph_whose_memory_is_modified_is_no_error():
         loss.backward()
         with pytest.raises(RuntimeError, match="no_grad mode"):
             _ = part.grad_fn
+
+
+@pytest.mark.parametrize("operators_between", [0, 20])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_what_is_modified_before_its_reader_shows_raises_in_backward(bits, operators_between):
+    x = torch.rand(64, 64, requires_grad=True)
+    gact = gact_dist.attach(torch.nn.Linear(2, 2), config=Config(policy="uniform", bits=bits or 8, min_numel=16))
+    with gact.step() if bits else contextlib.nullcontext():
+        y = x.exp()
+        rounded, exact = y.sin(), y.log()
+        for _ in range(operators_between):
+            rounded = rounded + 1
+        y.mul_(2)
+        loss = rounded.sum() + exact.sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_one_of_several_views_may_be_modified_while_another_waits_for_its_reader():
+    x = torch.randn(3, 64, requires_grad=True)
+    gact = gact_dist.attach(torch.nn.Linear(2, 2), config=Config(min_numel=16))
+    with gact.step():
+        first, second, _ = (2 * x).unbind()
+        loss = first.abs().sum()
+        with torch.no_grad():
+            second.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
