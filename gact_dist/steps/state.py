@@ -137,7 +137,8 @@ def bounded(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     without its tensors an adaptation is 300 bytes.
     """
     older = max(0, len(history) - _ADAPTATIONS_WITH_TENSORS)
-    return [{**entry, "tensors": {}} for entry in history[:older]] + list(history[older:])
+    without = [{**entry, "tensors": {}} if "tensors" in entry else entry for entry in history[:older]]
+    return without + list(history[older:])
 
 
 def _refuse_other_modules(state: State, model: nn.Module) -> None:
