@@ -377,6 +377,11 @@ def below_pole(node: Any) -> Iterator[Any]:
             reached += [one for one, _ in below.next_functions]
 
 
+def may_be_below_pole(node: Any) -> bool:
+    """Whether an operator may turn out to be one of these."""
+    return operator_of(node.name()) in POINTWISE | PRODUCTS
+
+
 def _is_scaling(node: Any) -> bool:
     """Whether it multiplies by a number, or by a tensor without a gradient."""
     return operator_of(node.name()) == "Mul" and sum(below is not None for below, _ in node.next_functions) == 1

@@ -30,7 +30,16 @@ from .._torch_internals import (
     runs_transform,
     saved_handles,
 )
-from .backward_rules import BESIDE, Rule, below_pole, has_rule, multiplies_pole, rule_of, rule_of_any
+from .backward_rules import (
+    BESIDE,
+    Rule,
+    below_pole,
+    has_rule,
+    may_be_below_pole,
+    multiplies_pole,
+    rule_of,
+    rule_of_any,
+)
 from .handles import Distributed, Stored, View
 from .known_roles import KnownRoles, Place
 from .roles import Role, nodes_of
@@ -141,7 +150,10 @@ class Readers:
             rule = rule_of_any(node)
             read.saved += [(saved, rule) for saved in self._waiting.values()]
             self._waiting.clear()
-        self._recent.append(read)
+        if may_be_below_pole(node) or "Attention" in node.name():  # whose logsumexp is fitted after q and k are rounded
+            self._recent.append(read)
+        else:
+            self._decide(read)
         for below in below_pole(node):
             for other in self._recent:
                 if other.node is below:

@@ -134,6 +134,10 @@ class OperatorObserver(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if function.__name__ == "__set__":
+            # Of an attribute. Nothing is computed, and torch sets some while it makes the node of a view anew and holds
+            # its lock: to ask for a node then would wait for ever.
+            return function(*args, **kwargs)
         if self.on_discrete is not None and _is_discrete(function, args):
             self.on_discrete()
         composite = _COMPOSITES.get(function)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -427,3 +429,61 @@ def test_one_of_several_views_may_be_modified_while_another_waits_for_its_reader
             second.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_a_convolution_saves_is_held_exactly_no_longer_than_until_the_next_operator(monkeypatch):
+    held, most = set(), [0]
+    hold, encode_held = Store.hold, Store.encode_held
+
+    def counted_hold(self, captured):
+        stored = hold(self, captured)
+        held.add(stored)
+        most[0] = max(most[0], len(held))
+        return stored
+
+    def counted_encode(self, handle, captured):
+        held.discard(handle)
+        encode_held(self, handle, captured)
+
+    monkeypatch.setattr(Store, "hold", counted_hold)
+    monkeypatch.setattr(Store, "encode_held", counted_encode)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    with gact.step():
+        loss = model(torch.randn(4, 8, 16, 16)).square().mean()
+    loss.backward()
+    assert 1 <= most[0] <= 2
+    assert not held
+
+
+_HOOKED_VIEW = """
+import torch
+import gact_dist
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+x = torch.randn(4, 64, requires_grad=True)
+gact = gact_dist.attach(torch.nn.Linear(2, 2), config=gact_dist.Config(min_numel=16))
+with gact.step():
+    whole = 2 * x
+    view = whole[:, :32]
+    view.register_hook(lambda grad: grad)
+    whole.mul_(3)
+    loss = Twice.apply(view).sum()
+loss.backward()
+assert torch.equal(x.grad, torch.cat([torch.full((4, 32), 12.0), torch.zeros(4, 32)], 1))
+"""
+
+
+def test_a_hooked_view_whose_memory_is_modified_does_not_wait_for_torchs_own_lock():
+    """In a process of its own: it would wait for ever."""
+    subprocess.run([sys.executable, "-c", _HOOKED_VIEW], check=True, timeout=100)
