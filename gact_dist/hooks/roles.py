@@ -134,7 +134,7 @@ class OperatorObserver(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if function.__name__ == "__set__":
+        if getattr(function, "__name__", "") == "__set__":
             # Of an attribute. Nothing is computed, and torch sets some while it makes the node of a view anew and holds
             # its lock: to ask for a node then would wait for ever.
             return function(*args, **kwargs)
