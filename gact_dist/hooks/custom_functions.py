@@ -12,15 +12,14 @@ torch's scaled_dot_product_attention are, see logsumexp.py.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch_internals import storage_id
-from .roles import Role
+from .roles import Role, leaves_of
 
 _log = logging.getLogger(__name__)
 
@@ -99,18 +98,9 @@ def function_name(call: FrameType) -> str:
 
 def _operands(call: FrameType) -> Iterator[Tensor]:
     """The tensors that a call was given."""
-    yield from _tensors((call.f_locals.get("args", ()), call.f_locals.get("kwargs", {})))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_nested:
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+    for leaf in leaves_of((call.f_locals.get("args", ()), call.f_locals.get("kwargs", {}))):
+        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout == torch.strided and not leaf.is_nested:
+            yield leaf
 
 
 def _inputs(call: FrameType) -> int:

@@ -13,7 +13,7 @@ tensor (masked_fill, where, full, a product), and what is made of that by sums, 
 has no graph is exact anyway: a mask of the data loader is one, and all blocks share its memory.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import FrameType, FunctionType
 from typing import Any
@@ -226,37 +226,37 @@ def _is_discrete(function: Callable, args: tuple) -> bool:
     return function is torch.where and len(args) == 1
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        special = is_lazy(value) or value.is_meta or value.is_nested or is_inside_transform(value)
-        if value.layout == torch.strided and not special:
-            yield value
-    elif isinstance(value, (tuple, list)):
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What the tuples, lists and mappings in a value hold."""
+    if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+            yield from leaves_of(item)
+    elif isinstance(value, Mapping):
+        yield from leaves_of(list(value.values()))
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for leaf in leaves_of(value):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not _is_special(leaf):
+            yield leaf
+
+
+def _is_special(tensor: Tensor) -> bool:
+    return is_lazy(tensor) or tensor.is_meta or tensor.is_nested or is_inside_transform(tensor)
 
 
 def nodes_of(value: Any) -> Iterator[Any]:
     """The nodes that made the tensors in a value."""
-    if isinstance(value, Tensor):
-        node = node_of(value)
+    for leaf in leaves_of(value):
+        node = node_of(leaf) if isinstance(leaf, Tensor) else None
         if node is not None:
             yield node
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from nodes_of(item)
-    elif isinstance(value, dict):
-        yield from nodes_of(list(value.values()))
 
 
 def _has_mask_value(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_mask_value, value))
-    if isinstance(value, dict):
-        return _has_mask_value(list(value.values()))
-    return isinstance(value, float) and abs(value) >= _MASK_VALUE
+    return any(isinstance(leaf, float) and abs(leaf) >= _MASK_VALUE for leaf in leaves_of(value))
 
 
 def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:

@@ -16,22 +16,7 @@ from gact_dist import Config
 from gact_dist.hooks import OperatorObserver, SavedTensorHooks
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import Comparison, Observation, ProbeBatch, ProbePart, compared
-from gact_dist.sensitivity.blocks import BlockForward, Visit
 from gact_dist.sensitivity.rounded_walk import GradientComparison
-
-
-@pytest.fixture
-def visited(monkeypatch) -> list[Visit]:
-    """Receives each run of a block with its graph."""
-    found: list[Visit] = []
-    again = BlockForward.again
-
-    def watched(self: BlockForward, visit: Visit, *arguments: Any) -> Any:
-        found.append(visit)
-        return again(self, visit, *arguments)
-
-    monkeypatch.setattr(BlockForward, "again", watched)
-    return found
 
 
 def comparison(job: Measured, plan: Plan | None = None, **options: Any) -> Comparison:

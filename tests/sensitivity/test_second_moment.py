@@ -21,7 +21,6 @@ from gact_dist.hooks import SavedTensorHooks
 from gact_dist.hooks.roles import OperatorObserver
 from gact_dist.policies import Moments
 from gact_dist.sensitivity import rounded_moments, second_moment
-from gact_dist.sensitivity.blocks import BlockForward, Visit
 from gact_dist.sensitivity.parts import Part
 from gact_dist.sensitivity.rounded_walk import GradientMoments
 
@@ -161,20 +160,6 @@ class Measured:
 @pytest.fixture
 def exact_boundaries(monkeypatch):
     monkeypatch.setattr(second_moment, "BOUNDARY_BITS", None)
-
-
-@pytest.fixture
-def visited(monkeypatch) -> list[Visit]:
-    """Receives each run of a block with its graph."""
-    found: list[Visit] = []
-    again = BlockForward.again
-
-    def watched(self: BlockForward, visit: Visit, *arguments: Any) -> Any:
-        found.append(visit)
-        return again(self, visit, *arguments)
-
-    monkeypatch.setattr(BlockForward, "again", watched)
-    return found
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
