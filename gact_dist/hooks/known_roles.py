@@ -208,24 +208,21 @@ class KnownRoles:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain values."""
-        aliases = {
-            _spot(name, place): role for (name, place), role in self._alias_roles.items()
-        } | self._restored_aliases
+        learnt = {_spot(name, place): role for (name, place), role in self._alias_roles.items()}
+        aliases = self._restored_aliases | learnt
         return {
             "roles": {name: role.value for name, role in self.by_name.items()},
             "aliases": [dict(zip(_SPOT, (*spot, role.value), strict=True)) for spot, role in aliases.items()],
-            "top_level": [[name, line] for name, line in sorted(self._top_level, key=str)],
+            "top_level": [{"name": name, "line": line} for name, line in sorted(self._top_level, key=str)],
         }
 
     @staticmethod
     def parse_state(state: Mapping[str, Any]) -> LearntRoles:
         """What load_state() takes, from what state_dict() gave. Raises StateError."""
-        pair = _fields.sequence(_fields.optional(_fields.text))
-        top_level = _fields.read(state, "top_level", _fields.sequence(pair), [])
         return LearntRoles(
             _fields.read(state, "roles", _fields.mapping(_role), {}),
             dict(_fields.read(state, "aliases", _fields.sequence(_alias), [])),
-            {(name, line) for name, line in (entry for entry in top_level if len(entry) == 2) if name is not None},
+            set(_fields.read(state, "top_level", _fields.sequence(_at_top_level), [])),
         )
 
     def load_state(self, learnt: LearntRoles) -> None:
@@ -252,6 +249,12 @@ def _alias(name: str, state: Any) -> tuple[_Spot, Role]:
     line, path = (_fields.read(fields, key, _fields.optional(_fields.text)) for key in ("line", "path"))
     offset = _fields.read(fields, "offset", _fields.optional(_fields.integer(0)))
     return (_fields.read(fields, "name", _fields.text), line, path, offset), _fields.read(fields, "role", _role)
+
+
+def _at_top_level(name: str, state: Any) -> tuple[str, str | None]:
+    fields = _fields.mapping(_fields.anything)(name, state)
+    line = _fields.read(fields, "line", _fields.optional(_fields.text))
+    return _fields.read(fields, "name", _fields.text), line
 
 
 def _role(name: str, value: Any) -> Role:

@@ -53,10 +53,12 @@ class Sink(ABC):
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """The same for a tensor that a compiled graph packs itself: the graph holds buffers, not a handle."""
 
-    def note_bypassing(self, captured: Captured) -> None:  # noqa: B027
+    @abstractmethod
+    def note_bypassing(self, captured: Captured) -> None:
         """A tensor is kept for backward where no hook sees it."""
 
-    def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:  # noqa: B027
+    @abstractmethod
+    def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
         """A tensor of a kind that no codec knows is kept as it is. record_of: gives the record of a storage."""
 
     def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
@@ -66,20 +68,24 @@ class Sink(ABC):
         """
         return view
 
+    @abstractmethod
     def hold(self, captured: Captured) -> Stored | Replaceable | Noted:
         """The handle that the graph is to hold of a tensor that is encoded when encode_held() is called."""
-        return self.take(captured._replace(role=Role.ACTIVATION))
 
-    def encode_held(self, handle: Any, captured: Captured) -> None:  # noqa: B027
+    @abstractmethod
+    def encode_held(self, handle: Any, captured: Captured) -> None:
         """Its role is known now."""
 
-    def keep_exactly(self, view: View, captured: Captured) -> None:  # noqa: B027
+    @abstractmethod
+    def keep_exactly(self, view: View, captured: Captured) -> None:
         """What was rounded turns out to be needed exactly. captured: the tensor that the view stands for."""
 
-    def after(self, node: Any) -> None:  # noqa: B027
+    @abstractmethod
+    def after(self, node: Any) -> None:
         """A node has saved something. node: None for an operator without one."""
 
-    def forget_step(self) -> None:  # noqa: B027
+    @abstractmethod
+    def forget_step(self) -> None:
         """At the end of a step."""
 
 
@@ -192,8 +198,27 @@ class Record(Sink):
         self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
         return handle
 
+    def hold(self, captured: Captured) -> Replaceable | Noted:
+        """See Sink.hold. Nothing is encoded; settle() asks for the roles."""
+        return self.take(captured._replace(role=Role.ACTIVATION))
+
+    def encode_held(self, handle: Any, captured: Captured) -> None:
+        """Left to settle()."""
+
+    def keep_exactly(self, view: View, captured: Captured) -> None:
+        """Left to settle()."""
+
+    def note_bypassing(self, captured: Captured) -> None:
+        """What no hook sees cannot be rounded."""
+
     def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
-        """A tensor of a kind that no codec knows is kept as it is. record_of: gives the record of a storage."""
+        """What no codec knows cannot be rounded."""
+
+    def after(self, node: Any) -> None:
+        """No logsumexp is fitted to what is recorded."""
+
+    def forget_step(self) -> None:
+        """What is recorded serves beyond the forward."""
 
     def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
         """See Sink.alias."""
