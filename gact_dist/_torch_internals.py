@@ -26,6 +26,7 @@ VERSION = str(torch.__version__)
 NEEDED = (
     # autograd
     "torch._C._current_graph_task_id",
+    "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._autograd._unsafe_set_version_counter",
     "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -143,6 +144,10 @@ def storage_reference(tensor: Tensor) -> Any:
 def negative_view(tensor: Tensor) -> Tensor:
     """A view of a tensor that is its negative, by the bit that the imaginary part of a conjugate has."""
     return torch._neg_view(tensor)
+
+
+without_modes: Any = torch._C.DisableTorchFunction
+"""a context in which no function mode, and no subclass's __torch_function__, sees what is called"""
 
 
 def without_subclass(tensor: Tensor) -> Tensor | None:

@@ -18,7 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _fields, codec
 from .._patches import replaced
-from .._torch_internals import in_backward, is_inside_transform, storage_id, without_innermost_hooks, without_subclass
+from .._torch_internals import (
+    in_backward,
+    is_inside_transform,
+    storage_id,
+    without_innermost_hooks,
+    without_modes,
+    without_subclass,
+)
 from ..config import Config
 from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, own_part, unwrap
 from ..offload import HostOffload, OffloadStatistics
@@ -233,7 +240,9 @@ class SavedTensorHooks:
         """
 
         def pack(tensor: Tensor) -> Any:
-            handle = self._pack_from(tensor, caller())
+            frame = caller()
+            with without_modes():
+                handle = self._pack_from(tensor, frame)
             outcomes.append(None if isinstance(handle, Kept) else handle)
             return handle
 
@@ -282,10 +291,12 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        if self._readers is None:
-            return self._pack_from(tensor, caller())
-        with self._readers.paused():
-            return self._pack_from(tensor, caller())
+        frame = caller()
+        with without_modes():
+            if self._readers is None:
+                return self._pack_from(tensor, frame)
+            with self._readers.paused():
+                return self._pack_from(tensor, frame)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
@@ -551,7 +562,8 @@ def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
 
 
 def _unpack(handle: Any) -> Tensor:
-    return handle.restore()
+    with without_modes():
+        return handle.restore()
 
 
 @contextmanager
@@ -559,7 +571,12 @@ def replaying(replay: Replay) -> Iterator[None]:
     """Within the context a block runs again. Raises ReplayError if it does not save what it did at first."""
     # the graph holds its pack hook, and a replay holds nodes of the graph: a cycle that the collector does not see
     running: Any = WeakMethod(replay.pack)
-    with _hooked(lambda tensor: running()(tensor), _unpack):
+
+    def pack(tensor: Tensor) -> Any:
+        with without_modes():
+            return running()(tensor)
+
+    with _hooked(pack, _unpack):
         yield
     replay.check_complete()
 

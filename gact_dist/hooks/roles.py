@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from .._torch_internals import is_inside_transform, node_of, saves_own_result, storage_id, storage_reference
+from .._torch_internals import (
+    is_inside_transform,
+    node_of,
+    saves_own_result,
+    storage_id,
+    storage_reference,
+    without_modes,
+)
 
 
 class Role(Enum):
@@ -134,10 +141,13 @@ class OperatorObserver(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(function, "__name__", "") == "__set__":
+        name = getattr(function, "__name__", "")
+        if name == "__set__":
             # Of an attribute. Nothing is computed, and torch sets some while it makes the node of a view anew and holds
             # its lock: to ask for a node then would wait for ever.
             return function(*args, **kwargs)
+        if name == "__get__":
+            return self._seen(function, (args, kwargs), function(*args, **kwargs))
         if self.on_discrete is not None and _is_discrete(function, args):
             self.on_discrete()
         composite = _COMPOSITES.get(function)
@@ -145,19 +155,27 @@ class OperatorObserver(TorchFunctionMode):
             with self:
                 return composite(*args, **kwargs)
         if self.readers is not None:
-            self.readers.examine((args, kwargs))
-            if function in BACKWARDS:
-                self.readers.decide_all()
+            with without_modes():
+                self.readers.examine((args, kwargs))
+                if function in BACKWARDS:
+                    self.readers.decide_all()
         self._calls.append((function, args, kwargs))
         try:
             result = self.call(function, args, kwargs)
         finally:
             self._calls.pop()
-        if isinstance(result, Tensor) and not result.requires_grad and self._is_made_of_owned((args, kwargs), result):
-            self._made_of_owned[storage_id(result)] = storage_reference(result)
-        if self.readers is not None:
-            self.readers.examine(result)
-            self._note_mask(function, (args, kwargs), result)
+        return self._seen(function, (args, kwargs), result)
+
+    def _seen(self, function: Callable, operands: Any, result: Any) -> Any:
+        """Remember what is to be known of a function's result, and return it."""
+        if not (result is None or isinstance(result, (Tensor, tuple, list, Mapping))):
+            return result  # a size, a type
+        with without_modes():
+            if isinstance(result, Tensor) and not result.requires_grad and self._is_made_of_owned(operands, result):
+                self._made_of_owned[storage_id(result)] = storage_reference(result)
+            if self.readers is not None:
+                self.readers.examine(result)
+                self._note_mask(function, operands, result)
         return result
 
     def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:

@@ -46,20 +46,22 @@ class InPlace(TorchFunctionMode):
         self._generators: dict[torch.Generator, Drawn] = {}
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _HOOKS:
-            return RemovableHandle(OrderedDict())
-        generator = kwargs.get("generator")
-        if isinstance(generator, torch.Generator) and generator not in self._generators:
-            self._generators[generator] = Drawn(generator.get_state, generator.set_state)
         name = getattr(function, "__name__", "")
-        if name == "__set__":
-            if getattr(function, "__self__", None) is _DATA and id(args[0]) in self._known:
-                self._data.append((args[0], args[0].detach()))
-        elif name in _OPERATORS or (name.endswith("_") and not name.endswith("__")):
-            self._keep(args)
-        elif "out" in kwargs:
+        if name[-1:] == "_":
+            if name == "__set__":
+                if getattr(function, "__self__", None) is _DATA and id(args[0]) in self._known:
+                    self._data.append((args[0], args[0].detach()))
+            elif name in _OPERATORS or not name.endswith("__"):
+                self._keep(args)
+        elif name[:8] == "register" and function in _HOOKS:
+            return RemovableHandle(OrderedDict())
+        if not kwargs:
+            return function(*args)
+        if "out" in kwargs:
             self._keep((kwargs["out"],))
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self._generators:
+            self._generators[generator] = Drawn(generator.get_state, generator.set_state)
         return function(*args, **kwargs)
 
     def _keep(self, values: Iterable[Any]) -> None:
