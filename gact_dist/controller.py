@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._fields import StateError
-from .adaptation import Adaptation
+from .adaptation import Adaptation, Haste
 from .config import DISABLE, Config, disabled_by_environment, settings_of
 from .policies import Bits
 from .report import MemoryReport, build_report
@@ -125,7 +125,7 @@ class Controller:
         self._expect_not_detached("calibrate()")
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
-        self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), in_step=False)
+        self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), Haste.CALIBRATION)
 
     # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
 

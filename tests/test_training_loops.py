@@ -223,8 +223,8 @@ def test_a_followed_model_that_ends_in_a_custom_function_is_measured_by_one_pass
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), Ending(64, 10))
     gact = gact_dist.attach(model, config=ROUNDED).follow()
-    found, measure = [], gact._schedule.adapter._measure
-    gact._schedule.adapter._measure = lambda *arguments: found.extend(measure(*arguments)) or found
+    found, reduced = [], gact._schedule.adapter._reduced
+    gact._schedule.adapter._reduced = lambda measured: found.extend(measured) or reduced(measured)
     for _ in range(2):
         F.cross_entropy(model(torch.randn(64, 32)), torch.randint(0, 10, (64,))).backward()
     assert [item.by_perturbation for item in found] == [True, False]  # the batch itself has no graph

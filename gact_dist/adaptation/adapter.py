@@ -1,11 +1,18 @@
-"""One adaptation: what the ranks measured is reduced, and becomes one plan."""
+"""One adaptation: what the ranks measured is reduced, and becomes one plan.
+
+[Note: shares] Measured in one step, a batch of 8 examples makes that step 8 times as long as others. So where steps are
+long, an adaptation takes several of them: in each a rank measures one part of that step's examples, in the last the new
+plan is compared with the exact gradient, and only then is it used. Ranks take as many steps as the one with the most
+parts. What was measured so far is in no state: a run whose state is asked for begins anew, as a resumed one does.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,9 +43,9 @@ _PROBES = 4
 # The time of a measurement on all of a step's batch, in plain steps: of its three visits to each block, and of every
 # direction in the last of them. In a step of the job it is to take no more than the first.
 _LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
-# Activations of a part of the batch that is worth a measurement of its own; in smaller ones most of the time is that of
-# the calls of operators.
-_LEAST_BYTES = 64 << 20
+# Activations of a part of the batch that is worth a measurement of its own, and of a step that is long; in smaller ones
+# most of the time is that of the calls of operators.
+_LEAST_BYTES = 16 << 20
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -49,6 +56,9 @@ _OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
 _DRAW_PASSES = 2
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _GRADIENT = "gradient"
+_NO_PART = -1
+_Parts = list[tuple[list[Sensitivity], float]]
+"""what was measured of parts of a batch, each with the fraction of the batch that it is"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,44 @@ class Adaptation:
             "stored_exactly": self.stored_exactly,
             "tensors": tensors,
         }
+
+
+class Haste(Enum):
+    """Why bits adapt, and so how long the step may be in which they do."""
+
+    NONE = "it is time"  # see [Note: shares]
+    FAULT = "the plan in use is faulty"  # in one step, which is not to be longer than it must
+    CALIBRATION = "calibrate()"  # at once, and as well as may be
+
+
+class AdaptationInSteps:
+    """An adaptation that is under way. See [Note: shares]."""
+
+    batch: ProbeBatch
+    """of the current step"""
+    step: int
+    is_spread: bool
+    """whether steps are long, so that it takes several"""
+
+    def __init__(self, adapted: Callable[[AdaptationInSteps], Generator[None, None, Adaptation]]) -> None:
+        """adapted: runs it; it yields at the end of a step and returns the outcome."""
+        self._run = adapted(self)
+
+    def go_on(self, batch: ProbeBatch, step: int) -> Adaptation | None:
+        """Its share in a step; the outcome, None before the last. A collective call.
+
+        Raises on every rank what the loss function or the model raised on any, ValueError when the loss is no scalar
+        with a graph or the budget cannot be reached. It is over then.
+        """
+        self.batch, self.step = batch, step
+        try:
+            next(self._run)
+        except StopIteration as end:
+            outcome: Adaptation = end.value
+            return outcome
+        finally:
+            del self.batch  # which the job's own step does not need
+        return None
 
 
 class LearntByAdapting(NamedTuple):
@@ -143,18 +191,19 @@ class Adapter:
         self._warned = False
         self._finer = 1  # times more parts than usual, in which memory may be enough to measure
 
-    def adapt(self, batch: ProbeBatch, step: int, *, in_step: bool = True) -> Adaptation:
-        """Measure, reduce and allocate. A collective call.
+    def adapt(self, haste: Haste) -> AdaptationInSteps:
+        """Begin an adaptation."""
+        return AdaptationInSteps(lambda now: self._adapted(now, haste))
 
-        in_step: where most of the step's batch is measured, with fewer directions, so that the step is not long.
-        Raises on every rank what the loss function or the model raised on any, ValueError when the loss is no scalar
-        with a graph or the budget cannot be reached.
-        """
+    def _adapted(self, now: AdaptationInSteps, haste: Haste) -> Generator[None, None, Adaptation]:
+        """Measure, reduce and allocate. Where it yields it goes on in another step."""
+        is_long = self._heaviest_bytes >= _LEAST_BYTES
+        now.is_spread = haste is Haste.NONE and distributed.any_rank([is_long], self._groups)[0]
         self._share_example_gradients()
-        step_bytes = self._weigh(batch.whole) if self.policy.needs_step_bytes else None
+        step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
         if step_bytes is not None and not self._hooks.plan.bits:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
-        costs, invalid, exact = self._measured_without_faults(batch, step, in_step)
+        costs, invalid, exact = yield from self._measured_without_faults(now, haste)
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
@@ -167,12 +216,13 @@ class Adapter:
             return nothing
         if step_bytes is not None:
             costs = with_bytes(costs, _with_exact(step_bytes, plan))
-        trial = self._trial(batch.loss_of_whole, step, self._draws + 1, batch.unit)
-        choice = self.policy.choose(costs, current, trial)
+        choice = self.policy.choose(costs, current, self._trial_of(now))
         if choice is None:
             return nothing
         plan.update(choice.bits)
-        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), batch, step, choice.variance, costs)
+        if self._verifier is not None and now.is_spread:
+            yield
+        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs)
         plan.update(dict.fromkeys(found))
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
@@ -248,23 +298,23 @@ class Adapter:
     # -- what must not be rounded -----------------------------------------------------------------------------------
 
     def _measured_without_faults(
-        self, batch: ProbeBatch, step: int, in_step: bool
-    ) -> tuple[Costs, dict[str, int], dict[str, str]]:
+        self, now: AdaptationInSteps, haste: Haste
+    ) -> Generator[None, None, tuple[Costs, dict[str, int], dict[str, str]]]:
         """As _measured(), and the tensors that have to be stored exactly, each with the reason.
 
         Sensitivities are measured under the current plan. If it makes the gradient infinite or NaN, so are the
         sensitivities of many tensors: they are measured anew without the ones that are to blame.
         """
-        costs, invalid = self._measured(batch, step, in_step)
+        costs, invalid = yield from self._measured(now, haste)
         if self._verifier is None:
             return costs, invalid, {}
         exact = self._verifier.exact
         if not invalid.keys() - exact:
             return costs, {}, {}
-        judged, found, _ = self._verifier.verify(batch, self._hooks.plan, step)
+        judged, found, _ = self._verifier.verify(now.batch, self._hooks.plan, now.step)
         if found:
             self._hooks.plan = self._hooks.plan.updated(dict.fromkeys(found))
-            costs, invalid = self._measured(batch, step, in_step)
+            costs, invalid = yield from self._measured(now, haste)
         invalid = {name: ranks for name, ranks in invalid.items() if name not in exact}
         lost = [name for name in invalid if name not in costs.names]
         if not judged or not lost:
@@ -272,7 +322,7 @@ class Adapter:
         _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
         return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
 
-    def _faults_of(self, plan: Plan, batch: ProbeBatch, step: int, predicted: float, costs: Costs) -> dict[str, str]:
+    def _faults_of(self, plan: Plan, now: AdaptationInSteps, predicted: float, costs: Costs) -> dict[str, str]:
         """The tensors that a plan must not round, each with the reason."""
         if self._verifier is None:
             return {}
@@ -281,20 +331,21 @@ class Adapter:
             for name, curve in zip(costs.names, costs.variance, strict=True)
             if (width := one_width(plan.bits_of(name))) is not None
         }
-        return self._verifier.verify(batch, plan, step, predicted=predicted, variances=variances).found
+        return self._verifier.verify(now.batch, plan, now.step, predicted=predicted, variances=variances).found
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, batch: ProbeBatch, step: int, in_step: bool) -> tuple[Costs, dict[str, int]]:
+    def _measured(self, now: AdaptationInSteps, haste: Haste) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
         on fewer examples at once, then without a second derivative."""
         estimator = self._config.estimator
         while True:
-            parts = self._parts(batch, self._finer)
-            costs, invalid, fits = self._reduced(self._measure(batch, step, estimator, in_step, parts))
+            parts = self._parts(now.batch, self._finer)
+            measured = yield from self._in_shares(now, estimator, haste, parts)
+            costs, invalid, fits = self._reduced(None if measured is None else of_whole_batch(measured))
             if fits:
                 return costs, invalid
-            finer = self._parts(batch, 2 * self._finer) > parts
+            finer = self._parts(now.batch, 2 * self._finer) > parts
             if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
                 _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
@@ -316,18 +367,33 @@ class Adapter:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
 
+    def _in_shares(
+        self, now: AdaptationInSteps, estimator: str, haste: Haste, parts: int
+    ) -> Generator[None, None, _Parts | None]:
+        """What this rank measures of its parts, one of them a step where steps are long. See [Note: shares]."""
+        if not now.is_spread:
+            return self._measure(now, estimator, haste, parts)
+        found: list[_Parts | None] = []
+        for share in range(-int(distributed.least_of_ranks(-parts, self._groups))):
+            if share > 0:
+                yield
+            # a rank that is done, or failed, still has its place in the collectives
+            done = share > 0 and (not found[-1] or sum(part[1] for part in found[-1]) >= now.batch.fraction)
+            found.append(self._measure(now, estimator, haste, parts, _NO_PART if done else share))
+        return None if None in found else [part for seen in found for part in seen or []]
+
     def _measure(
-        self, batch: ProbeBatch, step: int, estimator: str, in_step: bool, parts: int
-    ) -> list[Sensitivity] | None:
-        """What this rank measures; None if it runs out of memory."""
+        self, now: AdaptationInSteps, estimator: str, haste: Haste, parts: int, only: int | None = None
+    ) -> _Parts | None:
+        """What this rank measures; None if it runs out of memory. only: one of the parts."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
-                return of_whole_batch(batch.measured(
+                return now.batch.measured(
                     lambda part: measure(
-                        self._hooks, self._model, part.forward, seed=self._seed(step) + part.number,
-                        fraction=part.fraction, probes=self._directions(part, in_step), estimator=estimator,
-                    ), parts,
-                ))  # fmt: skip
+                        self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
+                        fraction=part.fraction, probes=self._directions(part, haste), estimator=estimator,
+                    ), parts, only,
+                )  # fmt: skip
             except torch.OutOfMemoryError as error:
                 # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with
                 # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
@@ -344,13 +410,13 @@ class Adapter:
                 return []
         return None
 
-    def _directions(self, part: ProbePart, in_step: bool) -> int:
+    def _directions(self, part: ProbePart, haste: Haste) -> int:
         """How many directions there is time for in a part of the examples.
 
         An error bound gets all of them: with one, a plan of 1.2 bits had twice the variance that it was chosen for.
         """
         wanted = -(-self._draws // part.parts)
-        if self.policy.follows_gradient or not in_step:
+        if self.policy.follows_gradient or haste is Haste.CALIBRATION:
             return wanted
         return min(wanted, max(1, int((_LONGEST / (part.parts * part.fraction) - _VISITS) / _DIRECTION)))
 
@@ -427,6 +493,9 @@ class Adapter:
         tensors = dict(zip(names, table.numpy(), strict=True))
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)
+
+    def _trial_of(self, now: AdaptationInSteps) -> Trial:
+        return self._trial(now.batch.loss_of_whole, now.step, self._draws + 1, now.batch.unit)
 
     def _trial(self, forward: Callable[[], Any], step: int, passes: int, unit: float | None) -> Trial:
         """Measures plans on a batch. forward, unit: as loss_of_whole, unit of ProbeBatch."""

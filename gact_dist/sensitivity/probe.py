@@ -97,15 +97,19 @@ class ProbeBatch:
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
         return 1 if size is None or self._refuses_parts else min(size, times * math.ceil(_PARTS * self.fraction))
 
-    def measured(self, measure: Callable[[ProbePart], _T], parts: int = 1) -> list[tuple[_T, float]]:
-        """measure(part) of each part of the examples, and the fraction of the batch that it is.
+    def measured(
+        self, measure: Callable[[ProbePart], _T], parts: int = 1, only: int | None = None
+    ) -> list[tuple[_T, float]]:
+        """measure(part) of each part of the examples, and the fraction of the batch that it is. only: of one of them,
+        of none where there are fewer.
 
         If the loss function refuses a part, it gets more examples at once, at last the whole batch. The rows of a batch
         need not be examples: those of a dense adjacency matrix are the nodes of one graph.
         """
         while not self._refuses_parts:
             try:
-                return [(measure(part), part.fraction) for part in self._split(parts)]
+                wanted = (part for part in self._split(parts) if only in (None, part.number))
+                return [(measure(part), part.fraction) for part in wanted]
             except _PartRefused as refused:
                 error = str(refused).split("\n", 1)[0]
             if parts > 1:

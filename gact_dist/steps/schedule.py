@@ -3,7 +3,7 @@
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,19 @@ from torch.nn.parameter import is_lazy
 
 from .. import distributed
 from .._torch_internals import VERSION
-from ..adaptation import Adaptation, Adapter, LearntByAdapting, LearntByVerifying, Verifier
+from ..adaptation import (
+    Adaptation,
+    AdaptationInSteps,
+    Adapter,
+    Haste,
+    LearntByAdapting,
+    LearntByVerifying,
+    Verifier,
+)
 from ..config import Config
 from ..hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
 from ..offload import open_offload
-from ..policies import Plan, policy_of
+from ..policies import Bits, Plan, policy_of
 from ..sensitivity import ProbeBatch
 from . import malloc
 from .joined_steps import JoinedSteps
@@ -65,6 +73,7 @@ class Schedule:
         self.step = 0
         self.measuring = False
         """whether a forward that runs now is ours, not the job's"""
+        self._adapting: AdaptationInSteps | None = None  # one that goes on in the next step
         self.adaptation: Adaptation | None = None
         self.sensitivity: dict[str, float] = {}
         self.history: list[dict[str, Any]] = []
@@ -115,7 +124,7 @@ class Schedule:
     def switch(self, on: bool, why: str) -> None:
         """Compress forwards from the next one on, or leave them as they are. The history notes it."""
         if self.hooks is not None and on != self.enabled:
-            self.enabled = on
+            self.enabled, self._adapting = on, None
             self.history.append({"step": self.step, "event": "enabled" if on else "disabled", "why": why})
 
     def put_hooks(self) -> None:
@@ -138,6 +147,7 @@ class Schedule:
         """Wait for all ranks before collectives of ours; False if one has no batches left. See distributed.meet()."""
         if distributed.meet(self.groups, doing, self._facts):
             return True
+        self._adapting = None
         self._joined.missed(doing)
         return False
 
@@ -164,7 +174,7 @@ class Schedule:
     def _adaptation_due(self, in_steps: int = 0) -> bool:
         if self.adapter is None or not self._can_measure():
             return False
-        if self.policy.due or self._adapted_at is None:
+        if self._adapting is not None or self.policy.due or self._adapted_at is None:
             return True
         return self._since(self._adapted_at) + in_steps >= self._interval
 
@@ -248,7 +258,7 @@ class Schedule:
             _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
         if fault is not None:
             _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
-            self.adapt(batch)
+            self.adapt(batch, Haste.FAULT)
         if found:
             self.hooks.plan = self.plan.updated(dict.fromkeys(found))
             for group in self.groups:
@@ -256,10 +266,10 @@ class Schedule:
             adaptation = Adaptation({}, {}, 0.0, 0.0, {}, kept=True, stored_exactly=found)
             self._note(adaptation)
 
-    def adapt(self, batch: ProbeBatch, *, in_step: bool = True) -> None:
-        """Measure, and set the plan. Raises PlanMismatchError when ranks disagree. in_step: see Adapter.adapt.
+    def adapt(self, batch: ProbeBatch, haste: Haste = Haste.NONE) -> None:
+        """Measure, and set the plan; or do a share of it, see [Note: shares] in adaptation/adapter.py.
 
-        With a policy that does not adapt, its plan is verified.
+        With a policy that does not adapt, its plan is verified. Raises PlanMismatchError when ranks disagree.
         """
         if self.hooks is None or not self.enabled:
             return
@@ -271,18 +281,37 @@ class Schedule:
                 "the model has lazy modules that no forward has initialised, expected a model that has run once: call "
                 "calibrate() after the first step"
             )
-        before = self.plan.bits
         if not self.meet("adapting bits"):
             return
+        before, adaptation = self.plan.bits, self._share_of_adaptation(self.adapter, batch, haste)
+        if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
+            malloc.trim()
+        if adaptation is not None:
+            self._use(adaptation, before)
+
+    def _share_of_adaptation(self, adapter: Adapter, batch: ProbeBatch, haste: Haste) -> Adaptation | None:
+        """Go on with the adaptation that is under way, or begin one; its outcome, if it is complete."""
+        adapting = self._adapting if haste is Haste.NONE else None
+        self._adapting = None  # an exception ends it
+        if adapting is None:
+            adapting = adapter.adapt(haste)
         with self.measurement():
-            adaptation = self.adaptation = self.adapter.adapt(batch, self.step, in_step=in_step)
+            outcome = adapting.go_on(batch, self.step)
+        if outcome is None:
+            self._adapting = adapting
+        return outcome
+
+    def _use(self, adaptation: Adaptation, before: Mapping[str, Bits]) -> None:
+        """Set the plan of an adaptation. before: bits until now."""
+        self.adaptation = adaptation
         # The bits used until now are compared as well: a rank that went its own way since (another state loaded, say)
         # would otherwise be put right here without a word.
         in_use = {f"{name} (in use until now)": bits for name, bits in before.items()}
         plan = Plan({**before, **adaptation.plan}, adaptation.default_bits)
         for group in self.groups:
             distributed.check_agreement({**in_use, **plan.bits}, group=group)
-        self.hooks.plan = plan
+        if self.hooks is not None:
+            self.hooks.plan = plan
         self.sensitivity = {**self.sensitivity, **adaptation.sensitivity}
         self._adapted_at = self.step
         if self.optimizer_steps is not None:
@@ -293,8 +322,6 @@ class Schedule:
         longest = _LONGEST_INTERVAL * self.config.adapt_interval
         self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
         self._note(adaptation)
-        if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
-            malloc.trim()
 
     def _note(self, adaptation: Adaptation) -> None:
         self.history[:] = bounded([*self.history, adaptation.to_dict(self.step)])
@@ -302,7 +329,8 @@ class Schedule:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything that a resumed run needs to go on as this one will."""
+        """Everything that a resumed run needs to go on as this one will. An adaptation under way begins anew."""
+        self._adapting = None
         return State(
             self.step,
             self._adapted_at,
@@ -321,6 +349,7 @@ class Schedule:
         learnt: LearntNames | None = None if self.hooks is None else self.hooks.parse_state(state.hooks)
         adapted: LearntByAdapting | None = None if self.adapter is None else self.adapter.parse_state(state.adapter)
         verified: LearntByVerifying = Verifier.parse_state(state.verifier)
+        self._adapting = None
         self.step, self._adapted_at, self._interval = state.step, state.adapted_at, state.interval
         self.sensitivity, self.history = dict(state.sensitivity), list(state.history)
         self._plan_while_off = state.plan

@@ -89,8 +89,8 @@ def sensitivity_of_rank_and_group():
     model = build("gpt")
     gact = gact_dist.attach(model, config=ADAPTIVE)
     measured = []
-    measure = gact._schedule.adapter._measure
-    gact._schedule.adapter._measure = lambda *arguments: measured.extend(measure(*arguments)) or measured
+    reduced = gact._schedule.adapter._reduced
+    gact._schedule.adapter._reduced = lambda own: measured.extend(own) or reduced(own)
     gact.calibrate(loss_of(model), batch_of("gpt", 0, dist.get_rank()), samples=WHOLE_BATCH)
     # c_l (2^8 - 1)^-2 is the variance at 8 bits (GACT, section 4)
     return {item.name: 255.0**2 * float(item.variance[7]) for item in measured}, gact.adaptation.sensitivity

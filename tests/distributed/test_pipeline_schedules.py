@@ -26,7 +26,7 @@ ADAPTING = Config(bits=4, adapt_interval=1, adapt_tolerance=0, calibration_sampl
 # In the first step the second stage of 1F1B, which has its backward after each forward, adapts at three of four; the
 # first stage has two forwards before one backward, and asks in vain.
 COMPARISON = 4
-ADAPTATION, QUESTION = 5 + COMPARISON, 1
+ADAPTATION, QUESTION = 6 + COMPARISON, 1
 COLLECTIVES_MORE = {
     0: [COMPARISON + 3 * QUESTION] + [ADAPTATION] * (STEPS - 1),
     1: [COMPARISON + 3 * ADAPTATION] + [ADAPTATION] * (STEPS - 1),
