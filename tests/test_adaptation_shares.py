@@ -24,7 +24,7 @@ SPREAD = Config.from_level("L2", adapt_interval=INTERVAL, adapt_tolerance=0, cal
 @pytest.fixture
 def long_steps(monkeypatch):
     """Steps are so long that each part is worth a measurement of its own."""
-    monkeypatch.setattr(adapter_module, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(adapter_module, "_LEAST_BYTES", 1e-9)
 
 
 class Watched:
@@ -149,7 +149,7 @@ def test_between_two_shares_nothing_of_a_batch_is_held(long_steps, monkeypatch):
 
 def on_ranks(wrapper, examples, follows):
     """(by step whether a plan was new, the last plan) of a GPT; examples: of a batch of each rank."""
-    with patch.object(adapter_module, "_LEAST_BYTES", 1):
+    with patch.object(adapter_module, "_LEAST_BYTES", 1e-9):
         return _on_ranks(wrapper, examples[dist.get_rank()], follows)
 
 
@@ -187,7 +187,7 @@ def test_ranks_take_as_many_steps_as_the_one_with_the_most_parts(ranks, wrapper,
 def differences_from_untouched(wrapper):
     """(adaptations, what is not bitwise equal) of a job whose adaptations take several steps."""
     job = Job(kind="gpt", wrapper=wrapper, steps=1 + INTERVAL + PARTS + 2)
-    with patch.object(adapter_module, "_LEAST_BYTES", 1):
+    with patch.object(adapter_module, "_LEAST_BYTES", 1e-9):
         spread = train(job, SPREAD, store_exactly)
     return sum(spread.adapted), differences(train(job, None), spread)
 

@@ -43,9 +43,9 @@ _PROBES = 4
 # The time of a measurement on all of a step's batch, in plain steps: of its three visits to each block, and of every
 # direction in the last of them. In a step of the job it is to take no more than the first.
 _LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
-# Activations of a part of the batch that is worth a measurement of its own, and of a step that is long; in smaller ones
-# most of the time is that of the calls of operators.
-_LEAST_BYTES = 16 << 20
+# Size of the average saved tensor in a part of the batch that is worth a measurement of its own, and in a step that is
+# long; with smaller ones most of the time is that of the calls of operators.
+_LEAST_BYTES = 1 << 18
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -197,7 +197,7 @@ class Adapter:
 
     def _adapted(self, now: AdaptationInSteps, haste: Haste) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
-        is_long = self._heaviest_bytes >= _LEAST_BYTES
+        is_long = self._most_parts() >= 1.0
         now.is_spread = haste is Haste.NONE and distributed.any_rank([is_long], self._groups)[0]
         self._share_example_gradients()
         step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
@@ -362,10 +362,14 @@ class Adapter:
         """
         parts = min(batch.parts(finer), finer) if self.policy.example_columns else batch.parts(finer)
         if self._heaviest_bytes and finer == 1:
-            parts = min(parts, math.ceil(self._heaviest_bytes * batch.fraction / _LEAST_BYTES))
+            parts = min(parts, math.ceil(self._most_parts() * batch.fraction))
         if distributed.sharding(self._model) is None:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
+
+    def _most_parts(self) -> float:
+        """How many parts of a batch are worth a measurement of their own, as far as steps were seen."""
+        return self._heaviest_bytes / (_LEAST_BYTES * max(1, len(self._hooks.account.rows)))
 
     def _in_shares(
         self, now: AdaptationInSteps, estimator: str, haste: Haste, parts: int
