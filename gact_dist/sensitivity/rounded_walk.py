@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -62,16 +63,34 @@ class RunningComparison:
     def add(self, gradient: Tensor) -> None:
         """One more, in float32."""
         if self._first is None:
-            self._first, self.square = gradient, squared_norm(gradient)
+            self._first, self.square = gradient, squared_distance(gradient)
         else:
-            self.error += squared_norm(gradient - self._first)
+            self.error += squared_distance(gradient, self._first)
 
 
-def squared_norm(gradient: Tensor) -> float:
-    """In float64, in which the square of a finite float32 is finite. A collective call for a distributed tensor."""
-    return whole_value(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+def squared_distance(gradient: Tensor, other: Tensor | None = None) -> float:
+    """|gradient - other|^2, other being zero by default. A collective call for distributed tensors.
+
+    In float64, in which the square of a finite float32 is finite; slice by slice, as a copy of the gradient of a large
+    vocabulary could be the peak of a step.
+    """
+    norms = []
+    for part, zero in zip(_slices(gradient), repeat(None) if other is None else _slices(other), strict=False):
+        apart = part if zero is None else part - zero
+        norms.append(torch.linalg.vector_norm(apart, dtype=torch.float64))
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return whole_value(norm) ** 2
 
 
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    """Of a few elements each, whatever the strides; a distributed tensor as it is."""
+    if type(tensor) is not Tensor or tensor.numel() <= _SLICE_NUMEL:
+        return [tensor]
+    length = max(tensor.shape)
+    return tensor.split(max(1, length * _SLICE_NUMEL // tensor.numel()), tensor.shape.index(length))
+
+
+_SLICE_NUMEL = 2**20
 _Running = TypeVar("_Running", RunningMoments, RunningComparison)
 
 
@@ -179,7 +198,10 @@ class RoundedWalk:
     def __init__(self, forward: BlockForward, draws: Sequence[Draw | None]) -> None:
         """forward: that has run and has its graph. draws: one for each pass, None: nothing is rounded."""
         self._forward, self._draws = forward, draws
+        """The forward's own graph is freed on the way."""
         self._between = [{} if draw is None else draw.payloads(forward.between) for draw in draws]
+        forward.leave_to_graph()
+        self._read_again = _shared_parts(forward)
         self._gradients: dict[Exit, list[Tensor | None]] = {}
         self._uses = Counter(self._leaves_of(forward.last))
         for visit in forward.visits:
@@ -201,7 +223,9 @@ class RoundedWalk:
 
     def _walk(self) -> None:
         self._flow(self._forward.last, [[]] * len(self._draws))
-        for visit in reversed(self._forward.visits):
+        visits = self._forward.visits
+        while visits:
+            visit = visits.pop()
             gradients = [self._gradients.pop(end, [None] * len(self._draws)) for _, end in visit.exits]
             if any(gradient is not None for passes in gradients for gradient in passes):
                 self._flow(visit.before, self._through(visit, gradients))
@@ -226,11 +250,16 @@ class RoundedWalk:
         return found
 
     def _one_pass_through(self, visit: Visit, number: int, entering: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The graph alone holds what the block saves, and frees it as the backward goes on."""
         draw = self._draws[number]
-        keep: Callable[[Tensor, Any], Any] = _as_it_is if draw is None else StoredAgain(draw)
-        with self._rounded(number), self._forward.again(visit, keep) as (part, _, _):
+        keep = _AsItIs() if draw is None else StoredAgain(draw)
+        with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
+            if replay is not None:
+                replay.forget()
+            keep.forget()
             heads, given = present(part.heads, entering)
-            return self._gradients_of(Part(heads, part.tails, part.leaves, ()), given, number)
+            part = Part(heads, part.tails, part.leaves, ())
+            return self._gradients_of(part, given, number, retain_graph=bool(visit.outer))
 
     def _flow(self, between: Between | None, entering: Sequence[Sequence[Tensor | None]]) -> None:
         """The gradients at the exits above a part of the forward's graph. entering: for each pass, at its heads."""
@@ -240,16 +269,19 @@ class RoundedWalk:
             heads, given = present(between.heads, gradients)
             if not heads:
                 continue
+            retain_graph = number + 1 < len(entering) or between in self._read_again
             with self._rounded(number):
                 part = Part(heads, [end.edge for end in between.tails], between.leaves, ())
-                found = self._gradients_of(part, given, number)
+                found = self._gradients_of(part, given, number, retain_graph)
             for end, gradient in zip(between.tails, found, strict=False):
                 self._add_to(end, number, gradient)
         self._found.leave(self._leaves_of(between))
 
-    def _gradients_of(self, part: Part, entering: Sequence[Tensor] | None, number: int) -> list[Tensor | None]:
+    def _gradients_of(
+        self, part: Part, entering: Sequence[Tensor] | None, number: int, retain_graph: bool = True
+    ) -> list[Tensor | None]:
         """The gradients at a part's tails; those of its parameters are added to what is found."""
-        found = part.gradients(entering)
+        found = part.gradients(entering, retain_graph=retain_graph)
         count = len(part.tails)
         for (_, edge), gradient in zip(part.leaves, found[count:], strict=False):
             self._found.add(self._forward.key_of(edge), number, gradient)
@@ -273,8 +305,22 @@ class RoundedWalk:
                 handle.on_restore = handle.replacement = None
 
 
-def _as_it_is(tensor: Tensor, _: Any) -> Replaceable:
-    return Replaceable(tensor)
+def _shared_parts(forward: BlockForward) -> set[Between]:
+    """What lies between blocks and has nodes in common with others, or with blocks."""
+    parts = [forward.last, *(visit.before for visit in forward.visits if visit.before is not None)]
+    nodes = [{node for node in part.nodes if not hasattr(node, "variable")} for part in parts]
+    uses = Counter(node for found in (*nodes, *(visit.outer for visit in forward.visits)) for node in found)
+    return {part for part, found in zip(parts, nodes, strict=True) if any(uses[node] > 1 for node in found)}
+
+
+class _AsItIs:
+    """In place of a StoredAgain, for the exact pass."""
+
+    def __call__(self, tensor: Tensor, _: Any) -> Replaceable:
+        return Replaceable(tensor)
+
+    def forget(self) -> None:
+        """Nothing is known of what was kept."""
 
 
 def _decode(handle: Replaceable, payload: Tensor | codec.Packed) -> None:
