@@ -8,10 +8,10 @@ The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks 
 all of one sequence; figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks
 (non-reentrant), a level, or both. Every job and method is measured in a fresh process, on two threads, with two ranks
 on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which adapts in the first step;
-adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. A level that does not adapt
-compares its gradient with the exact one in steps 1, 2 and 4: it runs six steps. Methods without compression run three.
-Worst: the largest peak of all steps. Later: the median of the peaks after the last adaptation (after the first step
-where nothing adapts).
+adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. A level that does not
+adapt compares its gradient with the exact one in steps 1, 2 and 4: it runs six steps. Methods without compression run
+three. Worst: the largest peak of all steps. Later: the median of the peaks after the last adaptation (after the first
+step where nothing adapts).
 
 Two figures for each step, both above what the process held before the first one: model, optimizer state, batch, and
 what torch keeps of kernels. The same for all methods: one step on the batch without gact_dist comes before, then freed

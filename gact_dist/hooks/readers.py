@@ -5,10 +5,10 @@ its result holds, in each saved attribute, what the hook returned. So in an obse
 known is held as it is, until a node shows who reads it; then it is rounded, or kept exactly where backward_rules.py
 says so, and that is remembered by its name. Nodes are reached from the results and operands of every function call
 and from the tensors that are saved next, so operators inside of composites, and inside of torch.jit, are seen as well.
-An operator with a pole shows only after those that compute its operand, so some readers are waited for until a few more
-nodes have been seen. A tensor whose readers an earlier forward has shown does not wait: what turns out to be below a
-pole all the same is kept exactly in later steps. So the first step of a job, which follows a comparison, holds no more
-than others.
+An operator with a pole shows only after those that compute its operand, so what these save is decided about a few
+nodes later. That would make the first step of a job its worst. But a measurement comes before it, and has shown the
+readers of the same operators. So what is known by then does not wait in it; what turns out to be below a pole all the
+same is kept exactly in later steps.
 Where torch.compile forbids to watch operators, what is left tells in backward who reads it.
 Another operator may save the same memory later. Its handle is a view of what is stored; if it must not be rounded, the
 memory, which is still alive at that moment, replaces what was rounded. In a step that is not observed, a view at a
@@ -86,8 +86,9 @@ class _Read:
 class Readers:
     """Finds the readers of what one forward saves. See [Note: readers]."""
 
-    def __init__(self, roles: KnownRoles, sink: Sink) -> None:
-        self._roles, self._sink = roles, sink
+    def __init__(self, roles: KnownRoles, sink: Sink, *, trusts_known: bool = False) -> None:
+        """trusts_known: what is known to be rounded does not wait until a pole above it would show."""
+        self._roles, self._sink, self._trusts_known = roles, sink, trusts_known
         self._waiting: dict[int, Saved] = {}
         self._held: set[int] = set()
         self._recent: deque[_Read] = deque()
@@ -102,7 +103,7 @@ class Readers:
             self._held.add(id(saved.stored))
         node = node_of(saved.captured.tensor)
         saved.made_by = None if node is None else _key(node)
-        saved.is_known = self._may_be_rounded(saved)
+        saved.is_known = self._trusts_known and self._may_be_rounded(saved)
         # what is recorded is settled by name when the forward is over
         self._waiting[id(_inner(saved.handle))] = _without_tensor(saved) if self._sink.records else saved
 
