@@ -385,11 +385,11 @@ class BlockForward:
                 outputs, inputs, replay = self._run(visit, keep)
             except ReplayError as error:
                 raise CutError(visit, error) from error
-            heads = [get_gradient_edge(outputs[number]) for number, _ in visit.exits]
+            heads = [outputs[number] for number, _ in visit.exits]
             del outputs
             self.learn_names(visit.modules)
             ends = [tensor.grad_fn for tensor in inputs]
-            nodes, _, leaves = self._reach([head.node for head in heads], ends)
+            nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
             yield Part(heads, [get_gradient_edge(tensor) for tensor in inputs], leaves, nodes), replay, inputs
 
     def _run(

@@ -25,7 +25,7 @@ class OpaqueError(RuntimeError):
 class Part:
     """A part of the graph that is differentiated twice: gradients enter at its heads, leave at its tails and leaves."""
 
-    heads: Sequence[Any]
+    heads: list[Any]
     tails: Sequence[GradientEdge]
     leaves: Sequence[tuple[str, GradientEdge]]
     nodes: Sequence[Any]

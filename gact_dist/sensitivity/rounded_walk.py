@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import codec
 from ..distributed import gathered, whole_value
@@ -39,8 +40,8 @@ class RunningMoments:
         self.scatter = 0.0
         """sum of their squared distances from the mean"""
 
-    def add(self, gradient: Tensor) -> None:
-        """One more, in float32."""
+    def add(self, _: int, gradient: Tensor) -> None:
+        """That of one more pass, in float32."""
         self.count += 1
         if self.count == 1:
             self.mean = gradient
@@ -51,21 +52,30 @@ class RunningMoments:
 
 
 class RunningComparison:
-    """Of gradients, or the same part of each, with the first one."""
+    """Of gradients, or the same part of each, with that of pass 0; they come in any order."""
 
     def __init__(self) -> None:
-        self._first: Tensor | None = None
+        self._exact: Tensor | None = None
+        self._before: list[Tensor] = []
         self.square = 0.0
-        """squared norm of the first"""
+        """squared norm of that of pass 0"""
         self.error = 0.0
         """sum of the others' squared distances from it"""
 
-    def add(self, gradient: Tensor) -> None:
-        """One more, in float32."""
-        if self._first is None:
-            self._first, self.square = gradient, squared_distance(gradient)
+    def add(self, number: int, gradient: Tensor) -> None:
+        """That of one more pass, in float32."""
+        if number == 0:
+            self._exact, self.square = gradient, squared_distance(gradient)
+            while self._before:
+                self.error += squared_distance(self._before.pop(), gradient)
+        elif self._exact is None:
+            self._before.append(gradient)
         else:
-            self.error += squared_distance(gradient, self._first)
+            self.error += squared_distance(gradient, self._exact)
+
+    def finish(self) -> None:
+        """When all have come: where pass 0 had none, it is zero."""
+        self.error += sum(map(squared_distance, self._before))
 
 
 def squared_distance(gradient: Tensor, other: Tensor | None = None) -> float:
@@ -114,12 +124,12 @@ class GradientsInParts(ABC, Generic[_Running]):
         """All gradients of a parameter have come."""
 
     def add(self, key: Any, number: int, gradient: Tensor | None) -> None:
-        """What one part of the model contributes to a parameter's gradient in one pass; passes come in their order."""
+        """What one part of the model contributes to a parameter's gradient in one pass."""
         if gradient is None:
             return
         gradient = float32_parts(gradient)
         if key not in self._shared:
-            self._one_more(key, gradient)
+            self._one_more(key, number, gradient)
             return
         sums = self._sums.setdefault(key, [None] * self._passes)
         before = sums[number]
@@ -132,15 +142,15 @@ class GradientsInParts(ABC, Generic[_Running]):
             if self._left[key] == 0:
                 self._complete(key)
 
-    def _one_more(self, key: Any, gradient: Tensor) -> None:
+    def _one_more(self, key: Any, number: int, gradient: Tensor) -> None:
         if key not in self._running:
             self._running[key] = self._start()
-        self._running[key].add(gradient)
+        self._running[key].add(number, gradient)
 
     def _complete(self, key: Any) -> None:
-        for gradient in self._sums.pop(key, ()):
+        for number, gradient in enumerate(self._sums.pop(key, ())):
             if gradient is not None:
-                self._one_more(key, gradient)
+                self._one_more(key, number, gradient)
         running = self._running.pop(key, None)
         if running is not None:
             self._finish(running)
@@ -173,7 +183,7 @@ class GradientMoments(GradientsInParts[RunningMoments]):
 
 
 class GradientComparison(GradientsInParts[RunningComparison]):
-    """How far the later gradients are from the first."""
+    """How far the gradients of other passes are from that of pass 0."""
 
     def __init__(self, uses: Counter[Any], passes: int) -> None:
         super().__init__(uses, passes)
@@ -183,11 +193,12 @@ class GradientComparison(GradientsInParts[RunningComparison]):
         return RunningComparison()
 
     def _finish(self, running: RunningComparison) -> None:
+        running.finish()
         self._error += running.error
         self._square += running.square
 
     def result(self) -> tuple[float, float]:
-        """(mean squared distance from the first gradient, its squared norm), when all parts have been visited."""
+        """(mean squared distance from the gradient of pass 0, its squared norm), when all parts have been visited."""
         self._complete_all()
         return self._error / (self._passes - 1), self._square
 
@@ -216,7 +227,7 @@ class RoundedWalk:
         return found.moments()
 
     def comparison(self) -> tuple[float, float]:
-        """Of the gradient of all parameters in the later passes with that in the first. See GradientComparison."""
+        """Of the gradient of all parameters in other passes with that in pass 0. See GradientComparison."""
         self._found = found = GradientComparison(self._uses, len(self._draws))
         self._walk()
         return found.result()
@@ -240,17 +251,17 @@ class RoundedWalk:
 
     def _through(self, visit: Visit, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
         """For each pass the gradients at a block's inputs. gradients: at each of its exits, for each pass."""
-        found = []
+        found: list[list[Tensor | None]] = []
         with ExitStack() as stack:
             for module in visit.modules:  # once for all passes
                 stack.enter_context(gathered(module))
-            for number in range(len(self._draws)):
-                entering = [passes[number] for passes in gradients]
-                found.append(self._one_pass_through(visit, number, entering))
+            for number in reversed(range(len(self._draws))):  # the exact one last, which holds the most
+                entering = [passes.pop() for passes in gradients]
+                found.insert(0, self._one_pass_through(visit, number, entering))
         return found
 
-    def _one_pass_through(self, visit: Visit, number: int, entering: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The graph alone holds what the block saves, and frees it as the backward goes on."""
+    def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
+        """The graph alone holds what the block saves and what enters it, and frees that as the backward goes on."""
         draw = self._draws[number]
         keep = _AsItIs() if draw is None else StoredAgain(draw)
         with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
@@ -258,8 +269,13 @@ class RoundedWalk:
                 replay.forget()
             keep.forget()
             heads, given = present(part.heads, entering)
-            part = Part(heads, part.tails, part.leaves, ())
-            return self._gradients_of(part, given, number, retain_graph=bool(visit.outer))
+            if not heads:
+                return [None] * len(part.tails)
+            root = _Entry.apply(given, *heads)
+            for held in (part.heads, heads, entering):
+                held.clear()
+            part = Part([root], part.tails, part.leaves, ())
+            return self._gradients_of(part, None, number, retain_graph=bool(visit.outer))
 
     def _flow(self, between: Between | None, entering: Sequence[Sequence[Tensor | None]]) -> None:
         """The gradients at the exits above a part of the forward's graph. entering: for each pass, at its heads."""
@@ -303,6 +319,21 @@ class RoundedWalk:
         finally:
             for handle in self._between[number]:
                 handle.on_restore = handle.replacement = None
+
+
+class _Entry(Function):
+    """A scalar whose backward passes given gradients to some tensors, and holds them no longer."""
+
+    @staticmethod
+    def forward(ctx: Any, given: list[Tensor], *heads: Tensor) -> Tensor:
+        ctx.given = given
+        return torch.zeros((), device=heads[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given = None, *ctx.given
+        ctx.given.clear()
+        return given
 
 
 def _shared_parts(forward: BlockForward) -> set[Between]:
