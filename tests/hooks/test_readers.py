@@ -290,9 +290,9 @@ class Encoder(nn.Module):
 def test_a_job_that_does_the_same_in_every_step_is_observed_in_its_first_one_alone(level, monkeypatch):
     sinks = []
 
-    def readers(roles, sink):
+    def readers(roles, sink, **options):
         sinks.append(sink)
-        return Readers(roles, sink)
+        return Readers(roles, sink, **options)
 
     monkeypatch.setattr(engine, "Readers", readers)
     model, x = Encoder(), torch.randn(8, 16, 64)
