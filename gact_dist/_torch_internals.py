@@ -173,6 +173,11 @@ def node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
+def next_sequence_number() -> int:
+    """What the next node that this thread makes is numbered with; nodes are numbered in the order of their making."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def node_in_backward() -> Any:
     """The node whose backward is running in this thread, None without one."""
     return torch._C._current_autograd_node()

@@ -468,3 +468,30 @@ def test_a_result_that_the_job_does_not_use_may_have_no_backward_under_follow():
         hidden, _ = model(x)
         hidden.square().mean().backward()
     assert gact.plan
+
+
+class Opaque:
+    """A batch that nothing can take examples of."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(64, 32)
+
+
+def test_a_batch_that_cannot_be_divided_is_not_tried_again_where_memory_is_too_little(monkeypatch, caplog):
+    tries: list[float] = []
+
+    def scarce(*_: object, fraction: float, **options: object) -> None:
+        tries.append(fraction)
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(verification, "compared", scarce)
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), Opaque()
+    gact = gact_dist.attach(model, config=config("L1"))
+    for _ in range(2):  # of which each verifies, as nothing could be compared before
+        with gact.step(lambda given: model(given.inputs).square().mean(), batch):
+            loss = model(batch.inputs).square().mean()
+        loss.backward()
+    assert tries == [1.0, 1.0]
+    assert exactly_stored(gact) == set()
+    assert len([message for message in warnings_of(caplog) if "out of memory" in message]) == 2

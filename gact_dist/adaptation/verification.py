@@ -189,27 +189,32 @@ class Verifier:
 
     def _compare(self, batch: ProbeBatch, step: int, parts: int, plan: Plan) -> _Seen:
         """parts: how many times more examples a batch has than are compared, if memory is enough."""
+        parts = max(parts, self._least_parts)
+        tried = 1.0 if parts > 1 else math.inf
         while True:
-            parts = max(parts, self._least_parts)
             own, fraction, fits = self._own(batch, step, parts, plan)
+            lacks, tried = not fits and fraction < tried, fraction  # else the batch cannot be divided any further
             overflowed = own is not None and not own.exact_is_finite
             row, broken = [math.nan] * 3, False
             if own is not None and own.exact_is_finite:
                 row, broken = [1.0 / fraction, own.square, own.error], not math.isfinite(own.error)
             self._names = () if own is None else own.rounded
-            conditions = [own is not None and own.exact_is_finite, overflowed, broken, not fits]
+            conditions = [own is not None and own.exact_is_finite, overflowed, broken, lacks]
             any_compares, any_overflows, any_breaks, any_lacks = distributed.any_rank(conditions, self._groups)
             if not any_lacks or parts == _MOST_PARTS:
                 break
-            self._least_parts = 2 * parts
+            self._least_parts = parts = 2 * parts
         values = torch.tensor([row], dtype=torch.float64)
         parts, square, error = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return _Seen(any_compares, any_overflows, not any_breaks, error, square, parts)
 
     def _own(self, batch: ProbeBatch, step: int, parts: int, plan: Plan) -> tuple[Comparison | None, float, bool]:
         """What this rank sees, None if it cannot compare; the fraction of its batch; whether its memory was enough."""
+        tried = 1.0
 
         def compare(part: ProbePart) -> Comparison:
+            nonlocal tried
+            tried = part.fraction
             return compared(self._hooks, self._model, part.forward, plan, draw=step, fraction=part.fraction)
 
         with distributed.raises_on_all(self._groups, "comparing the gradient with the exact one"):
@@ -219,7 +224,7 @@ class Verifier:
                 _log.warning(
                     "out of memory while comparing the gradient with the exact one on this rank: %s", _first_line(error)
                 )
-                return None, 1.0, False
+                return None, tried, False
             except distributed.PeerFailedError:
                 pass  # that rank says why; if it can go on, so will this one
             except MeasurementError as error:

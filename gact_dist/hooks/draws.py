@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ class Draw:
         self, encoder: Encoder, plan: Plan, number: int, firsts: Mapping[Replaceable | Noted, Recorded | Noted]
     ) -> None:
         """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the compressible tensors, by
-        what the graph holds of each."""
+        what the graph holds of each; they are not kept alive."""
         self.plan = plan
-        self.encoder, self._number, self._firsts = encoder, number, firsts
+        self.encoder, self._number = encoder, number
+        self._names = WeakKeyDictionary({handle: record.name for handle, record in firsts.items()})
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
@@ -44,23 +46,24 @@ class Draw:
         if isinstance(first, Noted):
             name, role = first.name, first.role
         else:
-            record = self._firsts.get(first)
-            name, role = ("", Role.STATISTIC) if record is None else (record.name, Role.ACTIVATION)
+            name = self._names.get(first, "")
+            role = Role.ACTIVATION if first in self._names else Role.STATISTIC
         with self._keys():
             stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor)))
         sink.after(tensor.grad_fn)
         return stored
 
-    def payloads(self, between: Sequence[Replayed]) -> dict[Replaceable, Tensor | codec.Packed]:
-        """What a step would keep of tensors that the graph holds as they are, where that makes a difference."""
-        found: dict[Replaceable, Tensor | codec.Packed] = {}
+    def payloads(self, between: Sequence[Replayed]) -> MutableMapping[Replaceable, Tensor | codec.Packed]:
+        """What a step would keep of tensors that the graph holds as they are, as long as it does and where that makes
+        a difference."""
+        found: WeakKeyDictionary[Replaceable, Tensor | codec.Packed] = WeakKeyDictionary()
         fit = LogsumexpFit()
         for item in between:
-            handle, first = item.record.handle, self._firsts.get(item.first)
+            handle, name = item.record.handle, self._names.get(item.first)
             payload: Tensor | codec.Packed = handle.tensor
-            if first is not None and self.plan.bits_of(first.name) is not None:
+            if name is not None and self.plan.bits_of(name) is not None:
                 with self._keys(), torch.no_grad():
-                    payload = self.encoder.encode(handle.tensor, first.name, Role.ACTIVATION, self.plan)
+                    payload = self.encoder.encode(handle.tensor, name, Role.ACTIVATION, self.plan)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)
@@ -77,10 +80,15 @@ class StoredAgain:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
         self._sink = Store(draw.encoder, draw.plan, Account())
-        self._known: dict[tuple, Stored] = {}
+        self._known: WeakValueDictionary[tuple, Stored] = WeakValueDictionary()
 
     def __call__(self, tensor: Tensor, first: Replaceable | Noted) -> Stored:
         key = first, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
-        if key not in self._known:  # memory of another block may be saved several times
-            self._known[key] = self._draw.stored(self._sink, tensor, first)
-        return self._known[key]
+        stored = self._known.get(key)
+        if stored is None:  # memory of another block may be saved several times
+            stored = self._known[key] = self._draw.stored(self._sink, tensor, first)
+        return stored
+
+    def forget(self) -> None:
+        """After the run: leave what was stored to the graph alone."""
+        self._sink.forget_step()

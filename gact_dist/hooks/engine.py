@@ -83,6 +83,7 @@ class SavedTensorHooks:
         self._roles = KnownRoles(config)
         self._functions = CustomFunctions(self._roles.by_name)
         self._readers: Readers | None = None  # in a forward that shows them
+        self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
 
@@ -143,7 +144,7 @@ class SavedTensorHooks:
         refuse_inside_capture()
         observer = readers = None
         if self._roles.observe_next and self.policy.rounds:
-            readers = Readers(self._roles, self._sink)
+            readers = Readers(self._roles, self._sink, trusts_known=self._is_first)
             self._roles.observe_next = self._sink is not self._job  # the job's own first step is observed in any case
             # a compiled region is compiled anew under a function mode, and shows it no operator
             observer = None if self._namer.scope.compiled else OperatorObserver()
@@ -155,6 +156,8 @@ class SavedTensorHooks:
         finally:
             if readers is not None and not readers.is_done:
                 self._roles.observe_next = True
+            elif self._sink is self._job:
+                self._is_first = False
             self._forget_step()
 
     @contextmanager
@@ -285,6 +288,7 @@ class SavedTensorHooks:
 
     def load_state(self, learnt: LearntNames) -> None:
         """Go on with what parse_state() returned."""
+        self._is_first = False
         self._roles.load_state(learnt.roles)
         self._bases.names = learnt.stored_as_base
 

@@ -5,6 +5,10 @@ its result holds, in each saved attribute, what the hook returned. So in an obse
 known is held as it is, until a node shows who reads it; then it is rounded, or kept exactly where backward_rules.py
 says so, and that is remembered by its name. Nodes are reached from the results and operands of every function call
 and from the tensors that are saved next, so operators inside of composites, and inside of torch.jit, are seen as well.
+An operator with a pole shows only after those that compute its operand, so what these save is decided about a few
+nodes later. That would make the first step of a job its worst. But a measurement comes before it, and has shown the
+readers of the same operators. So what is known by then does not wait in it; what turns out to be below a pole all the
+same is kept exactly in later steps.
 Where torch.compile forbids to watch operators, what is left tells in backward who reads it.
 Another operator may save the same memory later. Its handle is a view of what is stored; if it must not be rounded, the
 memory, which is still alive at that moment, replaces what was rounded. In a step that is not observed, a view at a
@@ -16,9 +20,10 @@ no operator in them has a rule.
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch_internals import (
@@ -45,6 +50,7 @@ from .known_roles import KnownRoles, Place
 from .roles import Role, nodes_of
 from .sinks import Captured, Sink
 
+_NOTHING = torch.empty(0)
 _DELAY = 8
 """nodes after which it is known what reads the result of one"""
 
@@ -61,6 +67,10 @@ class Saved:
     place: Place
     view: View | None = None
     """where it lies in what another tensor stored"""
+    made_by: tuple[int, str] | None = None
+    """the key of the node that made it"""
+    is_known: bool = False
+    """whether an earlier forward has shown that it may be rounded"""
 
 
 @dataclass(eq=False)
@@ -69,25 +79,44 @@ class _Read:
 
     node: Any
     saved: list[tuple[Saved, Rule | None]]
+    rounded: list[Saved] = field(default_factory=list)
+    """what was decided about at once, without the tensors"""
 
 
 class Readers:
     """Finds the readers of what one forward saves. See [Note: readers]."""
 
-    def __init__(self, roles: KnownRoles, sink: Sink) -> None:
-        self._roles, self._sink = roles, sink
+    def __init__(self, roles: KnownRoles, sink: Sink, *, trusts_known: bool = False) -> None:
+        """trusts_known: what is known to be rounded does not wait until a pole above it would show."""
+        self._roles, self._sink, self._trusts_known = roles, sink, trusts_known
         self._waiting: dict[int, Saved] = {}
         self._held: set[int] = set()
         self._recent: deque[_Read] = deque()
         self._paused = self._finished = False
         self._seen: set[tuple[int, str]] = set()
         self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
+        self._new_aliases: set[tuple[str, Place]] = set()  # that no earlier forward has shown
 
     def wait(self, saved: Saved, held: bool = False) -> None:
         """Decide about a saved tensor as soon as its reader shows. held: it is not encoded before."""
-        self._waiting[id(_inner(saved.handle))] = saved
         if held:
             self._held.add(id(saved.stored))
+        node = node_of(saved.captured.tensor)
+        saved.made_by = None if node is None else _key(node)
+        saved.is_known = self._trusts_known and self._may_be_rounded(saved)
+        # what is recorded is settled by name when the forward is over
+        self._waiting[id(_inner(saved.handle))] = _without_tensor(saved) if self._sink.records else saved
+
+    def _may_be_rounded(self, saved: Saved) -> bool:
+        """Whether that is known of a saved tensor from an earlier forward."""
+        name, place = saved.captured.name, _of_any_instruction(saved.place)
+        if self.holds(saved.stored) or self._roles.by_name.get(name) is not Role.ACTIVATION:
+            return False
+        if saved.view is None:
+            return True
+        if self._roles.alias_role(name, place) is None:
+            self._new_aliases.add((name, place))
+        return (name, place) not in self._new_aliases
 
     @property
     def is_done(self) -> bool:
@@ -151,6 +180,7 @@ class Readers:
             read.saved += [(saved, rule) for saved in self._waiting.values()]
             self._waiting.clear()
         if may_be_below_pole(node) or "Attention" in node.name():  # whose logsumexp is fitted after q and k are rounded
+            self._decide_known(read)
             self._recent.append(read)
         else:
             self._decide(read)
@@ -158,6 +188,7 @@ class Readers:
             for other in self._recent:
                 if other.node is below:
                     other.saved = [(saved, rule or BESIDE) for saved, rule in other.saved]
+                    self._learn_late(other.rounded)
 
     def finish(self, learns: bool, complete: bool = True) -> None:
         """When the forward is over, what nobody was seen to read stays exact.
@@ -169,8 +200,7 @@ class Readers:
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
-            node = node_of(saved.captured.tensor)
-            if node is not None and _key(node) in self._without_rules:
+            if saved.made_by in self._without_rules:
                 self._decide_one(saved, Role.ACTIVATION)
                 continue
             if learns and complete:
@@ -205,6 +235,22 @@ class Readers:
         for saved, rule in read.saved:
             self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
         self._sink.after(read.node)
+
+    def _decide_known(self, read: _Read) -> None:
+        """About what need not wait."""
+        for saved, rule in read.saved:
+            if saved.is_known and rule is None:
+                self._decide_one(saved, Role.ACTIVATION)
+                read.rounded.append(_without_tensor(saved))
+        read.saved = [(saved, rule) for saved, rule in read.saved if not saved.is_known or rule is not None]
+
+    def _learn_late(self, rounded: Iterable[Saved]) -> None:
+        """What is rounded in this step is to be exact in later ones."""
+        for saved in rounded:
+            name = saved.captured.name
+            if saved.view is not None:
+                self._roles.learn_alias(name, saved.place, Role.STATISTIC)
+            self._roles.by_name[name] = Role.STATISTIC
 
     def _decide_one(self, saved: Saved, role: Role) -> None:
         if saved.view is not None:
@@ -256,6 +302,15 @@ class ReadInBackward:
             self._roles.learn_alias(self._name, self._place, Role.ACTIVATION)
         elif slots and self._roles.by_name.get(self._name) is not Role.STATISTIC:
             self._roles.learn(self._name, self._place, Role.ACTIVATION)
+
+
+def _of_any_instruction(place: Place) -> Place:
+    return (*place[:2], None)
+
+
+def _without_tensor(saved: Saved) -> Saved:
+    """The same of a tensor that is not to be kept alive."""
+    return replace(saved, captured=saved.captured._replace(tensor=_NOTHING, whole=None))
 
 
 def _key(node: Any) -> tuple[int, str]:

@@ -48,6 +48,11 @@ class Replay:
         self._handles: dict[Any, Replaceable | Stored] = {}
         self._next = 0
 
+    def forget(self) -> None:
+        """After the run: leave what was kept to the graph alone, which frees it as its backward goes on."""
+        self.found.clear()
+        self._handles.clear()
+
     def check_complete(self) -> None:
         """After the run: raise ReplayError if something was missing."""
         if self._next != len(self._outcomes):

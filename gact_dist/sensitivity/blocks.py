@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
 from .._patches import replaced
-from .._torch_internals import checkpoint_calls
+from .._torch_internals import checkpoint_calls, next_sequence_number
 from ..distributed import gathered, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     Distributed,
@@ -108,6 +108,8 @@ class Visit:
     before: Between | None = None
     leaves: list[Any] = field(default_factory=list)
     """keys of the parameters that it uses, see BlockForward.key_of()"""
+    outer: set[Any] = field(default_factory=set)
+    """nodes that were there before it ran: of what is made from parameters once, and used by several blocks"""
     gradients: list[Any] = field(default_factory=list)
     """boundaries: of the gradient at each exit, None where there is none"""
 
@@ -160,20 +162,31 @@ class BlockForward:
         """Run forward(), which returns the loss or calls backward on it; within the context its graph is there."""
         with ExitStack() as self._open:
             self.learn_names([self._model])  # which sharding may change to gather them
-            again: list[Replayed] = []
-            recording = self._hooks.recording(self.mode, fraction, again=again)
-            with recording as self.found, self._intercepted():
-                result = forward()
-            own = [Replayed(record, record.handle, None) for record in self.found if isinstance(record, Recorded)]
-            self.between = [*own, *again]
-            self.mode.on_discrete = None
-            root = scalar(self.mode.root_of(result))
+            root = self._recorded(forward, fraction)
             self.one = torch.ones_like(root.detach())
-            self.last = self._part_before([get_gradient_edge(root)])
-            for visit in self.visits:
-                visit.before = self._part_before([head for _, _, head in visit.inputs])
+            self._cut_between(get_gradient_edge(root))
             self._number()
             yield
+
+    def _recorded(self, forward: Callable[[], Any], fraction: float) -> Tensor:
+        """Run forward(); its loss."""
+        again: list[Replayed] = []
+        recording = self._hooks.recording(self.mode, fraction, again=again)
+        with recording as self.found, self._intercepted():
+            result = forward()
+        own = [Replayed(record, record.handle, None) for record in self.found if isinstance(record, Recorded)]
+        self.between = [*own, *again]
+        self.mode.on_discrete = None
+        return scalar(self.mode.root_of(result))
+
+    def _cut_between(self, root: GradientEdge) -> None:
+        self.last = self._part_before([root])
+        for visit in self.visits:
+            visit.before = self._part_before([head for _, _, head in visit.inputs])
+
+    def leave_to_graph(self) -> None:
+        """From now on the graph alone holds what was saved between blocks, and what is known of it is forgotten."""
+        self.found, self.between, self.firsts, self.numbers = [], [], {}, {}
 
     def learn_names(self, modules: Sequence[nn.Module]) -> None:
         """The names of the parameters in some modules, which may be other objects whenever they are gathered."""
@@ -287,9 +300,10 @@ class BlockForward:
                 args, kwargs = substituted((args, kwargs), starts)
                 known = len(self.found)
                 self._current = visit
+                started = next_sequence_number()
                 with nothing_kept() if checkpointed else self._hooks.noting(visit.outcomes):
                     outputs = function(*args, **kwargs)
-                visit.leaves = self._leaves_of(visit, outputs, list(starts.values()))
+                self._note_graph(visit, outputs, list(starts.values()), started)
             finally:
                 self._current, self._open = None, outer
         if any(tensor._version for tensor in starts.values()):
@@ -306,11 +320,14 @@ class BlockForward:
                 visit.exits.append((number, last))
         return substituted(outputs, ends)
 
-    def _leaves_of(self, visit: Visit, outputs: Any, starts: Sequence[Tensor]) -> list[Any]:
+    def _note_graph(self, visit: Visit, outputs: Any, starts: Sequence[Tensor], started: int) -> None:
+        """started: the number of the first node that the block made."""
         self.learn_names(visit.modules)
         heads = [tensor.grad_fn for tensor in tensors_of(outputs) if _may_be_cut(tensor)]
-        _, _, leaves = self._reach(heads, [start.grad_fn for start in starts])
-        return list(dict.fromkeys(self.key_of(edge) for _, edge in leaves))
+        nodes, _, leaves = self._reach(heads, [start.grad_fn for start in starts])
+        visit.leaves = list(dict.fromkeys(self.key_of(edge) for _, edge in leaves))
+        ends = {start.grad_fn for start in starts}
+        visit.outer = {node for node in nodes if node._sequence_nr() < started and node not in ends}
 
     def key_of(self, leaf: GradientEdge) -> Any:
         """What stands for a parameter in every part of the graph: its name; for one that has none, its identity."""
@@ -369,6 +386,7 @@ class BlockForward:
             except ReplayError as error:
                 raise CutError(visit, error) from error
             heads = [outputs[number] for number, _ in visit.exits]
+            del outputs
             self.learn_names(visit.modules)
             ends = [tensor.grad_fn for tensor in inputs]
             nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)

@@ -61,9 +61,9 @@ def compared(
     """
 
     def by_walk(cut: BlockForward) -> Comparison:
-        names = (record.name for record in cut.firsts.values())
+        names = _rounded_by(plan, [record.name for record in cut.firsts.values()])
         rounded = Draw(hooks.encoder.of_part(fraction), plan, draw, cut.firsts)
-        return Comparison(*RoundedWalk(cut, [None, rounded]).comparison(), _rounded_by(plan, names))
+        return Comparison(*RoundedWalk(cut, [None, rounded]).comparison(), names)
 
     def of_whole() -> Comparison:
         found = GradientComparison(Counter(), 2)

@@ -25,19 +25,21 @@ class OpaqueError(RuntimeError):
 class Part:
     """A part of the graph that is differentiated twice: gradients enter at its heads, leave at its tails and leaves."""
 
-    heads: Sequence[Any]
+    heads: list[Any]
     tails: Sequence[GradientEdge]
     leaves: Sequence[tuple[str, GradientEdge]]
     nodes: Sequence[Any]
 
-    def gradients(self, entering: Sequence[Tensor] | None, create_graph: bool = False) -> list[Tensor | None]:
+    def gradients(
+        self, entering: Sequence[Tensor] | None, create_graph: bool = False, retain_graph: bool = True
+    ) -> list[Tensor | None]:
         """At tails, then leaves."""
         inputs = [*self.tails, *(edge for _, edge in self.leaves)]
         if not inputs:
             return []
         return list(
             torch.autograd.grad(
-                self.heads, inputs, entering, retain_graph=True, create_graph=create_graph, allow_unused=True
+                self.heads, inputs, entering, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
             )
         )
 

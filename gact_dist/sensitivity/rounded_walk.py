@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import codec
 from ..distributed import gathered, whole_value
@@ -38,8 +40,8 @@ class RunningMoments:
         self.scatter = 0.0
         """sum of their squared distances from the mean"""
 
-    def add(self, gradient: Tensor) -> None:
-        """One more, in float32."""
+    def add(self, _: int, gradient: Tensor) -> None:
+        """That of one more pass, in float32."""
         self.count += 1
         if self.count == 1:
             self.mean = gradient
@@ -50,28 +52,55 @@ class RunningMoments:
 
 
 class RunningComparison:
-    """Of gradients, or the same part of each, with the first one."""
+    """Of gradients, or the same part of each, with that of pass 0; they come in any order."""
 
     def __init__(self) -> None:
-        self._first: Tensor | None = None
+        self._exact: Tensor | None = None
+        self._before: list[Tensor] = []
         self.square = 0.0
-        """squared norm of the first"""
+        """squared norm of that of pass 0"""
         self.error = 0.0
         """sum of the others' squared distances from it"""
 
-    def add(self, gradient: Tensor) -> None:
-        """One more, in float32."""
-        if self._first is None:
-            self._first, self.square = gradient, squared_norm(gradient)
+    def add(self, number: int, gradient: Tensor) -> None:
+        """That of one more pass, in float32."""
+        if number == 0:
+            self._exact, self.square = gradient, squared_distance(gradient)
+            while self._before:
+                self.error += squared_distance(self._before.pop(), gradient)
+        elif self._exact is None:
+            self._before.append(gradient)
         else:
-            self.error += squared_norm(gradient - self._first)
+            self.error += squared_distance(gradient, self._exact)
+
+    def finish(self) -> None:
+        """When all have come: where pass 0 had none, it is zero."""
+        self.error += sum(map(squared_distance, self._before))
 
 
-def squared_norm(gradient: Tensor) -> float:
-    """In float64, in which the square of a finite float32 is finite. A collective call for a distributed tensor."""
-    return whole_value(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+def squared_distance(gradient: Tensor, other: Tensor | None = None) -> float:
+    """|gradient - other|^2, other being zero by default. A collective call for distributed tensors.
+
+    In float64, in which the square of a finite float32 is finite; slice by slice, as a copy of the gradient of a large
+    vocabulary could be the peak of a step.
+    """
+    norms = []
+    for part, zero in zip(_slices(gradient), repeat(None) if other is None else _slices(other), strict=False):
+        apart = part if zero is None else part - zero
+        norms.append(torch.linalg.vector_norm(apart, dtype=torch.float64))
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return whole_value(norm) ** 2
 
 
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    """Of a few elements each, whatever the strides; a distributed tensor as it is."""
+    if type(tensor) is not Tensor or tensor.numel() <= _SLICE_NUMEL:
+        return [tensor]
+    length = max(tensor.shape)
+    return tensor.split(max(1, length * _SLICE_NUMEL // tensor.numel()), tensor.shape.index(length))
+
+
+_SLICE_NUMEL = 2**20
 _Running = TypeVar("_Running", RunningMoments, RunningComparison)
 
 
@@ -95,12 +124,12 @@ class GradientsInParts(ABC, Generic[_Running]):
         """All gradients of a parameter have come."""
 
     def add(self, key: Any, number: int, gradient: Tensor | None) -> None:
-        """What one part of the model contributes to a parameter's gradient in one pass; passes come in their order."""
+        """What one part of the model contributes to a parameter's gradient in one pass."""
         if gradient is None:
             return
         gradient = float32_parts(gradient)
         if key not in self._shared:
-            self._one_more(key, gradient)
+            self._one_more(key, number, gradient)
             return
         sums = self._sums.setdefault(key, [None] * self._passes)
         before = sums[number]
@@ -113,15 +142,15 @@ class GradientsInParts(ABC, Generic[_Running]):
             if self._left[key] == 0:
                 self._complete(key)
 
-    def _one_more(self, key: Any, gradient: Tensor) -> None:
+    def _one_more(self, key: Any, number: int, gradient: Tensor) -> None:
         if key not in self._running:
             self._running[key] = self._start()
-        self._running[key].add(gradient)
+        self._running[key].add(number, gradient)
 
     def _complete(self, key: Any) -> None:
-        for gradient in self._sums.pop(key, ()):
+        for number, gradient in enumerate(self._sums.pop(key, ())):
             if gradient is not None:
-                self._one_more(key, gradient)
+                self._one_more(key, number, gradient)
         running = self._running.pop(key, None)
         if running is not None:
             self._finish(running)
@@ -154,7 +183,7 @@ class GradientMoments(GradientsInParts[RunningMoments]):
 
 
 class GradientComparison(GradientsInParts[RunningComparison]):
-    """How far the later gradients are from the first."""
+    """How far the gradients of other passes are from that of pass 0."""
 
     def __init__(self, uses: Counter[Any], passes: int) -> None:
         super().__init__(uses, passes)
@@ -164,11 +193,12 @@ class GradientComparison(GradientsInParts[RunningComparison]):
         return RunningComparison()
 
     def _finish(self, running: RunningComparison) -> None:
+        running.finish()
         self._error += running.error
         self._square += running.square
 
     def result(self) -> tuple[float, float]:
-        """(mean squared distance from the first gradient, its squared norm), when all parts have been visited."""
+        """(mean squared distance from the gradient of pass 0, its squared norm), when all parts have been visited."""
         self._complete_all()
         return self._error / (self._passes - 1), self._square
 
@@ -179,7 +209,10 @@ class RoundedWalk:
     def __init__(self, forward: BlockForward, draws: Sequence[Draw | None]) -> None:
         """forward: that has run and has its graph. draws: one for each pass, None: nothing is rounded."""
         self._forward, self._draws = forward, draws
+        """The forward's own graph is freed on the way."""
         self._between = [{} if draw is None else draw.payloads(forward.between) for draw in draws]
+        forward.leave_to_graph()
+        self._read_again = _shared_parts(forward)
         self._gradients: dict[Exit, list[Tensor | None]] = {}
         self._uses = Counter(self._leaves_of(forward.last))
         for visit in forward.visits:
@@ -194,14 +227,16 @@ class RoundedWalk:
         return found.moments()
 
     def comparison(self) -> tuple[float, float]:
-        """Of the gradient of all parameters in the later passes with that in the first. See GradientComparison."""
+        """Of the gradient of all parameters in other passes with that in pass 0. See GradientComparison."""
         self._found = found = GradientComparison(self._uses, len(self._draws))
         self._walk()
         return found.result()
 
     def _walk(self) -> None:
         self._flow(self._forward.last, [[]] * len(self._draws))
-        for visit in reversed(self._forward.visits):
+        visits = self._forward.visits
+        while visits:
+            visit = visits.pop()
             gradients = [self._gradients.pop(end, [None] * len(self._draws)) for _, end in visit.exits]
             if any(gradient is not None for passes in gradients for gradient in passes):
                 self._flow(visit.before, self._through(visit, gradients))
@@ -216,21 +251,31 @@ class RoundedWalk:
 
     def _through(self, visit: Visit, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
         """For each pass the gradients at a block's inputs. gradients: at each of its exits, for each pass."""
-        found = []
+        found: list[list[Tensor | None]] = []
         with ExitStack() as stack:
             for module in visit.modules:  # once for all passes
                 stack.enter_context(gathered(module))
-            for number in range(len(self._draws)):
-                entering = [passes[number] for passes in gradients]
-                found.append(self._one_pass_through(visit, number, entering))
+            for number in reversed(range(len(self._draws))):  # the exact one last, which holds the most
+                entering = [passes.pop() for passes in gradients]
+                found.insert(0, self._one_pass_through(visit, number, entering))
         return found
 
-    def _one_pass_through(self, visit: Visit, number: int, entering: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
+        """The graph alone holds what the block saves and what enters it, and frees that as the backward goes on."""
         draw = self._draws[number]
-        keep: Callable[[Tensor, Any], Any] = _as_it_is if draw is None else StoredAgain(draw)
-        with self._rounded(number), self._forward.again(visit, keep) as (part, _, _):
+        keep = _AsItIs() if draw is None else StoredAgain(draw)
+        with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
+            if replay is not None:
+                replay.forget()
+            keep.forget()
             heads, given = present(part.heads, entering)
-            return self._gradients_of(Part(heads, part.tails, part.leaves, ()), given, number)
+            if not heads:
+                return [None] * len(part.tails)
+            root = _Entry.apply(given, *heads)
+            for held in (part.heads, heads, entering):
+                held.clear()
+            part = Part([root], part.tails, part.leaves, ())
+            return self._gradients_of(part, None, number, retain_graph=bool(visit.outer))
 
     def _flow(self, between: Between | None, entering: Sequence[Sequence[Tensor | None]]) -> None:
         """The gradients at the exits above a part of the forward's graph. entering: for each pass, at its heads."""
@@ -240,16 +285,19 @@ class RoundedWalk:
             heads, given = present(between.heads, gradients)
             if not heads:
                 continue
+            retain_graph = number + 1 < len(entering) or between in self._read_again
             with self._rounded(number):
                 part = Part(heads, [end.edge for end in between.tails], between.leaves, ())
-                found = self._gradients_of(part, given, number)
+                found = self._gradients_of(part, given, number, retain_graph)
             for end, gradient in zip(between.tails, found, strict=False):
                 self._add_to(end, number, gradient)
         self._found.leave(self._leaves_of(between))
 
-    def _gradients_of(self, part: Part, entering: Sequence[Tensor] | None, number: int) -> list[Tensor | None]:
+    def _gradients_of(
+        self, part: Part, entering: Sequence[Tensor] | None, number: int, retain_graph: bool = True
+    ) -> list[Tensor | None]:
         """The gradients at a part's tails; those of its parameters are added to what is found."""
-        found = part.gradients(entering)
+        found = part.gradients(entering, retain_graph=retain_graph)
         count = len(part.tails)
         for (_, edge), gradient in zip(part.leaves, found[count:], strict=False):
             self._found.add(self._forward.key_of(edge), number, gradient)
@@ -273,8 +321,37 @@ class RoundedWalk:
                 handle.on_restore = handle.replacement = None
 
 
-def _as_it_is(tensor: Tensor, _: Any) -> Replaceable:
-    return Replaceable(tensor)
+class _Entry(Function):
+    """A scalar whose backward passes given gradients to some tensors, and holds them no longer."""
+
+    @staticmethod
+    def forward(ctx: Any, given: list[Tensor], *heads: Tensor) -> Tensor:
+        ctx.given = given
+        return torch.zeros((), device=heads[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        given = None, *ctx.given
+        ctx.given.clear()
+        return given
+
+
+def _shared_parts(forward: BlockForward) -> set[Between]:
+    """What lies between blocks and has nodes in common with others, or with blocks."""
+    parts = [forward.last, *(visit.before for visit in forward.visits if visit.before is not None)]
+    nodes = [{node for node in part.nodes if not hasattr(node, "variable")} for part in parts]
+    uses = Counter(node for found in (*nodes, *(visit.outer for visit in forward.visits)) for node in found)
+    return {part for part, found in zip(parts, nodes, strict=True) if any(uses[node] > 1 for node in found)}
+
+
+class _AsItIs:
+    """In place of a StoredAgain, for the exact pass."""
+
+    def __call__(self, tensor: Tensor, _: Any) -> Replaceable:
+        return Replaceable(tensor)
+
+    def forget(self) -> None:
+        """Nothing is known of what was kept."""
 
 
 def _decode(handle: Replaceable, payload: Tensor | codec.Packed) -> None:

@@ -186,9 +186,9 @@ def drawn(row: str) -> tuple[Drawn, list[set[str]]]:
     seen: list[set[str]] = []
     gradients = Part.gradients
 
-    def watched(self: Part, *arguments: Any) -> list[Tensor | None]:
+    def watched(self: Part, *arguments: Any, **options: Any) -> list[Tensor | None]:
         seen.append({name for name in stripped(whole(job.model)) if name.startswith("blocks.")})
-        return gradients(self, *arguments)
+        return gradients(self, *arguments, **options)
 
     def loss() -> Tensor:
         return nn.functional.cross_entropy(job.model(inputs).flatten(0, -2), targets.flatten())
@@ -253,10 +253,10 @@ def draws_that_fail(way: str) -> list[str]:
     logging.getLogger("gact_dist").addHandler(handler)
     gradients, rank = Part.gradients, dist.get_rank()
 
-    def scarce(self: Part, *arguments: Any) -> list[Tensor | None]:
+    def scarce(self: Part, *arguments: Any, **options: Any) -> list[Tensor | None]:
         if rank == 1:
             raise torch.OutOfMemoryError("too little")
-        return gradients(self, *arguments)
+        return gradients(self, *arguments, **options)
 
     Part.gradients = scarce if plain else gradients
     try:

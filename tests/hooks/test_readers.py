@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gact_dist
@@ -289,9 +290,9 @@ class Encoder(nn.Module):
 def test_a_job_that_does_the_same_in_every_step_is_observed_in_its_first_one_alone(level, monkeypatch):
     sinks = []
 
-    def readers(roles, sink):
+    def readers(roles, sink, **options):
         sinks.append(sink)
-        return Readers(roles, sink)
+        return Readers(roles, sink, **options)
 
     monkeypatch.setattr(engine, "Readers", readers)
     model, x = Encoder(), torch.randn(8, 16, 64)
@@ -455,6 +456,62 @@ def test_what_a_convolution_saves_is_held_exactly_no_longer_than_until_the_next_
     loss.backward()
     assert 1 <= most[0] <= 2
     assert not held
+
+
+class MLP(nn.Module):
+    """[rows, 16] -> scalar. Notes which results of its activation functions are alive when the next layer begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.alive: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[StorageWeakRef] = []
+        self.alive = []
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+            made.append(StorageWeakRef(x.untyped_storage()))
+            self.alive.append(sum(not storage.expired() for storage in made))
+        return x.square().mean()
+
+
+def test_what_a_comparison_has_shown_is_not_held_in_the_first_step():
+    model, x = MLP(), torch.randn(64, 16)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", min_numel=16))
+    with gact.step(model, x):
+        model(x)
+    assert max(model.alive) <= 2  # what is in use, and what has yet to show its reader
+    assert {row.codec for row in gact.report().rows} == {"quantised"}
+
+
+def test_what_nothing_has_shown_is_held_until_a_pole_above_it_would_show():
+    model, x = MLP(), torch.randn(64, 16)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", min_numel=16, noise_limit=0.0))
+    with gact.step():
+        model(x)
+    assert max(model.alive) > 2
+
+
+def test_a_pole_that_the_comparison_did_not_meet_is_respected_in_later_steps():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            p = torch.sigmoid(x @ self.weight)
+            return torch.log(p + 1e-8).mean() if len(x) == 128 else (p + 1e-8).sin().mean()
+
+    model, x = Model(), torch.randn(128, 64)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", min_numel=16))
+    kept = []
+    for _ in range(3):
+        with gact.step(model, x):  # a quarter of the batch is compared
+            model(x)
+        kept.append(codecs(gact)[":Sigmoid@1"])
+    assert kept == ["quantised", "exact", "exact"]
 
 
 _HOOKED_VIEW = """

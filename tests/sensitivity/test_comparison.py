@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import small_models
 import torch
 from test_second_moment import DRAW, JOBS, Measured
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gact_dist import Config
 from gact_dist.hooks import OperatorObserver, SavedTensorHooks
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import Comparison, Observation, ProbeBatch, ProbePart, compared
-from gact_dist.sensitivity.rounded_walk import GradientComparison
+from gact_dist.sensitivity.rounded_walk import GradientComparison, squared_distance
 
 
 def comparison(job: Measured, plan: Plan | None = None, **options: Any) -> Comparison:
@@ -172,6 +175,101 @@ def test_parts_of_one_gradient_are_summed_before_they_are_compared():
     found.leave(["a"])
     error = 5 * sum(float((other - exact).square().sum()) for other in others) / 2
     assert found.result() == (pytest.approx(error, rel=1e-5), pytest.approx(5 * float(exact.square().sum()), rel=1e-5))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (1500, 1500), (3, 2_000_000), (2_000_000, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_distance_in_slices_is_that_of_the_whole(shape, transposed):
+    a, b = torch.randn(shape), torch.randn(shape)
+    if transposed and a.dim() == 2:
+        a, b = a.T.contiguous().T, b.clone()
+    assert squared_distance(a) == pytest.approx(float(a.double().square().sum()), rel=1e-12)
+    assert squared_distance(a, b) == pytest.approx(float((a - b).double().square().sum()), rel=1e-12)
+
+
+class Last(Function):
+    """The identity, whose backward counts which storages are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: list[StorageWeakRef], alive: list[int]) -> Tensor:
+        ctx.made, ctx.alive = made, alive
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        ctx.alive.append(sum(not storage.expired() for storage in ctx.made))
+        return gradients[0], None, None
+
+
+class Chain(nn.Module):
+    """Ten operators in a row, each of which saves its result."""
+
+    def __init__(self, alive: Callable[[], list[int]]) -> None:
+        super().__init__()
+        self.linear, self.alive = nn.Linear(8, 8), alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[StorageWeakRef] = []
+        x = Last.apply(self.linear(x), made, self.alive())
+        for _ in range(10):
+            x = x.tanh()
+            made.append(StorageWeakRef(x.untyped_storage()))
+        return x
+
+
+def test_what_a_block_saves_is_freed_as_its_backward_goes_on(visited):
+    alive: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(Chain(lambda: alive), nn.Linear(8, 8)) for _ in range(2))
+            self.weight = nn.Parameter(torch.eye(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight.tanh()
+            for block in self.blocks:
+                x = block(x @ weight)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=16), 0)
+    x = torch.randn(16, 8)
+    found = compared(hooks, model, lambda: model(x), Plan(default=4), draw=DRAW)
+    assert len(visited) == 4
+    assert max(alive) <= 1
+    assert 0.0 < found.error < found.square
+
+
+def test_what_blocks_share_of_a_graph_serves_all_of_them():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.norm(self.linear(x) * scale).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+            self.weight = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.weight.exp()
+            for block in self.blocks:
+                x = block(x, scale)
+            return (x * scale).square().mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=16), 0)
+    x = torch.randn(16, 8)
+    found = compared(hooks, model, lambda: model(x), Plan(default=4), draw=DRAW)
+    model(x).backward()
+    assert found.square == pytest.approx(float(small_models.gradient(model).double().square().sum()), rel=1e-5)
 
 
 # -- which examples ---------------------------------------------------------------------------------------------

@@ -210,9 +210,9 @@ def test_gradients_are_there_for_one_block_and_one_pass_at_a_time(monkeypatch):
     alive: list[weakref.ref[Tensor]] = []
     most, gradients = 0, Part.gradients
 
-    def watched(self: Part, *arguments: Any) -> list[Tensor | None]:
+    def watched(self: Part, *arguments: Any, **options: Any) -> list[Tensor | None]:
         nonlocal most
-        found = gradients(self, *arguments)
+        found = gradients(self, *arguments, **options)
         alive.extend(weakref.ref(gradient) for gradient in found[len(self.tails) :] if gradient is not None)
         most = max(most, sum(gradient.numel() for reference in alive if (gradient := reference()) is not None))
         return found
