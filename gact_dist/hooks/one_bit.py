@@ -36,8 +36,12 @@ class OneBit(NamedTuple):
         if values is None:
             return None
         one, of_zero = values
-        bits = self.slope(tensor.detach(), *self.limits)
-        return codec.pack_flags(bits == 0 if of_zero else bits, one, tensor.dtype)
+
+        def is_set(elements: Tensor) -> Tensor:
+            slope = self.slope(elements, *self.limits)
+            return slope == 0 if of_zero else slope
+
+        return codec.pack_flags(tensor, is_set, one)
 
 
 def read_by(frame: FrameType) -> OneBit | None:
