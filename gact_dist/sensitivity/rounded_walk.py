@@ -24,7 +24,7 @@ from .. import codec
 from ..distributed import gathered, whole_value
 from ..hooks import Draw, Replaceable, StoredAgain
 from ..policies import Moments
-from .autograd_graph import float32_parts
+from .autograd_graph import added, float32_parts, values_of
 from .blocks import Between, BlockForward, Exit, Visit
 from .parts import Part, present
 
@@ -45,7 +45,7 @@ class RunningMoments:
             self.mean = gradient
             return
         apart = gradient - self.mean
-        self.scatter += whole_value(apart.square().sum()) * (self.count - 1) / self.count
+        self.scatter += whole_value(values_of(apart).square().sum()) * (self.count - 1) / self.count
         self.mean = self.mean + apart / self.count
 
 
@@ -69,7 +69,7 @@ class RunningComparison:
 
 def squared_norm(gradient: Tensor) -> float:
     """In float64, in which the square of a finite float32 is finite. A collective call for a distributed tensor."""
-    return whole_value(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+    return whole_value(torch.linalg.vector_norm(values_of(gradient), dtype=torch.float64)) ** 2
 
 
 _Running = TypeVar("_Running", RunningMoments, RunningComparison)
@@ -104,7 +104,7 @@ class GradientsInParts(ABC, Generic[_Running]):
             return
         sums = self._sums.setdefault(key, [None] * self._passes)
         before = sums[number]
-        sums[number] = gradient if before is None else before + gradient
+        sums[number] = gradient if before is None else added(before, gradient)
 
     def leave(self, keys: Iterable[Any]) -> None:
         """One part of the model, with these parameters, has contributed all it will."""
@@ -144,7 +144,7 @@ class GradientMoments(GradientsInParts[RunningMoments]):
 
     def _finish(self, running: RunningMoments) -> None:
         self._scatter += running.scatter
-        self._square += whole_value(running.mean.square().sum())
+        self._square += whole_value(values_of(running.mean).square().sum())
 
     def moments(self) -> Moments:
         """When all parts have been visited."""

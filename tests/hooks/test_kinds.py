@@ -84,6 +84,28 @@ def test_the_gradients_error_is_the_predicted_one_whatever_is_saved(name, follow
     assert error >= predicted / 4
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"estimator": "perturbation"},
+        {"policy": "acgc", "error": 0.25},
+        {"policy": "actnn", "bits": 2},
+        {"policy": "uniform"},
+        {"retained_bytes": 200_000},
+        {"watch_interval": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["sparse gradients", "sparse gradients beside dense ones"])
+def test_sparse_gradients_are_measured_in_every_way(name, settings):
+    losses, gradients, _ = train(name)
+    ours, of_ours, gact = train(name, Config(**{"policy": "gact", **settings}))
+    gact.detach()
+    assert torch.allclose(ours, losses)
+    # acgc tolerates a squared error of 0.25, and measures it to some tenths of it
+    assert (of_ours - gradients)[ADAPTED:].norm() < 0.7 * gradients[ADAPTED:].norm()
+
+
 @WAYS
 @pytest.mark.parametrize("around", [save_on_cpu, as_numpy], ids=["save_on_cpu", "array"])
 def test_hooks_of_others_around_a_step_are_not_ours_to_change(around, follow):
