@@ -367,7 +367,7 @@ def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
             "expected one buffer and its format"
         )
     buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
-    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
+    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed], device="cpu")
     return buffer.view(-1).view(torch.uint8), header
 
 

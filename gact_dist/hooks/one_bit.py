@@ -97,7 +97,9 @@ def _values(read: OneBit, dtype: torch.dtype) -> tuple[float, bool] | None:
     limits = read.limits or (-3.0, 3.0)  # of hardsigmoid; leaky_relu has them at zero
     low, high = limits[0], limits[-1]
     likely = (0.0, 1.0, low / 2 + high / 2, 2 * low, 2 * high, low - 1, high + 1)
-    candidates = torch.tensor([value for value in likely if abs(value) <= torch.finfo(dtype).max], dtype=dtype)
+    candidates = torch.tensor(
+        [value for value in likely if abs(value) <= torch.finfo(dtype).max], dtype=dtype, device="cpu"
+    )
     has_slope = read.slope(candidates, *read.limits) != 0
     others = candidates[has_slope != has_slope[0]]
     return (float(others[0]), bool(has_slope[0])) if len(others) else None

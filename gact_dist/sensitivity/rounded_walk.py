@@ -34,7 +34,7 @@ class RunningMoments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: Tensor = torch.zeros(())
+        self.mean: Tensor = torch.zeros((), device="cpu")
         self.scatter = 0.0
         """sum of their squared distances from the mean"""
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import mlp
+from small_models import loss_of, mlp
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from unusual_jobs import JOBS, WIDTH, FlashAttention, Mlp, OwnAttention, as_numpy, qlora, squared
@@ -84,18 +84,21 @@ def test_the_gradients_error_is_the_predicted_one_whatever_is_saved(name, follow
     assert error >= predicted / 4
 
 
-@pytest.mark.parametrize(
+IN_EVERY_WAY = pytest.mark.parametrize(
     "settings",
     [
         {"estimator": "perturbation"},
         {"policy": "acgc", "error": 0.25},
         {"policy": "actnn", "bits": 2},
         {"policy": "uniform"},
-        {"retained_bytes": 200_000},
+        {"retained_bytes": 30_000},
         {"watch_interval": 1},
     ],
     ids=str,
 )
+
+
+@IN_EVERY_WAY
 @pytest.mark.parametrize("name", ["sparse gradients", "sparse gradients beside dense ones"])
 def test_sparse_gradients_are_measured_in_every_way(name, settings):
     losses, gradients, _ = train(name)
@@ -104,6 +107,28 @@ def test_sparse_gradients_are_measured_in_every_way(name, settings):
     assert torch.allclose(ours, losses)
     # acgc tolerates a squared error of 0.25, and measures it to some tenths of it
     assert (of_ours - gradients)[ADAPTED:].norm() < 0.7 * gradients[ADAPTED:].norm()
+
+
+@IN_EVERY_WAY
+@WAYS
+def test_the_default_device_is_the_jobs_own_and_not_ours(settings, follow):
+    """As "meta" here, torch.set_default_device("cuda") puts tensors there that belong on the host."""
+    model, batch = mlp()
+    gact = gact_dist.attach(model, config=Config(**{"policy": "gact", "min_numel": 0, **settings}))
+    if follow:
+        gact.follow()
+    torch.set_default_device("meta")
+    try:
+        for _ in range(3):
+            with nullcontext() if follow else gact.step(loss_of(model), batch):
+                loss = loss_of(model)(batch)
+            loss.backward()
+        gact.load_state_dict(gact.state_dict())
+        assert {"quantised", "mask"} & {row.codec for row in gact.report().rows}
+    finally:
+        torch.set_default_device(None)
+    assert bool(gact.plan) == (settings.get("policy") != "uniform")
+    gact.detach()
 
 
 @WAYS
