@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -127,6 +127,51 @@ def test_the_default_device_is_the_jobs_own_and_not_ours(settings, follow):
         assert {"quantised", "mask"} & {row.codec for row in gact.report().rows}
     finally:
         torch.set_default_device(None)
+    assert bool(gact.plan) == (settings.get("policy") != "uniform")
+    gact.detach()
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS_OF_TORCH = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@IN_EVERY_WAY
+@pytest.mark.parametrize("name", SETTINGS_OF_TORCH)
+def test_a_job_under_a_setting_of_torch_is_measured_in_every_way(name, settings):
+    with SETTINGS_OF_TORCH[name]():
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64)
+        model, x = nn.Sequential(*layers), torch.randn(128, 64)
+        gact = gact_dist.attach(model, config=Config(**{"policy": "gact", "min_numel": 0, **settings}))
+        for _ in range(3):
+            with gact.step(lambda batch: model(batch).square().mean(), x):
+                loss = model(x).square().mean()
+            loss.backward()
+    assert {"quantised", "mixed"} & {row.codec for row in gact.report().rows}
     assert bool(gact.plan) == (settings.get("policy") != "uniform")
     gact.detach()
 
