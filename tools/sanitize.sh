@@ -21,7 +21,8 @@ export CC="${CC:-gcc}" CXX="${CXX:-g++}"
 CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="$flags" "$python" setup.py --quiet build \
     --build-base build/sanitized --build-lib "$package"
 # The extension is optional: a build that fails says so and goes on.
-nm --dynamic "$package/gact_dist/_native.so" | grep -q __asan_report || {
+# Not grep -q, which ends nm early: with pipefail that is a failure.
+nm --dynamic "$package/gact_dist/_native.so" | grep __asan_report >/dev/null || {
     echo "sanitize: the native library was not built with AddressSanitizer" >&2
     exit 1
 }
