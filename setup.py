@@ -5,6 +5,7 @@ one build serves torch 2.11 and newer. A machine without a C++ compiler still in
 the work, and says so at run time.
 """
 
+import os
 import platform
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class BuildNative(build_ext):
     def build_extension(self, extension: Extension) -> None:
         from torch.utils import cpp_extension
 
+        last_flags = os.environ.get("GACT_DIST_LAST_CXXFLAGS", "").split()  # win over those before them
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         objects = []
         for source in extension.sources:
@@ -58,7 +60,7 @@ class BuildNative(build_ext):
                 output_dir=self.build_temp,
                 macros=[("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}")],
                 include_dirs=["csrc", *cpp_extension.include_paths()],
-                extra_postargs=COMMON_FLAGS + isa_flags,
+                extra_postargs=COMMON_FLAGS + isa_flags + last_flags,
                 depends=extension.depends,
             )
         self.compiler.link_shared_object(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 import gact_dist
 
@@ -270,6 +271,27 @@ def test_what_torch_does_not_document_is_gathered_in_one_file_and_those_of_the_f
     # torch._check is public, and torch.utils._pytree has no public name
     pattern = r"\btorch\._(?!check\b)|\btorch\.\w+(\.\w+)*\._(?!pytree\b)|import _[A-Z]|_raw_saved|_cdata"
     assert {path for path in files_with(pattern) if not path.startswith("distributed/")} == {"_torch_internals"}
+
+
+def without_device(tree: ast.Module) -> list[str]:
+    """Tensors that are made on whatever device torch.set_default_device() names."""
+    made = {function.__name__ for function in _device_constructors()}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in made}
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_tensors_are_made_on_a_device_that_is_named(path):
+    assert without_device(SOURCES[path]) == []
+
+
+def test_a_tensor_without_a_device_is_found():
+    assert len(without_device(ast.parse("torch.ones(3)\ntorch.zeros(3, device='cpu')\nx.new_ones(3)"))) == 1
 
 
 def faults(tree: ast.Module) -> list[str]:

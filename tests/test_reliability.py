@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import hypothesis
+import pytest
+import torch
 
 from benchmarks.reliability import endurance, fuzz_saved_tensors
+from benchmarks.reliability.fuzz_saved_tensors import Case, Instruction, Source
+
+LEAF = Source(torch.float32, (3, 4), "contiguous", "leaf", special=False)
+FOUND = {
+    # what one bit was stored of came back with other strides, and so did the gradient
+    "one bit of a tensor with gaps": Case(
+        (LEAF._replace(shape=(1, 4), layout="overlapping"),),
+        (Instruction("leaky_relu", 0, 0, 0),),
+        (Instruction("backward", 0, 0, 0),),
+        "plan",
+        "step",
+        1,
+    ),
+    # an observed step asked a view what made it, which torch then made too early: gradients came in another order
+    "a view that is modified without a graph": Case(
+        (LEAF,),
+        (
+            Instruction("alias", 0, 0, 0),
+            Instruction("mul_ without a graph", 0, 0, 0),
+            Instruction("abs", 1, 0, 0),
+            Instruction("add", 0, 4, 0),
+        ),
+        (Instruction("backward", 0, 0, 0),),
+        "size",
+        "step",
+        1,
+    ),
+    "a view of what is modified": Case(
+        (LEAF._replace(kind="plain"), LEAF._replace(layout="shared")),
+        (
+            Instruction("adjoint", 0, 0, 0),
+            Instruction("add", 0, 0, 0),
+            Instruction("add_", 3, 0, 0),
+            Instruction("add_", 2, 0, 0),
+            Instruction("abs", 3, 0, 0),
+        ),
+        (Instruction("backward", 2, 0, 0),),
+        "size",
+        "step",
+        1,
+    ),
+    # an observed step held what a backward recomputed
+    "a reentrant checkpoint whose backward runs in the step": Case(
+        (LEAF,),
+        (Instruction("abs", 0, 0, 0), Instruction("checkpoint", 1, 0, 1), Instruction("backward", 0, 0, 0)),
+        (Instruction("backward", 0, 0, 0),),
+        "size",
+        "step",
+        1,
+    ),
+    # what an expanded tensor with gaps was stored as was taken to hold what lies in its gaps
+    "a part between the elements of an expanded one": Case(
+        (LEAF._replace(layout="expanded"),),
+        (Instruction("more parts", 0, 0, 0),),
+        (Instruction("backward", 0, 0, 0),),
+        "plan",
+        "step",
+        1,
+    ),
+}
+"""programs in which a difference was found"""
 
 
 def test_random_programs_are_bitwise_the_untouched_ones():
@@ -16,6 +80,12 @@ def test_random_programs_are_bitwise_the_untouched_ones():
         fuzz_saved_tensors.run_batch(0, 300, tally)
     assert tally.differences == []
     assert tally.counts["cases"] == 300
+
+
+@pytest.mark.parametrize("storage", fuzz_saved_tensors.STORAGES)
+@pytest.mark.parametrize("name", FOUND)
+def test_a_program_in_which_a_difference_was_found_has_none(name, storage):
+    fuzz_saved_tensors.check(dataclasses.replace(FOUND[name], storage=storage))
 
 
 def test_a_fault_of_a_codec_is_found(monkeypatch):

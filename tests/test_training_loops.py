@@ -278,6 +278,27 @@ def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(cap
 
 
 @pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_a_step_in_inference_mode_measures_nothing_and_the_next_one_does(level, follow):
+    model, x = mlp(32, 5), torch.randn(64, 32)
+    gact = gact_dist.attach(model, level=level)
+    if follow:
+        gact.follow()
+
+    def step() -> Tensor:
+        with nullcontext() if follow else gact.step(lambda batch: model(batch).square().mean(), x):
+            return model(x).square().mean()
+
+    with torch.inference_mode():
+        step()
+    assert gact.history == []
+    for _ in range(3):
+        step().backward()
+    assert bool(gact.plan) == (level == "L2")
+    gact.detach()
+
+
+@pytest.mark.parametrize("follow", [False, True])
 def test_a_step_inside_the_capture_of_a_cuda_graph_is_refused(follow, monkeypatch):
     model = nn.Linear(64, 64)
     gact = gact_dist.attach(model, "L1")

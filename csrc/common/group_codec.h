@@ -229,12 +229,13 @@ GACT_FN Group describe(const Extent& extent, int bits, T type) {
   return group;
 }
 
-// (value - offset) / scale in units of 2^-16, to nearest even, clamped.
+// (value - offset) / scale in units of 2^-16, to nearest even, clamped; 0 for NaN. Clamped before it is converted, as
+// the conversion of what no integer holds is undefined; the limit is below 2^24, so a float holds it.
 GACT_FN i32 scaled_value(float value, float offset, float inverse, i32 limit) {
-  const float distance = value - offset;
-  const i32 steps = round_to_int(distance * inverse);
-  const i32 raised = steps > 0 ? steps : 0;
-  return raised < limit ? raised : limit;
+  const float steps = (value - offset) * inverse;
+  const float raised = steps > 0.0f ? steps : 0.0f;
+  const float most = static_cast<float>(limit);
+  return round_to_int(raised < most ? raised : most);
 }
 
 // The code of one element; `scaled` receives what was rounded, in units of 2^-16 steps.

@@ -461,7 +461,7 @@ class Adapter:
         ranks had enough memory. measured: None if this one had not."""
         columns, found = self._columns, measured or []
         labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
-        values = torch.zeros(len(labels), columns.width, dtype=torch.float64)
+        values = torch.zeros(len(labels), columns.width, dtype=torch.float64, device="cpu")
         for row, item in zip(values, found, strict=False):
             row[columns.numel], row[columns.exact_bits] = item.numel, item.itemsize_bits
             row[columns.variance] = item.variance
@@ -470,7 +470,7 @@ class Adapter:
         statistics = distributed.reduce_over(labels, values, self._groups)
         fits = _OUT_OF_MEMORY not in statistics.names
         valid = (statistics.valid_ranks > 0) & torch.tensor(
-            [name != _OUT_OF_MEMORY for name in statistics.names], dtype=torch.bool
+            [name != _OUT_OF_MEMORY for name in statistics.names], dtype=torch.bool, device="cpu"
         )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
@@ -490,7 +490,10 @@ class Adapter:
         footprint = self._footprint(forward)
         # a batch as heavy as the heaviest so far may come again
         growth = max(1.0, self._heaviest_bytes / footprint.exact_bytes) if footprint.exact_bytes else 1.0
-        rows = [*footprint.tensors.values(), torch.full((9,), float(footprint.other_bytes), dtype=torch.float64)]
+        rows = [
+            *footprint.tensors.values(),
+            torch.full((9,), float(footprint.other_bytes), dtype=torch.float64, device="cpu"),
+        ]
         names, table = distributed.max_over_groups(
             [*footprint.tensors, _OTHER], torch.stack(rows) * growth, self._groups
         )
@@ -532,7 +535,7 @@ class Adapter:
                     "the plan stays as it is",
                     error,
                 )
-        values: Tensor = torch.tensor([row], dtype=torch.float64)
+        values: Tensor = torch.tensor([row], dtype=torch.float64, device="cpu")
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit
 

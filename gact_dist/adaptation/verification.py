@@ -204,7 +204,7 @@ class Verifier:
             if not any_lacks or parts == _MOST_PARTS:
                 break
             self._least_parts = parts = 2 * parts
-        values = torch.tensor([row], dtype=torch.float64)
+        values = torch.tensor([row], dtype=torch.float64, device="cpu")
         parts, square, error = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return _Seen(any_compares, any_overflows, not any_breaks, error, square, parts)
 
@@ -284,7 +284,9 @@ class Verifier:
 
     def _culprits(self, plan: Plan, variances: Mapping[str, float], compare: _Compare) -> tuple[list[str], bool]:
         """The tensors that have to be stored exactly for a fault to vanish, and whether the search was completed."""
-        names, _ = distributed.max_over_groups(self._names, torch.zeros(len(self._names), 1), self._groups)
+        names, _ = distributed.max_over_groups(
+            self._names, torch.zeros(len(self._names), 1, device="cpu"), self._groups
+        )
         names = tuple(sorted(names, key=lambda name: -variances.get(name, 0.0)))
 
         def vanishes(tried: Sequence[str]) -> bool:

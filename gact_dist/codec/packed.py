@@ -4,6 +4,7 @@ Nothing here waits for a device or touches the global random state; the random b
 Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -236,14 +237,21 @@ def pack_mask(tensor: Tensor) -> Packed:
     return Packed(ops.pack_mask(flat), Scheme.MASK, 1, data.dtype, data.shape, data.stride(), layout)
 
 
-def pack_flags(tensor: Tensor, value: float, dtype: torch.dtype) -> Packed:
-    """The same for a tensor of another dtype than the one that comes back, in which elements that are not zero come
-    back as a value."""
-    mask = pack_mask(tensor)
+def pack_flags(tensor: Tensor, is_set: Callable[[Tensor], Tensor], value: float) -> Packed:
+    """Store one bit of each element: a tensor comes back that has a value where the bit is set, and zero elsewhere.
+
+    is_set: of elements in any shape; bool, or a number that is zero where the bit is not set.
+    """
+    data = _plain(tensor)
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED:
+        return _pack_exact(data, layout)
+    payload = ops.pack_mask(is_set(_flat_values(data, layout)))
+    about = data.dtype, data.shape, data.stride(), layout
     if value == 1:
-        return replace(mask, dtype=dtype)
-    constant = torch.full((), value, dtype=dtype, device=tensor.device)
-    return replace(mask, dtype=dtype, scheme=Scheme.BINARY, constant=constant)
+        return Packed(payload, Scheme.MASK, 1, *about)
+    constant = torch.full((), value, dtype=data.dtype, device=data.device)
+    return Packed(payload, Scheme.BINARY, 1, *about, constant=constant)
 
 
 def pack_binary(tensor: Tensor) -> Packed:
@@ -359,7 +367,7 @@ def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
             "expected one buffer and its format"
         )
     buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
-    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed])
+    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed], device="cpu")
     return buffer.view(-1).view(torch.uint8), header
 
 

@@ -104,7 +104,7 @@ def all_ranks(condition: bool, group: ProcessGroup | None = None) -> bool:
 
 def any_rank(conditions: Sequence[bool], groups: Sequence[ProcessGroup | None]) -> list[bool]:
     """Which of some conditions hold on any rank of the groups. Collectives in each group: one all_reduce."""
-    holds = torch.tensor(conditions, dtype=torch.int32)
+    holds = torch.tensor(conditions, dtype=torch.int32, device="cpu")
     for group in groups:
         holds = _reduced(holds, dist.ReduceOp.MAX, group)
     return [bool(value) for value in holds.tolist()]
@@ -112,7 +112,7 @@ def any_rank(conditions: Sequence[bool], groups: Sequence[ProcessGroup | None]) 
 
 def least_of_ranks(value: float, groups: Sequence[ProcessGroup | None]) -> float:
     """The least of a value on all ranks of the groups. Collectives in each group: one all_reduce."""
-    least = torch.tensor([value], dtype=torch.float64)
+    least = torch.tensor([value], dtype=torch.float64, device="cpu")
     for group in groups:
         least = _reduced(least, dist.ReduceOp.MIN, group)
     return least.item()
@@ -297,7 +297,7 @@ def reduce_statistics(names: Sequence[str], values: torch.Tensor, *, group: Proc
 
 def reduce_over(names: Sequence[str], values: torch.Tensor, groups: Sequence[ProcessGroup | None]) -> Statistics:
     """reduce_statistics over several groups, one after the other: the mean over a grid of ranks, the same on all."""
-    statistics = Statistics(tuple(names), values, torch.ones(len(values), dtype=torch.int64), {})
+    statistics = Statistics(tuple(names), values, torch.ones(len(values), dtype=torch.int64, device="cpu"), {})
     invalid: dict[str, int] = {}
     for group in groups:
         statistics = reduce_statistics(statistics.names, statistics.mean, group=group)
@@ -319,7 +319,8 @@ def max_over_groups(
     for group in groups:
         known = dict(zip(union, values, strict=True))
         union = _union_of_names(union, values.shape[1], group)
-        values = torch.stack([known.get(name, torch.zeros(values.shape[1])) for name in union]).to(torch.float64)
+        nothing = torch.zeros(values.shape[1], dtype=torch.float64, device="cpu")
+        values = torch.stack([known.get(name, nothing) for name in union])
         values = _reduced(values, dist.ReduceOp.MAX, group)
     return union, values
 
@@ -332,11 +333,11 @@ def mean_of_positive(values: torch.Tensor | None, groups: Sequence[ProcessGroup 
     one of 2 N values.
     """
     for group in groups:
-        length = torch.tensor([[0 if values is None else len(values)]], dtype=torch.int64)
+        length = torch.tensor([[0 if values is None else len(values)]], dtype=torch.int64, device="cpu")
         longest = int(_reduced(length, dist.ReduceOp.MAX, group))
         if longest == 0 or world_size(group) == 1:
             continue
-        rows = torch.zeros(2, longest)
+        rows = torch.zeros(2, longest, device="cpu")
         if values is not None:
             rows[0, : len(values)] = values
             rows[1] = rows[0] > 0
@@ -485,7 +486,7 @@ def _with_flags(names: Sequence[str], values: torch.Tensor, union: tuple[str, ..
     flags = torch.stack([~invalid, invalid], dim=1).to(values.dtype)
     rows = torch.cat([values.masked_fill(invalid.unsqueeze(1), 0.0), flags], dim=1)
     positions = {name: position for position, name in enumerate(union)}
-    result = torch.zeros(len(union), rows.shape[1], dtype=values.dtype)
+    result = torch.zeros(len(union), rows.shape[1], dtype=values.dtype, device="cpu")
     result[[positions[name] for name in names]] = rows
     return result
 

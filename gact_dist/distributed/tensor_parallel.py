@@ -121,7 +121,7 @@ def sum_over_parts(value: float, tensor: Tensor, groups: Sequence[Any]) -> float
     if not groups or _DTENSOR.made(tensor):
         return value
     parts = ranks_sharing({"": fingerprint(tensor)}, groups)[""]
-    return parts * float(reduce_over([""], torch.tensor([[value]]), groups).mean)
+    return parts * float(reduce_over([""], torch.tensor([[value]], device="cpu"), groups).mean)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class Footprint:
         widths = [payload.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
         # stored exactly it may keep all of its storage alive
         exact = tensor.untyped_storage().nbytes() if node_of(tensor) is not None else tensor.nbytes
-        row = torch.tensor([*widths, exact], dtype=torch.float64)
+        row = torch.tensor([*widths, exact], dtype=torch.float64, device="cpu")
         self.tensors[name] = self.tensors[name] + row if name in self.tensors else row
 
     def replace(self, name: str, packed: Packed, retained_bytes: int) -> None:
@@ -91,7 +91,7 @@ class Footprint:
             self.other_bytes -= packed.nbytes
         elif name in self.tensors:
             widths = [packed.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
-            left = self.tensors[name] - torch.tensor([*widths, retained_bytes], dtype=torch.float64)
+            left = self.tensors[name] - torch.tensor([*widths, retained_bytes], dtype=torch.float64, device="cpu")
             self.tensors[name] = left.clamp(min=0)
             if not left[:MAX_BITS].any():
                 del self.tensors[name]

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .. import codec
 from .._torch_internals import innermost_hooks, storage_id, storage_reference
 from .handles import Distributed, Kept, Replaceable, View, lazy_bits
 
@@ -83,8 +84,8 @@ class StorageRecords:
         if found is not None and found[0] is handle:
             return tensor
         # what is recorded is not encoded: ReLU's own result, and parts that lie between one another, share memory
-        if not private and isinstance(handle, Replaceable) and (found is not None or span(tensor) > tensor.numel()):
-            tensor, private = _own_memory(tensor), True
+        if not private and isinstance(handle, Replaceable) and (found is not None or has_gaps(tensor)):
+            tensor, private = codec.unpack(codec.borrow(tensor)), True
         note_stored(tensor, self.of(tensor), handle, with_gaps=private)
         return tensor
 
@@ -132,7 +133,7 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
     with_gaps: no other tensor lies between the elements of this one.
     """
     length, stored = span(tensor), record.stored
-    if with_gaps or length <= tensor.numel():
+    if with_gaps or not has_gaps(tensor):
         first = int(tensor.storage_offset())
         part = len(stored), first, first + length, tensor._version, tensor.dtype, lazy_bits(tensor), ref(handle)
         stored.append(part)
@@ -150,16 +151,27 @@ def _place(part: _Part, cells: dict[tuple[int, torch.dtype, int, int], list[_Par
     cells.setdefault((version, dtype, level, first >> level), []).append(part)
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def span(tensor: Tensor) -> int:
     """Elements of storage between a tensor's first and last element, both included."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether there are elements of storage between a tensor's first and last that are none of its own.
+
+    One that is expanded may have more elements than its span, and gaps all the same.
+    """
+    if tensor.is_contiguous():
+        return False
+    reached = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride > reached:
+                return True
+            reached += (size - 1) * stride
+    return False
 
 
 class SharedBases:
@@ -174,7 +186,7 @@ class SharedBases:
     def what_to_store(self, tensor: Tensor, name: str, record: StorageRecord) -> Tensor:
         """The tensor itself, or its base."""
         base = tensor._base if tensor._is_view() else None
-        if base is None or base.dtype != tensor.dtype or span(base) != base.numel():
+        if base is None or base.dtype != tensor.dtype or span(base) != base.numel() or has_gaps(base):
             return tensor
         if tensor.numel() >= base.numel():
             return tensor

@@ -304,12 +304,12 @@ class SavedTensorHooks:
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
+        if in_backward():
+            return self._pack_in_backward(tensor, frame)
         if self._readers is not None:
             self._readers.examine_below(tensor)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
-        if in_backward():
-            return self._pack_in_backward(tensor, frame)
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
         if self._is_of_model(tensor):
@@ -372,6 +372,10 @@ class SavedTensorHooks:
         """What a backward with create_graph=True saves. Much of it is what it reads, which is stored already."""
         self._instruction = None
         site = site_in_backward(frame, self._thread)
+        if site is not None and self._readers is not None:  # which would hold the graph of what is recomputed
+            self._readers.examine_below(tensor)
+        if _without_codec(tensor):
+            return self._keep(tensor, frame)
         if self._is_of_model(tensor):
             return Kept(tensor, of_model=True)
         if site is None:

@@ -36,8 +36,12 @@ class OneBit(NamedTuple):
         if values is None:
             return None
         one, of_zero = values
-        bits = self.slope(tensor.detach(), *self.limits)
-        return codec.pack_flags(bits == 0 if of_zero else bits, one, tensor.dtype)
+
+        def is_set(elements: Tensor) -> Tensor:
+            slope = self.slope(elements, *self.limits)
+            return slope == 0 if of_zero else slope
+
+        return codec.pack_flags(tensor, is_set, one)
 
 
 def read_by(frame: FrameType) -> OneBit | None:
@@ -93,7 +97,9 @@ def _values(read: OneBit, dtype: torch.dtype) -> tuple[float, bool] | None:
     limits = read.limits or (-3.0, 3.0)  # of hardsigmoid; leaky_relu has them at zero
     low, high = limits[0], limits[-1]
     likely = (0.0, 1.0, low / 2 + high / 2, 2 * low, 2 * high, low - 1, high + 1)
-    candidates = torch.tensor([value for value in likely if abs(value) <= torch.finfo(dtype).max], dtype=dtype)
+    candidates = torch.tensor(
+        [value for value in likely if abs(value) <= torch.finfo(dtype).max], dtype=dtype, device="cpu"
+    )
     has_slope = read.slope(candidates, *read.limits) != 0
     others = candidates[has_slope != has_slope[0]]
     return (float(others[0]), bool(has_slope[0])) if len(others) else None

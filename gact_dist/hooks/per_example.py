@@ -252,7 +252,7 @@ def numbers_of(sample_index: Tensor | Sequence[int], examples: int | None) -> Te
             f"sample_index is on {sample_index.device}, expected a tensor on the CPU, as the data loader gives it: "
             "reading it would wait for the device"
         )
-    index = torch.as_tensor(sample_index)
+    index = torch.as_tensor(sample_index, device="cpu")
     if index.dtype not in (torch.int64, torch.int32) or index.dim() != 1 or len(index) == 0:
         raise TypeError(f"sample_index is {index.dtype} {list(index.shape)}, expected integers [examples of the batch]")
     if examples is not None and len(index) != examples:

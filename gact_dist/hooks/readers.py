@@ -137,9 +137,19 @@ class Readers:
         return id(stored) in self._held
 
     def examine(self, value: Any) -> None:
-        """Look at all nodes that made the tensors in a value, and were not looked at before."""
-        if not self._paused:
+        """Look at all nodes that made the tensors in a value, and were not looked at before. value: what a function
+        has returned, which has no nodes of its own where graphs are off."""
+        if not self._paused and torch.is_grad_enabled():
             self._examine(nodes_of(value))
+
+    def examine_operands(self, value: Any) -> None:
+        """The same for what goes into a function, except views: the node of its result leads to theirs.
+
+        To ask a view for its node after its memory was modified has torch make that anew, earlier than it would
+        otherwise: gradients would be added up in another order.
+        """
+        if not self._paused:
+            self._examine(nodes_of(value, of_views=False))
 
     def examine_below(self, tensor: Tensor) -> None:
         """The same while a tensor is being saved: its own node may not have saved everything yet."""

@@ -156,7 +156,7 @@ class OperatorObserver(TorchFunctionMode):
                 return composite(*args, **kwargs)
         if self.readers is not None:
             with without_modes():
-                self.readers.examine((args, kwargs))
+                self.readers.examine_operands((args, kwargs))
                 if function in BACKWARDS:
                     self.readers.decide_all()
         self._calls.append((function, args, kwargs))
@@ -265,10 +265,10 @@ def _is_special(tensor: Tensor) -> bool:
     return is_lazy(tensor) or tensor.is_meta or tensor.is_nested or is_inside_transform(tensor)
 
 
-def nodes_of(value: Any) -> Iterator[Any]:
+def nodes_of(value: Any, *, of_views: bool = True) -> Iterator[Any]:
     """The nodes that made the tensors in a value."""
     for leaf in leaves_of(value):
-        node = node_of(leaf) if isinstance(leaf, Tensor) else None
+        node = node_of(leaf) if isinstance(leaf, Tensor) and (of_views or not leaf._is_view()) else None
         if node is not None:
             yield node
 

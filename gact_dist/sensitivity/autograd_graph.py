@@ -50,6 +50,16 @@ def float32_parts(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient.resolve_conj()).float() if gradient.is_complex() else gradient.float()
 
 
+def values_of(gradient: Tensor) -> Tensor:
+    """The elements of a gradient; of a sparse one those that it holds, each once."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def added(gradient: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients, of which one may be sparse: that of an embedding whose weight is used elsewhere too."""
+    return other + gradient if gradient.is_sparse else gradient + other
+
+
 def leading_to(ends: Iterable[Any], nodes: Sequence[Any]) -> set[Any]:
     """Those of some nodes from which a backward comes to one of the ends."""
     above: dict[Any, list[Any]] = {}

@@ -148,7 +148,10 @@ class BlockForward:
         """all that the forward saved, in its order"""
         self.between: list[Replayed] = []
         """what was saved outside of blocks"""
-        self.one: Tensor = torch.ones(())
+        self.numbers: dict[Any, int] = {}
+        """of the compressible tensors, by what the graph holds of each"""
+        self.firsts: dict[Any, Recorded | Noted] = {}
+        self.one: Tensor = torch.ones((), device="cpu")
         """the gradient of the loss"""
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
@@ -445,7 +448,7 @@ def cut(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     made = tensor if like is None else like
     node = producer(origin(made)) if made.grad_fn is not None else None
     name = "Source" if node is None else node.name()
-    return _source(name).apply(torch.zeros((), requires_grad=True), tensor.detach())
+    return _source(name).apply(torch.zeros((), requires_grad=True, device="cpu"), tensor.detach())
 
 
 def _may_be_cut(tensor: Tensor) -> bool:
@@ -487,4 +490,4 @@ def value_of(kept: Any) -> Any:
     return kept.handle.restore() if isinstance(kept, Recorded) else kept.value()
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")

@@ -46,7 +46,7 @@ def _sample(tensor: Tensor) -> _Sample | None:
     values = codec.stored_values(tensor)
     form = values.numel(), tensor.dtype
     if values.numel() > _SAMPLED:
-        places = torch.randint(values.numel(), (_SAMPLED,), generator=torch.Generator().manual_seed(0))
+        places = torch.randint(values.numel(), (_SAMPLED,), generator=torch.Generator().manual_seed(0), device="cpu")
         values = values[places.to(values.device)]
     return _Sample(form, values.cpu().double())
 

@@ -307,7 +307,9 @@ def _by_reads(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -
 def _measured(hooks: SavedTensorHooks, item: Measured, columns: Mapping[str, int], fraction: float) -> Sensitivity:
     first, tensor = item.first, item.tensor
     if tensor is None:  # the loss does not depend on it
-        return Sensitivity(first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64), False)
+        return Sensitivity(
+            first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64, device="cpu"), False
+        )
     variance = item.variance
     if variance is None:
         variance = rounding_of(tensor, item.weight, hooks.encoder, columns.get(first.name), fraction)

@@ -25,7 +25,7 @@ from ..codec import MAX_BITS
 from ..distributed import whole_value
 from ..hooks import Encoder, OperatorObserver, Recorded, SavedTensorHooks
 from ..policies import Bits, Plan, one_width
-from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar
+from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar, values_of
 from .checkpoint import measurable
 from .influence import Influence, disjoint
 from .isolation import generators_restored, untouched
@@ -182,7 +182,7 @@ def from_change(change: float, rounding: Tensor, bits: int) -> Tensor:
     what was found at that width to the others.
     """
     at_probe = float(rounding[bits - 1])
-    return rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64)
+    return rounding * (0.5 * change / at_probe) if at_probe > 0 else torch.zeros(8, dtype=torch.float64, device="cpu")
 
 
 def own_bits(plan: Plan, name: str) -> int:
@@ -193,7 +193,9 @@ def own_bits(plan: Plan, name: str) -> int:
 def square_distance(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> float:
     """Squared norm of the difference of two gradients of the same parameters, in the same order."""
     pairs = zip(first, second, strict=True)
-    return sum(whole_value(float32_parts(a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
+    return sum(
+        whole_value(float32_parts(values_of(a - b)).square().sum()) for a, b in pairs if a is not None and b is not None
+    )
 
 
 def rounding_of(

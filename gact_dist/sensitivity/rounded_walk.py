@@ -26,7 +26,7 @@ from .. import codec
 from ..distributed import gathered, whole_value
 from ..hooks import Draw, Replaceable, StoredAgain
 from ..policies import Moments
-from .autograd_graph import float32_parts
+from .autograd_graph import added, float32_parts, values_of
 from .blocks import Between, BlockForward, Exit, Visit
 from .parts import Part, present
 
@@ -36,7 +36,7 @@ class RunningMoments:
 
     def __init__(self) -> None:
         self.count = 0
-        self.mean: Tensor = torch.zeros(())
+        self.mean: Tensor = torch.zeros((), device="cpu")
         self.scatter = 0.0
         """sum of their squared distances from the mean"""
 
@@ -47,7 +47,7 @@ class RunningMoments:
             self.mean = gradient
             return
         apart = gradient - self.mean
-        self.scatter += whole_value(apart.square().sum()) * (self.count - 1) / self.count
+        self.scatter += whole_value(values_of(apart).square().sum()) * (self.count - 1) / self.count
         self.mean = self.mean + apart / self.count
 
 
@@ -87,14 +87,14 @@ def squared_distance(gradient: Tensor, other: Tensor | None = None) -> float:
     norms = []
     for part, zero in zip(_slices(gradient), repeat(None) if other is None else _slices(other), strict=False):
         apart = part if zero is None else part - zero
-        norms.append(torch.linalg.vector_norm(apart, dtype=torch.float64))
+        norms.append(torch.linalg.vector_norm(values_of(apart), dtype=torch.float64))
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return whole_value(norm) ** 2
 
 
 def _slices(tensor: Tensor) -> Sequence[Tensor]:
-    """Of a few elements each, whatever the strides; a distributed tensor as it is."""
-    if type(tensor) is not Tensor or tensor.numel() <= _SLICE_NUMEL:
+    """Of a few elements each, whatever the strides; a distributed and a sparse tensor as they are."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.numel() <= _SLICE_NUMEL:
         return [tensor]
     length = max(tensor.shape)
     return tensor.split(max(1, length * _SLICE_NUMEL // tensor.numel()), tensor.shape.index(length))
@@ -133,7 +133,7 @@ class GradientsInParts(ABC, Generic[_Running]):
             return
         sums = self._sums.setdefault(key, [None] * self._passes)
         before = sums[number]
-        sums[number] = gradient if before is None else before + gradient
+        sums[number] = gradient if before is None else added(before, gradient)
 
     def leave(self, keys: Iterable[Any]) -> None:
         """One part of the model, with these parameters, has contributed all it will."""
@@ -173,7 +173,7 @@ class GradientMoments(GradientsInParts[RunningMoments]):
 
     def _finish(self, running: RunningMoments) -> None:
         self._scatter += running.scatter
-        self._square += whole_value(running.mean.square().sum())
+        self._square += whole_value(values_of(running.mean).square().sum())
 
     def moments(self) -> Moments:
         """When all parts have been visited."""

@@ -405,7 +405,7 @@ class Walk:
             if direction + 1 == self._directions:
                 leaving = []  # with the graph of the backward
             for place, tangent in zip(entered, products, strict=False):
-                place.append(torch.zeros(()) if tangent is None else tangent.detach())
+                place.append(torch.zeros((), device="cpu") if tangent is None else tangent.detach())
             by_edge = dict(zip(edges, products[len(sources) :], strict=False))
             del products
             for first, items in wanted.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
 _OF_A_RANK = {"seed", "offload", "compile_hooks"}
 _LONGEST_INTERVAL = 8  # in adapt_intervals
+_RETRIES = (1, 8, 64, 512)
+"""optimizer steps from one attempt to measure something to the next, as long as nothing could be measured"""
 
 
 class Schedule:
@@ -82,6 +85,8 @@ class Schedule:
         # an interval is counted in optimizer steps where they are seen, see [Note: optimizer steps]
         self.optimizer_steps = None if self.adapter is None else OptimizerSteps(model)
         self._interval = config.adapt_interval
+        self._failed = 0
+        """adaptations in a row in which nothing could be measured"""
 
     @property
     def plan(self) -> Plan:
@@ -201,6 +206,8 @@ class Schedule:
 
     def _can_measure(self) -> bool:
         """Whether anything can be measured now; the same on all ranks."""
+        if torch.is_inference_mode_enabled():  # in which no graph can be built, unlike under no_grad()
+            return False
         return not self._is_lazy() and self._is_trained() and not self._joined.uneven
 
     def _is_lazy(self) -> bool:
@@ -317,11 +324,19 @@ class Schedule:
         if self.optimizer_steps is not None:
             self.optimizer_steps.restart(self.step)
         self._joined.mark()
+        self._interval = self._interval_after(adaptation)
+        self._note(adaptation)
+
+    def _interval_after(self, adaptation: Adaptation) -> int:
+        """Optimizer steps until the next adaptation."""
+        usual = self.config.adapt_interval
+        if not adaptation.sensitivity:  # an error or too little memory, perhaps of this batch alone
+            self._failed += 1
+            return min([usual, *_RETRIES[self._failed - 1 : self._failed]])
+        self._failed = 0
         # an error bound is watched at adaptations, and the gradient shrinks while bits stand still
         settled = adaptation.kept and adaptation.gradient_error is None
-        longest = _LONGEST_INTERVAL * self.config.adapt_interval
-        self._interval = min(2 * self._interval, longest) if settled else self.config.adapt_interval
-        self._note(adaptation)
+        return min(2 * max(self._interval, usual), _LONGEST_INTERVAL * usual) if settled else usual
 
     def _note(self, adaptation: Adaptation) -> None:
         self.history[:] = bounded([*self.history, adaptation.to_dict(self.step)])
@@ -342,6 +357,7 @@ class Schedule:
             {} if self.adapter is None else self.adapter.state_dict(),
             None if self.optimizer_steps is None else self.optimizer_steps.state,
             {} if self.verifier is None else self.verifier.state_dict(),
+            self._failed,
         )
 
     def load(self, state: State) -> None:
@@ -351,6 +367,7 @@ class Schedule:
         verified: LearntByVerifying = Verifier.parse_state(state.verifier)
         self._adapting = None
         self.step, self._adapted_at, self._interval = state.step, state.adapted_at, state.interval
+        self._failed = state.failed
         self.sensitivity, self.history = dict(state.sensitivity), list(state.history)
         self._plan_while_off = state.plan
         if self.hooks is not None and learnt is not None:

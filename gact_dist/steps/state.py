@@ -45,6 +45,8 @@ class State:
     """of OptimizerSteps.state"""
     verifier: dict[str, Any]
     """of Verifier.state_dict()"""
+    failed: int
+    """adaptations in a row in which nothing could be measured"""
 
     def fields(self) -> dict[str, Any]:
         """Plain values for JSON. With compression off there is no default to speak of."""
@@ -54,6 +56,7 @@ class State:
             "step": self.step,
             "adapted_at": self.adapted_at,
             "interval": self.interval,
+            "failed": self.failed,
             "optimizer_steps": self.optimizer_steps,
             "plan": self.plan.bits,
             **default,
@@ -90,6 +93,7 @@ class State:
             adapter=_fields.read(fields, "adapter", _fields.mapping(_fields.anything), {}),
             optimizer_steps=_fields.read(fields, "optimizer_steps", _fields.optional(_fields.integer(0)), None),
             verifier=_fields.read(fields, "verifier", _fields.mapping(_fields.anything), {}),
+            failed=_fields.read(fields, "failed", _fields.integer(0), 0),
         )
 
 

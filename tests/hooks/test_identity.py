@@ -404,3 +404,30 @@ def test_views_among_many_are_found_where_they_were_stored(stride):
         for s in starts
     )
     assert torch.allclose(gradient, torch.autograd.grad(expected, values)[0], atol=1e-5)
+
+
+EXPANDED = {
+    "expanded": (lambda h: h.expand(32, 64)[:, ::2], 60),
+    "sliding windows": (lambda h: h.unfold(0, 8, 2)[:, ::2], 60),
+    "as long as it has elements": (lambda h: h[:4].as_strided((2, 2), (0, 3)), 4),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_what_lies_between_the_elements_of_an_expanded_tensor_is_not_lost(name):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64))
+    gact = gact_dist.attach(nn.Identity(), config=Config(policy="uniform", bits=8, min_numel=0))
+    with_gaps, stop = EXPANDED[name]
+
+    def loss_fn():
+        h = torch.sin(weight)
+        return with_gaps(h).square().mean() + h[:stop].pow(3).mean()
+
+    (untouched,) = torch.autograd.grad(loss_fn(), weight)
+    for _ in range(2):
+        with gact.step():
+            loss = loss_fn()
+        (found,) = torch.autograd.grad(loss, weight)
+        assert (found - untouched).norm() < 0.02 * untouched.norm()
+    gact.detach()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import mlp
+from small_models import loss_of, mlp
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from unusual_jobs import JOBS, WIDTH, FlashAttention, Mlp, OwnAttention, as_numpy, qlora, squared
@@ -82,6 +82,98 @@ def test_the_gradients_error_is_the_predicted_one_whatever_is_saved(name, follow
     # one estimate has a relative deviation of 0.1 to 0.2, and so has the mean of two steps
     assert error <= 2 * predicted
     assert error >= predicted / 4
+
+
+IN_EVERY_WAY = pytest.mark.parametrize(
+    "settings",
+    [
+        {"estimator": "perturbation"},
+        {"policy": "acgc", "error": 0.25},
+        {"policy": "actnn", "bits": 2},
+        {"policy": "uniform"},
+        {"retained_bytes": 30_000},
+        {"watch_interval": 1},
+    ],
+    ids=str,
+)
+
+
+@IN_EVERY_WAY
+@pytest.mark.parametrize("name", ["sparse gradients", "sparse gradients beside dense ones"])
+def test_sparse_gradients_are_measured_in_every_way(name, settings):
+    losses, gradients, _ = train(name)
+    ours, of_ours, gact = train(name, Config(**{"policy": "gact", **settings}))
+    gact.detach()
+    assert torch.allclose(ours, losses)
+    # acgc tolerates a squared error of 0.25, and measures it to some tenths of it
+    assert (of_ours - gradients)[ADAPTED:].norm() < 0.7 * gradients[ADAPTED:].norm()
+
+
+@IN_EVERY_WAY
+@WAYS
+def test_the_default_device_is_the_jobs_own_and_not_ours(settings, follow):
+    """As "meta" here, torch.set_default_device("cuda") puts tensors there that belong on the host."""
+    model, batch = mlp()
+    gact = gact_dist.attach(model, config=Config(**{"policy": "gact", "min_numel": 0, **settings}))
+    if follow:
+        gact.follow()
+    torch.set_default_device("meta")
+    try:
+        for _ in range(3):
+            with nullcontext() if follow else gact.step(loss_of(model), batch):
+                loss = loss_of(model)(batch)
+            loss.backward()
+        gact.load_state_dict(gact.state_dict())
+        assert {"quantised", "mask"} & {row.codec for row in gact.report().rows}
+    finally:
+        torch.set_default_device(None)
+    assert bool(gact.plan) == (settings.get("policy") != "uniform")
+    gact.detach()
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS_OF_TORCH = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@IN_EVERY_WAY
+@pytest.mark.parametrize("name", SETTINGS_OF_TORCH)
+def test_a_job_under_a_setting_of_torch_is_measured_in_every_way(name, settings):
+    with SETTINGS_OF_TORCH[name]():
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64)
+        model, x = nn.Sequential(*layers), torch.randn(128, 64)
+        gact = gact_dist.attach(model, config=Config(**{"policy": "gact", "min_numel": 0, **settings}))
+        for _ in range(3):
+            with gact.step(lambda batch: model(batch).square().mean(), x):
+                loss = model(x).square().mean()
+            loss.backward()
+    assert {"quantised", "mixed"} & {row.codec for row in gact.report().rows}
+    assert bool(gact.plan) == (settings.get("policy") != "uniform")
+    gact.detach()
 
 
 @WAYS

@@ -83,6 +83,31 @@ def test_what_shows_no_limits_or_has_none_is_exact(name):
     gact.detach()
 
 
+@pytest.mark.parametrize(
+    ("view", "stored"),
+    [
+        (lambda x: x[:, ::2], 2048),
+        (lambda x: x.t(), 4096),
+        (lambda x: x[:1].expand(64, 64), 64),
+        (lambda x: x.unfold(1, 2, 1), 4096),
+        (lambda x: x.view(-1).as_strided((1, 64), (1, 2)), 64),
+        (lambda x: torch._neg_view(x), 4096),
+    ],
+    ids=["gaps", "permuted", "expanded", "overlapping", "one row with gaps", "negative"],
+)
+def test_strides_come_back_and_what_elements_share_is_stored_once(view, stored):
+    x, gact = values(torch.float32), attached()
+    exact = gradient(F.leaky_relu(view(x)), x)
+    with gact.step():
+        out = F.leaky_relu(view(x))
+    (row,) = gact.report().rows
+    assert row.codec == "mask"
+    assert row.bytes <= stored / 8 + 8
+    assert out.grad_fn._saved_self.stride() == view(x).stride()
+    assert same(gradient(out, x), exact)
+    gact.detach()
+
+
 def test_other_readers_of_the_same_memory_keep_their_own():
     weight, x = nn.Parameter(torch.randn(64, 64) / 8), torch.randn(64, 64)
     gact = attached(8)

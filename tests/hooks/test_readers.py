@@ -64,6 +64,11 @@ def spread(h: Tensor) -> Tensor:
     return (high - low).sum()
 
 
+def scaled(h: Tensor) -> Tensor:
+    low, high = h.amin(-1, keepdim=True), h.amax(-1, keepdim=True)
+    return (h - low) / (high - low)
+
+
 def positive_definite(h: Tensor) -> Tensor:
     return h @ h.T + 0.1 * torch.eye(64)
 
@@ -100,6 +105,18 @@ FUNCTIONS = {
     "cholesky": lambda h: torch.linalg.cholesky(positive_definite(h)).diagonal().log().sum(),
     "logdet": lambda h: torch.logdet(positive_definite(h)),
     "solve": lambda h: torch.linalg.solve(positive_definite(h), torch.ones(64)).sum(),
+    "eigh": lambda h: torch.linalg.eigh(positive_definite(h))[0].log1p().sum(),
+    "svd": lambda h: torch.linalg.svd(h, full_matrices=False)[0].mul(torch.linspace(0, 1, 64)).sum(),
+    "max along a dimension": lambda h: h.max(-1)[0].sum(),
+    "adaptive_max_pool1d": lambda h: F.adaptive_max_pool1d(h.view(8, 8, 64).transpose(1, 2), 1).sum(),
+    "minimum and maximum to 0 and 1": lambda h: scaled(h).square().mean(),
+    "product by scatter_reduce": lambda h: torch.ones(20, 64).scatter_reduce(0, GROUPS, h, "prod").tanh().mean(),
+    "logcumsumexp": lambda h: torch.logcumsumexp(5 * h, -1).mean(),
+    "atan2": lambda h: (torch.atan2(h, h.flip(0)) * TARGET).sum(),
+    "cosine_similarity": lambda h: F.cosine_similarity(h, TARGET, -1).mean(),
+    "normalize": lambda h: (F.normalize(h, dim=-1) * TARGET).sum(),
+    "cdist": lambda h: torch.cdist(h, h).mean(),
+    "dice loss": lambda h: 1 - (2 * (h.sigmoid() * TARGET).sum() + 1) / ((h.sigmoid() + TARGET).sum() + 1),
     "gaussian_nll_loss": lambda h: F.gaussian_nll_loss(h, TARGET, softplus_variance(h)),
     "l1_loss": lambda h: F.l1_loss(h, TARGET),
     "multilabel_margin_loss": lambda h: F.multilabel_margin_loss(h, LABELS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -108,6 +109,66 @@ def test_where_nothing_fits_the_job_goes_on_with_its_uniform_bits(follow):
     assert gact.plan == {}
     assert gact.report().ratio > 3
     assert losses[-1] < losses[0]
+
+
+def attempts(monkeypatch, failing: int, steps: int, follow: bool, **settings: Any) -> list[int]:
+    """The steps at which bits adapted, if nothing can be measured in the first so many adaptations."""
+    model, batch = small_models.mlp()
+    loss_of = small_models.loss_of(model)
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0, noise_limit=0, **settings))
+    measure = gact._schedule.adapter._measure
+
+    def scarce(*arguments: Any) -> Any:
+        return [] if len(gact.history) < failing else measure(*arguments)  # as where the model or the memory failed
+
+    monkeypatch.setattr(gact._schedule.adapter, "_measure", scarce)
+    if follow:
+        gact.follow()
+    for _ in range(steps):
+        with nullcontext() if follow else gact.step(loss_of, batch):
+            loss = loss_of(batch)
+        loss.backward()
+    assert [bool(entry["tensors"]) for entry in gact.history] == [n >= failing for n in range(len(gact.history))]
+    return [entry["step"] for entry in gact.history]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize(
+    ("failing", "interval", "later"),
+    [
+        (0, 1000, []),
+        (1, 1000, [1]),
+        (2, 1000, [1, 9]),
+        (9, 1000, [1, 9, 73]),
+        (9, 30, [1, 9, 39, 69, 99]),
+        (1, 30, [1, 31, 61, 91]),
+    ],
+)
+def test_where_nothing_could_be_measured_it_is_tried_again_soon_and_then_more_rarely(
+    monkeypatch, follow, failing, interval, later
+):
+    first = 2 if follow else 1
+    found = attempts(monkeypatch, failing, 110, follow, adapt_interval=interval, adapt_tolerance=0)
+    assert found == [first, *(first + steps for steps in later)]
+
+
+def test_a_resumed_run_tries_again_when_the_one_that_was_stopped_would_have():
+    model, batch = small_models.mlp()
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0))
+    gact._schedule.adapter._measure = lambda *_: []
+    loss_of, found = small_models.loss_of(model), []
+    for step in range(1, 12):
+        with gact.step(loss_of, batch):
+            loss_of(batch)
+        found.append(len(gact.history))
+        if step == 5:
+            state = gact.state_dict()
+            gact.detach()
+            gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0))
+            gact.load_state_dict(state)
+            gact._schedule.adapter._measure = lambda *_: []
+    assert found == [1] + 8 * [2] + 2 * [3]
+    assert gact._schedule.state().failed == 3
 
 
 def test_too_little_memory_is_not_taken_for_a_missing_derivative(monkeypatch):

@@ -54,6 +54,19 @@ def graph(layout: torch.layout, in_batch: bool) -> Job:
     return Job(model, lambda inputs: F.cross_entropy(model(inputs), y), x)
 
 
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, and a layer; its weight may be used once more, with a dense gradient."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(50, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+        self.tied = tied
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = self.layer(self.embedding(words)).tanh()
+        return h @ self.embedding.weight.t() if self.tied else h
+
+
 # -- what custom functions save -----------------------------------------------------------------------------------
 
 
@@ -365,6 +378,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dense adjacency in the batch": lambda: graph(torch.strided, True),
     "COO adjacency in the batch": lambda: graph(torch.sparse_coo, True),
     "CSR adjacency in the batch": lambda: graph(torch.sparse_csr, True),
+    "sparse gradients": lambda: squared(Words(False), torch.randint(0, 50, (32, 20))),
+    "sparse gradients beside dense ones": lambda: squared(Words(True), torch.randint(0, 50, (32, 20))),
     "saves qint8": lambda: saving(quantised),
     "saves uint16": lambda: saving(counted(torch.uint16, 3)),
     "saves uint32": lambda: saving(counted(torch.uint32, 3)),
