@@ -297,10 +297,7 @@ class SavedTensorHooks:
     def _pack(self, tensor: Tensor) -> Any:
         frame = caller()
         with without_modes():
-            if self._readers is None:
-                return self._pack_from(tensor, frame)
-            with self._readers.paused():
-                return self._pack_from(tensor, frame)
+            return self._pack_from(tensor, frame)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""

@@ -18,8 +18,7 @@ no operator in them has a rule.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +49,7 @@ from .known_roles import KnownRoles, Place
 from .roles import Role, nodes_of
 from .sinks import Captured, Sink
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _DELAY = 8
 """nodes after which it is known what reads the result of one"""
 
@@ -92,7 +91,7 @@ class Readers:
         self._waiting: dict[int, Saved] = {}
         self._held: set[int] = set()
         self._recent: deque[_Read] = deque()
-        self._paused = self._finished = False
+        self._finished = False
         self._seen: set[tuple[int, str]] = set()
         self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
         self._new_aliases: set[tuple[str, Place]] = set()  # that no earlier forward has shown
@@ -123,15 +122,6 @@ class Readers:
         """Whether the forward ran operators, and to its end."""
         return self._finished and bool(self._seen)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the context, in which an operator is saving, what the hooks themselves call shows nothing."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def holds(self, stored: Any) -> bool:
         """Whether it is not encoded yet."""
         return id(stored) in self._held
@@ -139,7 +129,7 @@ class Readers:
     def examine(self, value: Any) -> None:
         """Look at all nodes that made the tensors in a value, and were not looked at before. value: what a function
         has returned, which has no nodes of its own where graphs are off."""
-        if not self._paused and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._examine(nodes_of(value))
 
     def examine_operands(self, value: Any) -> None:
@@ -148,8 +138,7 @@ class Readers:
         To ask a view for its node after its memory was modified has torch make that anew, earlier than it would
         otherwise: gradients would be added up in another order.
         """
-        if not self._paused:
-            self._examine(nodes_of(value, of_views=False))
+        self._examine(nodes_of(value, of_views=False))
 
     def examine_below(self, tensor: Tensor) -> None:
         """The same while a tensor is being saved: its own node may not have saved everything yet."""

@@ -207,9 +207,9 @@ class RoundedWalk:
     """The walk over the blocks of one forward. See [Note: rounded walk]."""
 
     def __init__(self, forward: BlockForward, draws: Sequence[Draw | None]) -> None:
-        """forward: that has run and has its graph. draws: one for each pass, None: nothing is rounded."""
+        """forward: that has run and has its graph, which is freed on the way. draws: one for each pass, None: nothing
+        is rounded."""
         self._forward, self._draws = forward, draws
-        """The forward's own graph is freed on the way."""
         self._between = [{} if draw is None else draw.payloads(forward.between) for draw in draws]
         forward.leave_to_graph()
         self._read_again = _shared_parts(forward)
