@@ -71,8 +71,9 @@ class Config:
     perturbation: GACT's own, one backward for each tensor."""
     adapt_interval: int = 1000
     """Optimizer steps between two adaptations (policies gact, actnn and acgc); forwards, where no torch.optim optimizer
-    holds the model's parameters. The first step that is given a loss function adapts as well, and with acgc any step
-    after the error bound was found to be exceeded."""
+    holds the model's parameters. The first step that is given a loss function adapts as well; where nothing could be
+    measured, it is tried again 1, 8, 64 and 512 steps later; and with acgc any step after the error bound was found to
+    be exceeded."""
     adapt_tolerance: float = 0.1
     """The current plan is kept if a fresh one would gain no more than this fraction: less gradient variance, or with
     policy acgc fewer bits. With policies gact and actnn the steps to the next adaptation then double, up to 8 times
