@@ -209,5 +209,5 @@ def test_every_row_of_the_table_is_met():
 @pytest.mark.large
 def test_on_all_samples_of_torch():
     numbers = {name: walked(name, cases(OPERATORS[name])) for name in OPERATORS}
-    page = (ROOT / "docs" / "backward_rules.md").read_text()
+    page = " ".join((ROOT / "docs" / "backward_rules.md").read_text().split())
     assert re.search(rf"{sum(map(bool, numbers.values()))} operators in {sum(numbers.values()):,} cases", page)
