@@ -457,24 +457,54 @@ def _may_be_cut(tensor: Tensor) -> bool:
 
 
 class _Boundary:
-    """A tensor at the border of a block, until the block runs again."""
+    """A tensor at the border of a block, until the block runs again.
+
+    [Note: on no grid] What is kept is the root of each element, with its sign. Values decoded from 8 bits themselves
+    lie where 8 bits can store them, so a block that saves its input would seem to lose nothing by that width, and too
+    little by 7. The squares of such values lie on no grid. Zeros, signs and infinities stay, and the error is much like
+    that of 8 bits.
+    """
 
     def __init__(self, tensor: Tensor, bits: int | None, seed: int) -> None:
+        """bits: None for exactly. seed: of the rounding."""
         self._packed: codec.Packed | None = None
         self._tensor: Tensor | None = None
         if bits is not None and tensor.is_floating_point() and type(tensor) is Tensor:
             with torch.no_grad():
-                self._packed = codec.pack(tensor.detach(), bits, seed)
+                self._packed = codec.pack(_root(tensor), bits, seed)
         else:
             self._tensor, self._version = tensor.detach(), tensor._version
 
     def value(self) -> Tensor:
         """Raises ReplayError if it was modified in place meanwhile."""
         if self._packed is not None:
-            return codec.unpack(self._packed)
+            return _squared(codec.unpack(self._packed))
         if self._tensor is None or self._tensor._version != self._version:
             raise ReplayError("an input was modified in place after the block had run")
         return self._tensor
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """The root of each element, with its sign, in the tensor's strides."""
+    root = codec.unpack(codec.pack(tensor, None))
+    memory = _memory(root)
+    memory.copy_(memory.abs().sqrt_().copysign_(memory))
+    return root
+
+
+def _squared(root: Tensor) -> Tensor:
+    """The inverse of _root(), in place. What rounding took beyond the largest finite value becomes that."""
+    memory = _memory(root)
+    finite = memory.isfinite()
+    memory.mul_(memory.abs())
+    largest = torch.finfo(root.dtype).max
+    torch.where(finite, memory.clamp(-largest, largest), memory, out=memory)
+    return root
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All that a tensor's storage holds, in one dimension."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def substituted(structure: Any, tensors: dict[int, Tensor]) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from block_models import CASES, Case, made
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import one_pass
+from gact_dist.sensitivity import blocks, one_pass
 from gact_dist.sensitivity.blocks import BlockForward
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
@@ -60,6 +62,11 @@ def started(case: Case, config: Config) -> SavedTensorHooks:
     with hooks.hooks():
         case.loss_fn(case.batch)
     return hooks
+
+
+def _with_seed(kind: type[BlockForward], more: int, *args: Any, seed: int, **options: Any) -> BlockForward:
+    """A forward whose boundaries are rounded with other random numbers."""
+    return kind(*args, seed=seed + more, **options)
 
 
 def seed() -> None:
@@ -127,19 +134,58 @@ def test_buffers_and_random_numbers_of_the_cases_matter():
         assert loss_fn(batch).item() != first, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", ["dense", "transposed", "with gaps", "expanded"])
+def test_what_a_boundary_gives_back(dtype, layout):
+    """Strides, signs, zeros and infinities as they were, the largest number finite, all else as near as 8 bits have it.
+
+    A root is at most 1.02 steps of 1 / 255 of the roots' range away, which is 2 sqrt(largest), and twice the root times
+    that is the distance of its square; the bound leaves room for the rounding to low precision.
+    """
+    tensor = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensor[4:].relu_()
+    tensor = {
+        "dense": tensor,
+        "transposed": tensor.t(),
+        "with gaps": tensor[:, ::2],
+        "expanded": tensor[:1].expand(16, 256),
+    }[layout]
+    kept = blocks._Boundary(tensor, 8, 3).value()
+    assert kept.dtype == dtype
+    assert kept.stride() == tensor.stride()
+    assert not kept[tensor == 0].any()
+    assert kept.data_ptr() != tensor.data_ptr()
+    largest = float(tensor.abs().max())
+    assert float((kept - tensor).abs().max()) <= 2 * 1.02 * 2 * largest / 255 + 4 * torch.finfo(dtype).eps * largest
+    end = torch.finfo(dtype if dtype != torch.float64 else torch.float32).max  # packed as float32
+    ends = torch.tensor([torch.inf, -torch.inf, end, -end] * 64, dtype=dtype)
+    kept = blocks._Boundary(ends, 8, 3).value()
+    assert torch.equal(kept.isinf(), ends.isinf())
+    assert torch.equal(kept.sign(), ends.sign())
+    assert not kept.isnan().any()
+
+
 @pytest.mark.parametrize("name", ["gpt with dropout", "unet", "encoder and decoder", "called several times", "stages"])
 def test_boundaries_of_8_bits_add_little(name, forwards, monkeypatch):
     """Rounding at 8 bits moves an element by at most 1/255 of its group's range, a relative error of the tensor of
     1/255 / sqrt(6) * range / rms: with a range of 6 rms, 1%. It reaches a product through its block's input, the
     gradient at its output, and the same of the blocks on the way: of the square, twice that and some. 10% leaves room
-    for three blocks and for the few elements that small tensors have."""
+    for three blocks. The few elements that small tensors have make single roundings differ more: a mean of eight.
+    The total is held at 7 and 8 bits as well: a block's own input must not lie where these widths store it for free."""
     exact = measured(made(name))
     monkeypatch.setattr(one_pass, "BOUNDARY_BITS", 8)
-    rounded = measured(made(name))
-    assert [item.name for item in rounded] == [item.name for item in exact]
-    for one, other in zip(rounded, exact, strict=True):
+    rounded = []
+    for draw in range(8):
+        monkeypatch.setattr(one_pass, "BlockForward", partial(_with_seed, BlockForward, 1000 * draw))
+        rounded.append(measured(made(name)))
+        assert [item.name for item in rounded[-1]] == [item.name for item in exact]
+    means = [
+        replace(items[0], variance=sum(item.variance for item in items) / 8) for items in zip(*rounded, strict=True)
+    ]
+    for one, other in zip(means, exact, strict=True):
         if not other.by_perturbation:
             assert distance(one, other) <= 0.1, one.name
-    total = sum(float(item.variance[3]) for item in exact)
-    assert sum(float(item.variance[3]) for item in rounded) == pytest.approx(total, rel=0.03)
-    assert any(distance(one, other) > 0 for one, other in zip(rounded, exact, strict=True))
+    for width in (4, 7, 8):
+        total = sum(float(item.variance[width - 1]) for item in exact)
+        assert sum(float(item.variance[width - 1]) for item in means) == pytest.approx(total, rel=0.03), width
+    assert any(distance(one, other) > 0 for one, other in zip(rounded[0], exact, strict=True))
