@@ -200,6 +200,8 @@ class Adapter:
         is_long = self._most_parts() >= 1.0
         now.is_spread = haste is Haste.NONE and distributed.any_rank([is_long], self._groups)[0]
         self._share_example_gradients()
+        if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
+            now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
         step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
         if step_bytes is not None and not self._hooks.plan.bits:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
@@ -428,8 +430,11 @@ class Adapter:
         seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
         return (seed + 2**62) % 2**63 - 2**62  # numbers of tensors are added to it, below 2**63
 
-    def _footprint(self, forward: Callable[[], Any]) -> Footprint:
-        """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py."""
+    def _footprint(self, forward: Callable[[], Any], fraction: float = 1.0) -> Footprint:
+        """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
+
+        fraction: of a step's examples that forward sees.
+        """
         footprint = Footprint()
         narrowest = Plan(default=1)
         blocks = blocks_of(self._model, self._config.blocks)
@@ -438,7 +443,7 @@ class Adapter:
                 for _ in range(_WEIGHINGS):
                     known = self._hooks.state_dict()
                     alone = untouched(self._model, blocks, forward_only=True)
-                    with alone, self._hooks.rehearsal(narrowest) as footprint:
+                    with alone, self._hooks.rehearsal(narrowest, fraction=fraction) as footprint:
                         forward()
                     if self._hooks.state_dict() == known:
                         break

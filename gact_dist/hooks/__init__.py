@@ -4,10 +4,11 @@ from .accounting import Footprint, ReportRow
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .compiled import has_compiled_parts
+from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
-from .handles import Distributed, Noted, Recorded, Replaceable, ReplayError, View
+from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, View, decoded
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
@@ -17,7 +18,9 @@ from .roles import BACKWARDS, OperatorObserver
 
 __all__ = [
     "BACKWARDS",
+    "STARTS",
     "Calling",
+    "Content",
     "Distributed",
     "Draw",
     "Encoder",
@@ -39,9 +42,11 @@ __all__ = [
     "batch_size",
     "before_forward",
     "check_inlined",
+    "decoded",
     "fixes_rows",
     "has_compiled_parts",
     "made_from_parameters",
+    "maker_of",
     "map_tensors",
     "may_hold_adjacency",
     "nothing_kept",

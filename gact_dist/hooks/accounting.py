@@ -16,6 +16,7 @@ from torch import Tensor
 from .._torch_internals import node_of
 from ..codec import MAX_BITS, Packed, Scheme
 from .aliases import StorageRecord
+from .handles import Content, Recipe
 
 _SPARSE_PARTS: dict[torch.layout, tuple[str, str, str] | tuple[str, str]] = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -50,7 +51,7 @@ class ReportRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mixed, mask, binary, narrow or exact"""
+    """quantised, mixed, mask, binary, narrow, exact, or derived: made again from others"""
     bits: float
     """payload bits for an element"""
     bytes: int
@@ -74,9 +75,9 @@ class Footprint:
         self.exact_bytes = 0
         """what the untouched job would keep"""
 
-    def add(self, name: str, tensor: Tensor, payload: Tensor | Packed, retained_bytes: int) -> None:
+    def add(self, name: str, tensor: Tensor, payload: Content, retained_bytes: int) -> None:
         """Note what was kept of one saved tensor."""
-        if isinstance(payload, Tensor) or payload.scheme is not Scheme.QUANTISED:
+        if not isinstance(payload, Packed) or payload.scheme is not Scheme.QUANTISED:
             self.other_bytes += retained_bytes
             return
         widths = [payload.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
@@ -85,9 +86,9 @@ class Footprint:
         row = torch.tensor([*widths, exact], dtype=torch.float64, device="cpu")
         self.tensors[name] = self.tensors[name] + row if name in self.tensors else row
 
-    def replace(self, name: str, packed: Packed, retained_bytes: int) -> None:
-        """What was kept at some width is kept exactly instead."""
-        if packed.scheme is not Scheme.QUANTISED:
+    def replace(self, name: str, packed: Packed | Recipe, retained_bytes: int) -> None:
+        """What was kept at some width, or derived, is kept exactly instead."""
+        if isinstance(packed, Recipe) or packed.scheme is not Scheme.QUANTISED:
             self.other_bytes -= packed.nbytes
         elif name in self.tensors:
             widths = [packed.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
@@ -123,7 +124,7 @@ class Account:
         tensor: Tensor,
         name: str,
         record: StorageRecord,
-        payload: Tensor | Packed,
+        payload: Content,
         host_bytes: int = 0,
         reserved: ReportRow | None = None,
     ) -> None:
@@ -148,6 +149,8 @@ class Account:
             else:  # what was seen before may have been encoded
                 retained = new_bytes if record.aliased else min(whole, own)
             record.aliased = True
+        elif isinstance(payload, Recipe):
+            kind, retained, bits = "derived", payload.nbytes, 0.0
         else:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
             one_width = payload.one_width_bytes
@@ -173,8 +176,8 @@ class Account:
         if self._footprint is not None:
             self._footprint.other_bytes += retained
 
-    def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed) -> None:
-        """A tensor that was noted as packed is kept exactly instead."""
+    def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed | Recipe) -> None:
+        """A tensor that was noted as packed or derived is kept exactly instead."""
         numbers = [i for i, row in enumerate(self.rows) if row.name == name and row.shape == tuple(packed.shape)]
         retained = 0 if record.aliased else min(tensor.untyped_storage().nbytes(), tensor.nbytes)
         record.aliased = True

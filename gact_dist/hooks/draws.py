@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .. import codec
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
+from .derived import recipe_of
 from .encoder import Encoder
-from .handles import Noted, Recorded, Replaceable, Stored
+from .handles import Content, Noted, Recorded, Replaceable, Stored
 from .logsumexp import LogsumexpFit
 from .replay import Replayed
 from .roles import Role
@@ -27,8 +27,8 @@ class Draw:
     def __init__(
         self, encoder: Encoder, plan: Plan, number: int, firsts: Mapping[Replaceable | Noted, Recorded | Noted]
     ) -> None:
-        """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the compressible tensors, by
-        what the graph holds of each; they are not kept alive."""
+        """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the tensors that a step rounds
+        or derives, by what the graph holds of each; they are not kept alive."""
         self.plan = plan
         self.encoder, self._number = encoder, number
         self._names = WeakKeyDictionary({handle: record.name for handle, record in firsts.items()})
@@ -53,17 +53,19 @@ class Draw:
         sink.after(tensor.grad_fn)
         return stored
 
-    def payloads(self, between: Sequence[Replayed]) -> MutableMapping[Replaceable, Tensor | codec.Packed]:
+    def payloads(self, between: Sequence[Replayed]) -> MutableMapping[Replaceable, Content]:
         """What a step would keep of tensors that the graph holds as they are, as long as it does and where that makes
         a difference."""
-        found: WeakKeyDictionary[Replaceable, Tensor | codec.Packed] = WeakKeyDictionary()
+        found: WeakKeyDictionary[Replaceable, Content] = WeakKeyDictionary()
         fit = LogsumexpFit()
         for item in between:
             handle, name = item.record.handle, self._names.get(item.first)
-            payload: Tensor | codec.Packed = handle.tensor
+            payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
+                derives = self.encoder.derives(handle.tensor, name, self.plan)
+                recipe = recipe_of(handle.tensor, self.encoder.fraction, item.record) if derives else None
                 with self._keys(), torch.no_grad():
-                    payload = self.encoder.encode(handle.tensor, name, Role.ACTIVATION, self.plan)
+                    payload = recipe or self.encoder.encode(handle.tensor, name, Role.ACTIVATION, self.plan)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)

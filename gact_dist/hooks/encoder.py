@@ -25,13 +25,18 @@ class Encoder:
         self.examples = Examples(model, config.group_size, ranked=policy.example_columns > 0)
         self.keys = RoundingKeys(config.seed, rank)
         self._min_numel = max(config.min_numel, 1)
+        self.fraction = 1.0
+        """of a step's examples that it sees"""
         self._rounds = policy.rounds
+        self.may_derive = policy.rounds and config.derive and config.estimator == "one-pass"
+        """perturbing one tensor does not show what it does through those that are made of it"""
         self._pack = codec.pack_error_bounded if policy.error_bounded else codec.pack
 
     def of_part(self, fraction: float) -> Encoder:
         """The same for a part of a step's examples: what it rounds is what the step rounds, though it is smaller."""
         encoder = copy.copy(self)
         encoder._min_numel = max(1, math.ceil(self._min_numel * fraction))
+        encoder.fraction = fraction
         return encoder
 
     def rounds(self, tensor: Tensor) -> bool:
@@ -39,6 +44,10 @@ class Encoder:
         if not self._rounds or tensor.numel() < self._min_numel:
             return False
         return tensor.is_floating_point() or tensor.is_complex()
+
+    def derives(self, tensor: Tensor, name: str, plan: Plan) -> bool:
+        """Whether an activation need not be stored if it can be made from others: where it would be rounded."""
+        return self.may_derive and tensor.numel() >= self._min_numel and plan.bits_of(name) is not None
 
     def encode(
         self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None

@@ -5,7 +5,7 @@ Nothing else in the package uses saved_tensors_hooks. For the lifetime of what p
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -71,7 +71,8 @@ class SavedTensorHooks:
         self._model, self.config = model, config
         self.policy = policy_of(config) if policy is None else policy
         self.encoder = Encoder(model, config, self.policy, rank)
-        self._job = Store(self.encoder, self.policy.first_plan, Account(), offload)
+        self._roles = KnownRoles(config)
+        self._job = Store(self.encoder, self.policy.first_plan, Account(), offload, self._roles.derived)
         self._sink: Sink = self._job
         self._offloaded: OffloadStatistics | None = None
         self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
@@ -80,7 +81,6 @@ class SavedTensorHooks:
         self._storages = StorageRecords()
         self._thread = threading.get_ident()  # that runs the step
         self._bases = SharedBases()
-        self._roles = KnownRoles(config)
         self._functions = CustomFunctions(self._roles.by_name)
         self._readers: Readers | None = None  # in a forward that shows them
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
@@ -100,6 +100,16 @@ class SavedTensorHooks:
     def account(self) -> Account:
         """Of the last step of the job."""
         return self._job.account
+
+    @property
+    def may_derive(self) -> bool:
+        """Whether steps derive tensors, and no forward has shown which."""
+        return self._is_first and self.encoder.may_derive and not self._roles.derived.names.made
+
+    def store(self, names: Iterable[str]) -> None:
+        """From now on store tensors that were derived."""
+        for name in names:
+            self._roles.derived.store(name)
 
     def close(self) -> None:
         """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
@@ -224,11 +234,12 @@ class SavedTensorHooks:
 
         fraction: of a step's examples that the recorded forward sees; min_numel refers to all of them.
         rounded: name -> (bits, seed) of tensors that backward sees rounded.
-        again: receives what is saved a second time outside of the block that was noted to save it; see noting().
+        again: given where a graph is differentiated part by part; receives what is saved a second time outside of the
+        block that was noted to save it; see noting().
         """
-        record = Record(self.encoder, self.config.min_numel * fraction, rounded or {})
+        record = Record(self.encoder, self.config.min_numel * fraction, rounded or {}, self._roles.derived)
         if again is not None:
-            record.again = again
+            record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):
             readers = None if observer is None else Readers(self._roles, record)
             with self._observed(observer, readers), self._saved_tensors_hooks():
@@ -269,7 +280,7 @@ class SavedTensorHooks:
         footprint = Footprint()
         account = Account(footprint)
         sink = Store(
-            self.encoder.of_part(fraction), self.plan if plan is None else plan, account
+            self.encoder.of_part(fraction), self.plan if plan is None else plan, account, None, self._roles.derived
         )  # it need not leave the device
         with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
             yield footprint
@@ -310,7 +321,7 @@ class SavedTensorHooks:
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
         if self._is_of_model(tensor):
-            return Kept(tensor, of_model=True)
+            return Kept(tensor, True, self.encoder.may_derive)
         self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
         if type(tensor) not in (Tensor, nn.Parameter):
             return self._pack_distributed(tensor, CallSite(current_line()), frame)

@@ -32,28 +32,60 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
     return negative_view(tensor) if bits & _NEGATED else tensor
 
 
+class Recipe:
+    """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
+
+    __slots__ = ("_expression", "dtype", "nbytes", "shape", "strides")
+
+    def __init__(self, expression: Any, tensor: Tensor) -> None:
+        """expression: gives the tensor's elements, in any shape and type."""
+        self._expression = expression
+        self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
+        self.nbytes: int = expression.nbytes
+
+    def make(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        with torch.no_grad():
+            made: Tensor = self._expression.restore().to(self.dtype).reshape(self.shape)
+            if made.stride() == self.strides:
+                return made
+            laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)
+            return laid_out.copy_(made)
+
+
+Content = Tensor | codec.Packed | Recipe
+"""an alias of a tensor, or what gives it back"""
+
+
+def decoded(content: Content) -> Tensor:
+    """The tensor that it stands for, which an alias shares its memory with."""
+    if isinstance(content, Tensor):
+        return content.detach()
+    return content.make() if isinstance(content, Recipe) else codec.unpack(content)
+
+
 class Stored:
-    """One tensor kept for backward: a codec's payload, on the device or in host memory, or an alias of the tensor."""
+    """One tensor kept for backward: a codec's payload, on the device or in host memory, an alias, or a recipe."""
 
     __slots__ = ("__weakref__", "name", "offloaded", "on_restore", "payload", "version", "witness")
 
-    def __init__(
-        self, name: str, tensor: Tensor, payload: Tensor | codec.Packed, offload: HostOffload | None = None
-    ) -> None:
+    def __init__(self, name: str, tensor: Tensor, payload: Content, offload: HostOffload | None = None) -> None:
         self.name = name
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
         self.keep(payload, tensor, offload)
 
-    def keep(self, payload: Tensor | codec.Packed, tensor: Tensor, offload: HostOffload | None) -> None:
+    def keep(self, payload: Content, tensor: Tensor, offload: HostOffload | None) -> None:
         """Keep this payload of a tensor, in place of what was kept before."""
         self.offloaded: Payload | None = None
         self.payload = payload if offload is None else self._place(payload, offload)
         self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
-    def _place(self, payload: Tensor | codec.Packed, offload: HostOffload) -> Tensor | codec.Packed:
+    def _place(self, payload: Content, offload: HostOffload) -> Content:
         """What to keep of a payload beside what is offloaded of it."""
+        if isinstance(payload, Recipe):
+            return payload
         buffer = payload if isinstance(payload, Tensor) else payload.payload
         nbytes = codec.stored_bytes(buffer)
         if not offload.takes(buffer.device, nbytes):
@@ -64,6 +96,10 @@ class Stored:
         packed = codec.borrow(payload) if isinstance(payload, Tensor) else payload
         self.offloaded.send(packed.payload)
         return codec.without_payload(packed)
+
+    @property
+    def numel(self) -> int:
+        return self.payload.shape.numel()
 
     @property
     def is_modified(self) -> bool:
@@ -78,7 +114,10 @@ class Stored:
     @property
     def is_exact(self) -> bool:
         """Whether restore() returns what was saved, bit for bit."""
-        return isinstance(self.payload, Tensor) or self.payload.scheme is codec.Scheme.EXACT
+        payload = self.payload
+        return isinstance(payload, Tensor) or (
+            isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.EXACT
+        )
 
     @property
     def restores_private(self) -> bool:
@@ -97,9 +136,9 @@ class Stored:
         if self.on_restore is not None:
             self.on_restore(self)
         fetched = None if self.offloaded is None else self.offloaded.fetch()
-        if isinstance(self.payload, Tensor):
-            return self.payload.detach()
-        return codec.unpack(self.payload if fetched is None else codec.with_payload(self.payload, fetched))
+        if fetched is not None and isinstance(self.payload, codec.Packed):
+            return codec.unpack(codec.with_payload(self.payload, fetched))
+        return decoded(self.payload)
 
 
 class Replaceable:
@@ -150,6 +189,8 @@ class Recorded:
     """autograd node that produced origin, None without a graph"""
     output_number: int
     compressible: bool
+    derived: bool = False
+    """whether a step makes it from others: what it is made of moves it"""
 
     @property
     def tensor(self) -> Tensor:
@@ -175,7 +216,7 @@ class Recorded:
 
     def keep_exactly(self) -> None:
         """It turned out that it must not be rounded."""
-        self.compressible = False
+        self.compressible = self.derived = False
 
 
 class ReplayError(RuntimeError):
@@ -191,10 +232,12 @@ class Noted:
     itemsize_bits: int
     role: Role | None
     """None where it makes no difference: of a small tensor, or one of integers"""
+    derived: bool = False
+    """see Recorded"""
 
     @property
     def compressible(self) -> bool:
-        return self.role is Role.ACTIVATION
+        return self.role is Role.ACTIVATION and not self.derived
 
     @property
     def numel(self) -> int:
@@ -251,10 +294,13 @@ class Kept:
     leaves its version as it is; and a parameter that an optimizer updates within the backward has been used by then.
     """
 
-    __slots__ = ("of_model", "tensor", "version")
+    __slots__ = ("of_model", "tensor", "vector", "version")
 
-    def __init__(self, tensor: Tensor, of_model: bool = False) -> None:
-        """of_model: whether it is a parameter or a buffer, or made from parameters alone."""
+    def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False) -> None:
+        """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
+        it is a vector, for recipes: sharding may have taken the parameter away before one is made."""
+        is_vector = copies and tensor.dim() == 1 and type(tensor) in (Tensor, nn.Parameter)
+        self.vector = tensor.detach().clone() if is_vector else None
         self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.

@@ -22,6 +22,7 @@ from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
+from .derived import Derived, DerivedNames
 from .roles import Instruction, OperatorObserver, Role, is_binary, role_of_itself
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class LearntRoles(NamedTuple):
     """What a state holds of KnownRoles."""
 
     by_name: dict[str, Role]
+    derived: DerivedNames
     aliases: dict[_Spot, Role]
     top_level: set[tuple[str, str | None]]
 
@@ -47,6 +49,7 @@ class KnownRoles:
 
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
+        self.derived = Derived()
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
         self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
         self.observe_next = True
@@ -212,6 +215,7 @@ class KnownRoles:
         aliases = self._restored_aliases | learnt
         return {
             "roles": {name: role.value for name, role in self.by_name.items()},
+            "derived": self.derived.state_dict(),
             "aliases": [dict(zip(_SPOT, (*spot, role.value), strict=True)) for spot, role in aliases.items()],
             "top_level": [{"name": name, "line": line} for name, line in sorted(self._top_level, key=str)],
         }
@@ -221,6 +225,7 @@ class KnownRoles:
         """What load_state() takes, from what state_dict() gave. Raises StateError."""
         return LearntRoles(
             _fields.read(state, "roles", _fields.mapping(_role), {}),
+            _fields.read(state, "derived", Derived.parse_state, DerivedNames()),
             dict(_fields.read(state, "aliases", _fields.sequence(_alias), [])),
             set(_fields.read(state, "top_level", _fields.sequence(_at_top_level), [])),
         )
@@ -229,6 +234,7 @@ class KnownRoles:
         """Go on with what parse_state() returned."""
         self.by_name.clear()
         self.by_name.update(learnt.by_name)
+        self.derived.names = learnt.derived
         self._kinds.clear()
         self._instructions.clear()
         self._alias_roles.clear()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import saved_handle
-from .handles import Replaceable, Stored, View
+from .handles import Recipe, Replaceable, Stored, View, decoded
 
 _aten = torch.ops.aten
 _MOST_BITS = 6
@@ -100,10 +100,11 @@ def _whole(handle: Any) -> Any:
 
 
 def _is_coarse(payload: Any) -> bool:
+    if isinstance(payload, Recipe):  # of what may have any width
+        return True
     return isinstance(payload, codec.Packed) and payload.average_bits <= _MOST_BITS
 
 
 def _decoded(handle: Any, payloads: dict[Stored | Replaceable, Any]) -> Tensor:
-    payload = payloads[_whole(handle)]
-    tensor = codec.unpack(payload) if isinstance(payload, codec.Packed) else payload
+    tensor = decoded(payloads[_whole(handle)])
     return handle.within(tensor) if isinstance(handle, View) else tensor

@@ -12,8 +12,9 @@ from ..offload import HostOffload
 from ..policies import Plan
 from .accounting import Account, ReportRow
 from .aliases import StorageRecord
+from .derived import Derived
 from .encoder import Encoder
-from .handles import Noted, Recorded, Replaceable, Stored, View
+from .handles import Content, Noted, Recorded, Replaceable, Stored, View
 from .logsumexp import LogsumexpFit
 from .naming import origin
 from .one_bit import OneBit
@@ -92,8 +93,17 @@ class Sink(ABC):
 class Store(Sink):
     """Stores tensors by a plan. A rehearsal is a Store with a plan and an account of its own, and without offload."""
 
-    def __init__(self, encoder: Encoder, plan: Plan, account: Account, offload: HostOffload | None = None) -> None:
+    def __init__(
+        self,
+        encoder: Encoder,
+        plan: Plan,
+        account: Account,
+        offload: HostOffload | None = None,
+        derived: Derived | None = None,
+    ) -> None:
+        """derived: learns what is made again."""
         self.plan, self.account, self.offload = plan, account, offload
+        self._derived = Derived() if derived is None else derived
         self._encoder = encoder
         self._logsumexp = LogsumexpFit()
         self._reserved: dict[Stored, ReportRow] = {}
@@ -105,11 +115,19 @@ class Store(Sink):
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
         tensor, name, role, record, _, read = captured
-        payload = self._encoder.encode(tensor, name, role, self.plan, read)
+        payload = self._content_of(tensor, name, role, read)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         self.account.add(tensor, name, record, payload, stored.host_bytes)
         return stored
+
+    def _content_of(self, tensor: Tensor, name: str, role: Role | None, read: OneBit | None = None) -> Content:
+        """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
+        if role is Role.ACTIVATION and read is None and self._encoder.derives(tensor, name, self.plan):
+            recipe = self._derived.recipe(name, tensor, self._encoder.fraction)
+            if recipe is not None:
+                return recipe
+        return self._encoder.encode(tensor, name, role, self.plan, read)
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """See Sink.take_in_graph."""
@@ -136,10 +154,10 @@ class Store(Sink):
     def encode_held(self, handle: Stored, captured: Captured) -> None:
         """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
         tensor, name, role, record, *_ = captured
-        payload: Tensor | codec.Packed = tensor
+        payload: Content = tensor
         if not handle.is_modified:
             with torch.no_grad():
-                payload = self._encoder.encode(tensor, name, role, self.plan)
+                payload = self._content_of(tensor, name, role)
             handle.keep(payload, tensor, self.offload)
         self._logsumexp.add(handle, payload)
         self.account.add(tensor, name, record, payload, handle.host_bytes, self._reserved.pop(handle))
@@ -147,7 +165,7 @@ class Store(Sink):
     def keep_exactly(self, view: View, captured: Captured) -> None:
         """See Sink.keep_exactly. A tensor that has been modified meanwhile stays as it is: backward will raise."""
         handle, tensor = view.base, captured.tensor
-        if not isinstance(handle, Stored) or not isinstance(handle.payload, codec.Packed):
+        if not isinstance(handle, Stored) or isinstance(handle.payload, Tensor):
             return
         if handle.is_exact or handle.is_modified:
             return
@@ -171,14 +189,19 @@ class Record(Sink):
 
     records = True
 
-    def __init__(self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]]) -> None:
-        """rounded: name -> (bits, seed) of tensors that backward sees rounded."""
+    def __init__(
+        self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]], derived: Derived
+    ) -> None:
+        """rounded: name -> (bits, seed) of tensors that backward sees rounded. derived: what steps make from others."""
+        self._derived = derived
         self.found: list[Recorded | Noted] = []
         self.notes = False
         """whether tensors are only noted: the block that saves them will run again"""
         self.again: list[Replayed] = []
         """of what was only noted, what something else saves as well"""
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
+        self.by_parts = False
+        """whether the graph is differentiated twice, part by part: then what is derived moves what it is made of"""
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""
@@ -188,15 +211,24 @@ class Record(Sink):
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
         if self.notes:
-            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role)
+            derived = self._is_derived(name, tensor)
+            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived)
             self.found.append(noted)
             return noted
         source, handle = origin(tensor if captured.whole is None else captured.whole), Replaceable(tensor, name)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
-        compressible = captured.role is Role.ACTIVATION
-        self.found.append(Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, compressible))
+        rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, tensor)
+        record = Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, rounded and not derived)
+        record.derived = rounded and derived
+        self.found.append(record)
         return handle
+
+    def _is_derived(self, name: str, tensor: Tensor) -> bool:
+        if not self.by_parts:
+            self._derived.store(name)
+            return False
+        return self._derived.is_measured(name, tensor)
 
     def hold(self, captured: Captured) -> Replaceable | Noted:
         """See Sink.hold. Nothing is encoded; settle() asks for the roles."""
@@ -237,5 +269,6 @@ class Record(Sink):
     def settle(self, roles: Mapping[str, Role]) -> None:
         """When the forward is over, some tensors turn out not to be rounded."""
         for record in self.found:
-            if record.compressible and roles.get(record.name, Role.ACTIVATION) is not Role.ACTIVATION:
+            unsettled = record.compressible or record.derived
+            if unsettled and roles.get(record.name, Role.ACTIVATION) is not Role.ACTIVATION:
                 record.keep_exactly()

@@ -26,6 +26,7 @@ from .._patches import replaced
 from .._torch_internals import checkpoint_calls, next_sequence_number
 from ..distributed import gathered, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
+    STARTS,
     Distributed,
     Noted,
     Recorded,
@@ -151,6 +152,9 @@ class BlockForward:
         self.numbers: dict[Any, int] = {}
         """of the compressible tensors, by what the graph holds of each"""
         self.firsts: dict[Any, Recorded | Noted] = {}
+        """what is rounded or derived, in the same way"""
+        self.derived: set[Any] = set()
+        """of the tensors that a step derives, in the same way"""
         self.one: Tensor = torch.ones((), device="cpu")
         """the gradient of the loss"""
         self._exits: dict[Any, Exit] = {}
@@ -189,7 +193,7 @@ class BlockForward:
 
     def leave_to_graph(self) -> None:
         """From now on the graph alone holds what was saved between blocks, and what is known of it is forgotten."""
-        self.found, self.between, self.firsts, self.numbers = [], [], {}, {}
+        self.found, self.between, self.firsts, self.numbers, self.derived = [], [], {}, {}, set()
 
     def learn_names(self, modules: Sequence[nn.Module]) -> None:
         """The names of the parameters in some modules, which may be other objects whenever they are gathered."""
@@ -205,7 +209,8 @@ class BlockForward:
         held = [(record.handle if isinstance(record, Recorded) else record, record) for record in self.found]
         compressible = [(key, record) for key, record in held if record.compressible]
         self.numbers = {key: number for number, (key, _) in enumerate(compressible)}
-        self.firsts = dict(compressible)
+        self.firsts = {key: record for key, record in held if record.compressible or record.derived}
+        self.derived = {key for key, record in held if record.derived}
 
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
@@ -440,6 +445,7 @@ def _source(name: str) -> Any:
             return None, None
 
     Source._backward_cls.__name__ = name
+    setattr(Source._backward_cls, STARTS, True)
     return Source
 
 

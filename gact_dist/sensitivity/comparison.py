@@ -61,7 +61,7 @@ def compared(
     """
 
     def by_walk(cut: BlockForward) -> Comparison:
-        names = _rounded_by(plan, [record.name for record in cut.firsts.values()])
+        names = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.compressible])
         rounded = Draw(hooks.encoder.of_part(fraction), plan, draw, cut.firsts)
         return Comparison(*RoundedWalk(cut, [None, rounded]).comparison(), names)
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import codec
 from ..distributed import gathered, whole_value
-from ..hooks import Draw, Replaceable, StoredAgain
+from ..hooks import Content, Draw, Replaceable, StoredAgain, decoded
 from ..policies import Moments
 from .autograd_graph import added, float32_parts, values_of
 from .blocks import Between, BlockForward, Exit, Visit
@@ -354,6 +353,6 @@ class _AsItIs:
         """Nothing is known of what was kept."""
 
 
-def _decode(handle: Replaceable, payload: Tensor | codec.Packed) -> None:
+def _decode(handle: Replaceable, payload: Content) -> None:
     if handle.replacement is None:
-        handle.replacement = payload if isinstance(payload, Tensor) else codec.unpack(payload)
+        handle.replacement = decoded(payload)

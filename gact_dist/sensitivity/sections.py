@@ -8,7 +8,7 @@ section is differentiated as a block is, first one first. The numbers are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch_internals import saved_handles
-from ..hooks import Distributed, Replayed, View
+from ..hooks import Distributed, Replayed, View, maker_of
 from .blocks import Exit
 from .parts import Part, closed_to
 
@@ -48,10 +48,11 @@ class Section:
         return Part([edge for edge, _ in self.heads], [edge for edge, _ in self.tails], self.leaves, self.nodes)
 
 
-def divided(part: Part, found: Sequence[Replayed]) -> list[Section]:
+def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] = ()) -> list[Section]:
     """The sections of a part, in the order of the forward; none if it is not to be divided.
 
     found: what its nodes saved; if it is not known of one of these which nodes these are, there is one section.
+    derived: what they saved that steps make from others, with which it shares a section.
     """
     count = min(_MOST, sum(item.record.tensor.nbytes for item in found) // max(1, LEAST_BYTES))
     if count < 2:
@@ -61,7 +62,12 @@ def divided(part: Part, found: Sequence[Replayed]) -> list[Section]:
         return []
     order = _in_forward_order(part)
     sizes = {item.first: item.record.tensor.nbytes for item in found}
-    place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count)
+    together = [
+        {maker_of(item.record.node), *nodes}
+        for item in derived
+        for nodes in [(_readers(part.nodes, [item]) or {}).get(item.first, ())]
+    ]
+    place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
     sections = [Section() for _ in range(count)]
     for node in order:
         sections[place[node]].nodes.append(node)
@@ -101,10 +107,16 @@ def _in_forward_order(part: Part) -> list[Any]:
     return order
 
 
-def _places(order: Sequence[Any], read: Mapping[Any, tuple[int, Sequence[Any]]], count: int) -> dict[Any, int]:
+def _places(
+    order: Sequence[Any],
+    read: Mapping[Any, tuple[int, Sequence[Any]]],
+    count: int,
+    together: Sequence[Set[Any]] = (),
+) -> dict[Any, int]:
     """The number of the section of each node: sections have saved about equal shares of all that is read.
 
-    read: of each saved tensor its bytes and the nodes that read it.
+    read: of each saved tensor its bytes and the nodes that read it. together: nodes that share a section, with what is
+    between them.
     """
     weights: dict[Any, float] = {}
     for nbytes, nodes in read.values():
@@ -115,8 +127,17 @@ def _places(order: Sequence[Any], read: Mapping[Any, tuple[int, Sequence[Any]]],
         weight = weights.get(node, 0.0)
         place[node] = min(count - 1, int((before + weight / 2) * count / total))
         before += weight
+    _join(order, place, together)
     _with_their_readers(order, weights, place)
     return place
+
+
+def _join(order: Sequence[Any], place: dict[Any, int], together: Sequence[Set[Any]]) -> None:
+    index = {node: number for number, node in enumerate(order)}
+    spans = [[index[node] for node in nodes if node in index] for nodes in together]
+    for first, last in sorted((min(span), max(span)) for span in spans if span):
+        for node in order[first + 1 : last + 1]:
+            place[node] = min(place[node], place[order[first]])
 
 
 def _with_their_readers(order: Sequence[Any], weights: Mapping[Any, float], place: dict[Any, int]) -> None:

@@ -127,6 +127,13 @@ def _within(base: Tensor, view: View | None) -> Tensor:
     return base if view is None else base.as_strided(view.size, view.stride, view.offset)
 
 
+def _apart_from(derived: Sequence[Replayed], found: Sequence[Replayed]) -> list[Replayed]:
+    """What is not derived, nor saved of the same tensor (relu's mask): a backward flows through it."""
+    edges = {edge_of(item) for item in derived}
+    firsts = {item.first for item in derived}
+    return [item for item in found if item.first not in firsts and edge_of(item) not in edges]
+
+
 class Walk:
     """The two walks over the blocks of one forward. See [Note: block by block]."""
 
@@ -293,9 +300,11 @@ class Walk:
 
         fallback: gives these tangents where the part's backward cannot be differentiated. cuts: as for _transposed().
         """
+        derived = [item for item in found if item.first in self._forward.derived]
+        found = _apart_from(derived, found)
         self._meet(found)
         divisible = cuts and not self._forward.groups and not self._perturbs
-        sections = divided(part, found) if divisible else []
+        sections = divided(part, found, derived) if divisible else []
         left = list(found)
         try:
             if len(sections) < 2:
@@ -303,6 +312,7 @@ class Walk:
             else:
                 entered = yield from self._in_sections(sections, part, entering, tangents, left)
         except OpaqueError as error:
+            self._hooks.store(item.first.name for item in derived)
             entered = fallback(error)
             yield from self._completed(part, entering, tangents, left, True)
         else:

@@ -1,0 +1,346 @@
+"""What backward can make again from other saved tensors is not stored.
+
+[Note: derived] A linear saves the output of a norm, and the norm its own input; another saves the output of GELU, and
+GELU its input. To store both is to pay twice for one piece of information. So a tensor that a cheap operator made from
+what that operator saved has a recipe in place of a payload: how to make it, and the handles of what it is made of. The
+graph shows these: a node holds, in each saved attribute, what our hook returned. Nothing is derived unless it would be
+rounded, so a job whose tensors are all stored exactly is bitwise the untouched one.
+
+Statistics (mean, reciprocal standard deviation) and relu's mask are those of the forward: what is made is then linear
+in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias of second order.
+
+A recipe holds handles, never nodes or tensors with a graph: a handle that held its own node would never be freed. Small
+vectors of parameters are copied, as sharding may have taken them away when the recipe is used.
+
+The sensitivity of what a tensor is derived from has both paths: a measurement does not cut the graph at a tensor that
+an earlier forward has derived (KnownRoles.derived).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import _fields, codec
+from .._torch_internals import saved_handle
+from .aliases import span
+from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
+
+_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+_VECTOR_FRACTION = 16
+"""a parameter is copied for a recipe if it has at most this part of the elements that are made"""
+_DEEPEST = 4
+"""operators in a row, reshaping ones not counted"""
+_SAVE_NO_OPERAND = ("ToCopyBackward0", "ReluBackward0")
+STARTS = "starts_a_graph"
+"""attribute of nodes that stand for what lies elsewhere"""
+
+
+class Expression:
+    """A function of what handles restore."""
+
+    __slots__ = ("_function", "_operands", "nbytes")
+
+    def __init__(self, function: Callable[..., Tensor], *operands: Any) -> None:
+        self._function, self._operands = function, operands
+        self.nbytes: int = sum(operand.nbytes for operand in operands if isinstance(operand, (Expression, _Copy)))
+
+    def restore(self) -> Tensor:
+        """Its value, in new memory."""
+        return self._function(*(operand.restore() for operand in self._operands))
+
+
+class _Copy:
+    """A small vector that a recipe keeps itself, or None."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self._tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._tensor is None else self._tensor.nbytes
+
+    def restore(self) -> Tensor | None:
+        return self._tensor
+
+
+def maker_of(node: Any) -> Any:
+    """The node that saved what the result of a node is derived from; None if the graph starts in between.
+
+    Of a derived tensor, in a graph that is measured, whose operators may be replaced by others.
+    """
+    for _ in range(_DEEPEST):
+        node = _operator(node)
+        if node is None or hasattr(node, STARTS):
+            return None
+        if node.name() not in _SAVE_NO_OPERAND:
+            return node
+        node = node.next_functions[0][0]
+    return None
+
+
+class _Making(NamedTuple):
+    """What is wanted."""
+
+    numel: int
+    fraction: float
+    """of the elements in a step"""
+
+
+class _NotDerivable(Exception):
+    """Something that an operator needs is not there."""
+
+
+@dataclass
+class DerivedNames:
+    """Of saved tensors."""
+
+    made: set[str] = field(default_factory=set)
+    """that the latest forward made from others"""
+    stored_anyway: set[str] = field(default_factory=set)
+    """that could be, but whose effect through what they are made of is not measured: that lies in another block, or
+    the block is perturbed"""
+
+
+class Derived:
+    """Which saved tensors of a model are made again from others."""
+
+    def __init__(self) -> None:
+        self.names = DerivedNames()
+
+    def recipe(self, name: str, tensor: Tensor, fraction: float) -> Recipe | None:
+        """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of()."""
+        found = None if name in self.names.stored_anyway else recipe_of(tensor, fraction)
+        (self.names.made.discard if found is None else self.names.made.add)(name)
+        return found
+
+    def is_measured(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part."""
+        if name in self.names.made and maker_of(tensor.grad_fn) is None:
+            self.store(name)
+        return name in self.names.made
+
+    def store(self, name: str) -> None:
+        """From now on store a tensor that was derived."""
+        if name not in self.names.made:
+            return
+        self.names.stored_anyway.add(name)
+        self.names.made.discard(name)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What was learnt."""
+        return {name: sorted(found) for name, found in vars(self.names).items()}
+
+    @staticmethod
+    def parse_state(name: str, value: Any) -> DerivedNames:
+        """What state_dict() gave. Raises StateError."""
+        lists = _fields.mapping(_fields.sequence(_fields.text))(name, value)
+        return DerivedNames(*(set(lists.get(item.name, ())) for item in fields(DerivedNames)))
+
+
+def recipe_of(tensor: Tensor, fraction: float = 1.0, record: Recorded | None = None) -> Recipe | None:
+    """How to make a tensor from what the graph holds of others; None where it has to be stored.
+
+    fraction: of the tensor's elements in a step, which are there. record: of a tensor that has no graph any more.
+    """
+    if type(tensor) is not Tensor or not tensor.is_floating_point() or span(tensor) != tensor.numel():
+        return None
+    node: Any = tensor.grad_fn if record is None else _node_of(record)
+    try:
+        return Recipe(_made_by(_operator(node), _Making(tensor.numel(), fraction), 0), tensor)
+    except _NotDerivable:
+        return None
+
+
+def _node_of(record: Recorded) -> Any:
+    """What computed a recorded tensor, in another shape perhaps; None for other views."""
+    tensor, whole = record.tensor, record.origin
+    same = tensor.shape == whole.shape and tensor.stride() == whole.stride()
+    reshaped = tensor.numel() == whole.numel() and tensor.is_contiguous() and whole.is_contiguous()
+    return record.node if same or reshaped else None
+
+
+def _operator(node: Any) -> Any:
+    """The node that computed what a node gives in another shape."""
+    while node is not None and node.name() in _RESHAPES:
+        node = node.next_functions[0][0]
+    return node
+
+
+def _made_by(node: Any, wanted: _Making, depth: int) -> Expression:
+    """What a node computes as its first result."""
+    make = None if node is None or depth == _DEEPEST else _OPERATORS.get(node.name())
+    if make is None:
+        raise _NotDerivable
+    return make(node, wanted, depth)
+
+
+def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
+    """An operand with as many elements as the result: what the node saved, or what made it."""
+    handle = saved_handle(node, slot)
+    if handle is None:
+        return _made_by(_operator(node.next_functions[edge][0]), wanted, depth + 1)
+    if not _is_stored(handle) or _numel(handle) != wanted.numel:
+        raise _NotDerivable
+    return handle
+
+
+def _is_stored(handle: Any) -> bool:
+    return isinstance(handle.base if isinstance(handle, View) else handle, (Stored, Replaceable))
+
+
+def _numel(handle: Any) -> int:
+    return handle.size.numel() if isinstance(handle, View) else handle.numel
+
+
+def _statistic(node: Any, slot: str) -> Any:
+    handle = saved_handle(node, slot)
+    if handle is None or not _is_stored(handle):
+        raise _NotDerivable
+    return handle
+
+
+def _vector(node: Any, slot: str, wanted: _Making) -> Any:
+    """A norm's weight or bias as it was saved; None stands for none."""
+    handle = saved_handle(node, slot)
+    if handle is None or not isinstance(handle, Kept):
+        return _Copy(None) if handle is None else _statistic(node, slot)
+    return _small(handle.vector, wanted)
+
+
+def _bias(node: Any, wanted: _Making) -> _Copy:
+    """The bias of a norm that saved its weight alone; where sharding has taken it away, that cannot be derived."""
+    weight = saved_handle(node, "weight")
+    if weight is None:
+        return _Copy(None)
+    bias: Any = getattr(node.next_functions[2][0], "variable", None)  # None if frozen, or made from other parameters
+    there = type(bias) is nn.Parameter and isinstance(weight, Kept) and bias.shape == weight.tensor.shape
+    if not there or bias.untyped_storage().nbytes() < bias.nbytes:
+        raise _NotDerivable
+    return _small(bias.detach().clone(), wanted)
+
+
+def _small(vector: Tensor | None, wanted: _Making) -> _Copy:
+    if vector is None or vector.numel() * _VECTOR_FRACTION * wanted.fraction > wanted.numel:
+        raise _NotDerivable
+    return _Copy(vector)
+
+
+_Operator = Callable[[Any, _Making, int], Expression]
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In the precision in which norms are computed."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """x: [rows, columns]; mean, rstd: of each row."""
+    rstd = rstd.to(x.dtype).reshape(-1, 1)
+    return torch.addcmul(mean.to(x.dtype).reshape(-1, 1).mul(rstd).neg_(), x, rstd)
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """In place."""
+    if weight is not None:
+        y.mul_(weight)
+    return y if bias is None else y.add_(bias)
+
+
+def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = _standardised(_wide(x).reshape(mean.numel(), -1), mean, rstd)
+        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in (weight, bias)))
+
+    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    return Expression(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
+
+
+def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    batch, channels = node._saved_N, node._saved_C
+
+    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        shape = x.shape
+        y = _standardised(_wide(x).reshape(mean.numel(), -1), mean, rstd).view(batch, channels, -1)
+        return _scaled(y, *(None if vector is None else vector.view(-1, 1) for vector in (weight, bias))).view(shape)
+
+    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    return Expression(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
+
+
+def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    if not node._saved_training:
+        raise _NotDerivable
+
+    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        x = _wide(x)
+        scale = rstd.to(x.dtype) if weight is None else rstd.to(x.dtype) * weight
+        shift = mean.to(x.dtype).mul(scale).neg_()
+        shift = shift if bias is None else shift.add_(bias)
+        form = (-1, *(1,) * (x.dim() - 2))
+        return torch.addcmul(shift.view(form), x, scale.view(form))
+
+    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    return Expression(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
+
+
+def _pointwise(function: Callable[..., Tensor], **constants: str) -> _Operator:
+    """An operator that saves its input. constants: its other arguments, by the node's names for them."""
+
+    def made(node: Any, wanted: _Making, depth: int) -> Expression:
+        values = {name: getattr(node, f"_saved_{slot}") for name, slot in constants.items()}
+        return Expression(lambda x: function(x, **values), _operand(node, "self", 0, wanted, depth))
+
+    return made
+
+
+def _product(node: Any, wanted: _Making, depth: int) -> Expression:
+    """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
+    factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
+    return Expression(torch.mul, *factors)
+
+
+def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
+    handle = saved_handle(node, slot)
+    if isinstance(handle, Kept):
+        return _small(handle.vector, wanted)
+    if handle is not None and _is_stored(handle):
+        return handle
+    return _operand(node, slot, edge, wanted, depth)
+
+
+def _cast(node: Any, wanted: _Making, depth: int) -> Expression:
+    """The recipe knows the type that is asked for in the end, and intermediate ones make little difference."""
+    return _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
+
+
+def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
+    mask = saved_handle(node, "result")
+    payload = mask.payload if isinstance(mask, Stored) else None
+    if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
+        raise _NotDerivable
+    return Expression(torch.mul, _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1), mask)
+
+
+_OPERATORS: dict[str, _Operator] = {
+    "NativeLayerNormBackward0": _layer_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    "NativeBatchNormBackward0": _batch_norm,
+    "GeluBackward0": _pointwise(F.gelu, approximate="approximate"),
+    "SiluBackward0": _pointwise(F.silu),
+    "MishBackward0": _pointwise(F.mish),
+    "SoftplusBackward0": _pointwise(F.softplus, beta="beta", threshold="threshold"),
+    "HardswishBackward0": _pointwise(F.hardswish),
+    "MulBackward0": _product,
+    "ToCopyBackward0": _cast,
+    "ReluBackward0": _relu,
+}

@@ -1,0 +1,80 @@
+"""What backward makes again from other tensors, on two ranks: plans agree, and sharding may take parameters away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import gpt, loss_of
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import gact_dist
+from gact_dist import Config
+
+STEPS = 4
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    policy = ModuleWrapPolicy({type(model.blocks[0])})
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def norms_apart(model: nn.Module) -> nn.Module:
+    """Each norm is a unit of its own: its parameters are gone when the next operator saves its result."""
+    for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
+        fully_shard(norm)
+    return fsdp2(model)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2,
+    "FSDP2, norms apart": norms_apart,
+}
+
+
+def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[float]]:
+    """(plan, operators whose results are derived, losses) of a rank. derive: None for the untouched job."""
+    torch.manual_seed(0)
+    model, batch = gpt()
+    torch.manual_seed(dist.get_rank())
+    batch = tuple(tensor[torch.randperm(len(tensor))] for tensor in batch)
+    model = WRAPPERS[wrapper](model)
+    config = Config(policy="off") if derive is None else Config(bits=6, derive=derive, min_numel=16)
+    gact = gact_dist.attach(model, config=config)
+    loss_fn, optimizer, losses = loss_of(model), torch.optim.SGD(model.parameters(), 0.05), []
+    for _ in range(STEPS):
+        with gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    rows = [] if derive is None else gact.report().rows
+    derived = [row.name.rpartition(":")[2].partition("@")[0] for row in rows if row.codec == "derived"]
+    return gact.plan, sorted(set(derived)), losses
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_tensors_are_derived_on_all_ranks_alike(ranks, wrapper):
+    untouched = ranks(trained, wrapper, None)
+    stored = ranks(trained, wrapper, False)
+    derived = ranks(trained, wrapper, True)
+    assert derived[0][0] == derived[1][0]
+    assert derived[0][1] == derived[1][1] == ["Gelu", "LayerNorm"]
+    assert len(derived[0][0]) < len(stored[0][0])
+    for rank in range(2):
+        first, last = untouched[rank][2][0], untouched[rank][2][-1]
+        assert derived[rank][2] == pytest.approx(untouched[rank][2], abs=0.05 * abs(first - last))
