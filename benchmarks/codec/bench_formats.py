@@ -109,7 +109,7 @@ def saved_tensors(model_name: str, steps: int) -> list[Saved]:
     model, loss_fn, batch = trained(model_name, steps)
     found: list[tuple[Tensor, Tensor]] = []
 
-    def keep(tensor: Tensor, weight: Tensor | None, encoder: Encoder) -> Tensor:
+    def keep(tensor: Tensor, weight: Tensor | None, encoder: Encoder, *_: object) -> Tensor:
         if weight is not None:
             values = tensor.detach().float().clone()
             found.append((values, torch.empty_like(values).copy_(weight.detach())))

@@ -10,9 +10,34 @@ MAX_BITS = 8
 GROUP_SIZES = (64, 128, 256, 512)
 DEFAULT_GROUP_SIZE = 128
 PACK_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Rows whose columns are grouped have a multiple of so many elements: a GPU's warp then has whole words of each plane.
+# Rows whose columns are grouped have a multiple of so many elements: the columns that a vector of 16 Philox counters,
+# each for two columns, or half a warp of a GPU works on.
 COLUMN_MULTIPLE = 32
+# Elements of a row in memory order, where a tensor's own rows do not matter.
+ROW_ELEMENTS = 16
+# Rows of a tile, the least that is whole 32-bit words of codes at every width.
+TILE_ROWS = 32
 MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def fields_of(bits: int) -> list[tuple[int, int]]:
+    """The parts in which a code is stored: (its lowest bit, how many bits), the widest first, powers of two."""
+    fields, start = [], 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            fields.append((start, width))
+            start += width
+    return fields
+
+
+def width_of(columns: int) -> int:
+    """Elements of a row: the columns, or 16 in memory order."""
+    return columns if columns > 1 else ROW_ELEMENTS
+
+
+def word_rows(rows: int, field_bits: int) -> int:
+    """Rows of words that hold a field of ``rows`` rows of codes."""
+    return -(-rows * field_bits // 32)
 
 
 @dataclass(frozen=True)
@@ -20,7 +45,7 @@ class Sections:
     """Where the three sections of a packed buffer begin and how long it is, in bytes."""
 
     groups: int  # each with a scale and an offset
-    plane_sets: int  # each of `group_size` elements in memory order
+    rows: int  # of codes; the last one may be short in memory order
     scale_start_bytes: int
     offset_start_bytes: int
     total_bytes: int
@@ -28,11 +53,13 @@ class Sections:
 
 def sections(numel: int, bits: int, group_size: int, columns: int = 1) -> Sections:
     """Section starts of the buffer that holds ``numel`` elements, in rows of ``columns``, at ``bits`` bits."""
-    plane_sets = (numel + group_size - 1) // group_size
+    width = width_of(columns)
+    rows = -(-numel // width)
+    tiles, rest = divmod(rows, TILE_ROWS)
+    words = (tiles * bits + sum(word_rows(rest, field_bits) for _, field_bits in fields_of(bits))) * width
     groups = (numel // columns + group_size - 1) // group_size * columns
-    scale_start_bytes = plane_sets * (bits * group_size // 8)
-    offset_start_bytes = scale_start_bytes + 2 * groups
-    return Sections(groups, plane_sets, scale_start_bytes, offset_start_bytes, offset_start_bytes + 2 * groups)
+    offset_start_bytes = 4 * words + 2 * groups
+    return Sections(groups, rows, 4 * words, offset_start_bytes, offset_start_bytes + 2 * groups)
 
 
 def check_format(bits: int, group_size: int, dtype: torch.dtype) -> None:

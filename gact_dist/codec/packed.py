@@ -116,7 +116,8 @@ def _flat_values(data: Tensor, layout: Layout) -> Tensor:
 
 def metadata_bits(group_size: int) -> float:
     """Bits of scale and offset for an element, where groups are full."""
-    return 8.0 * sections(group_size, 1, group_size).total_bytes / group_size - 1.0
+    numel = max(GROUP_SIZES)  # whole tiles and whole groups of every size
+    return 8.0 * sections(numel, MIN_BITS, group_size).total_bytes / numel - MIN_BITS
 
 
 def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:

@@ -1,32 +1,24 @@
-"""Philox4x32-10 (Salmon et al., SC 2011), and the 16 random bits of each element, in plain PyTorch on any device."""
+"""Philox4x32-10 (Salmon et al., SC 2011), and the eight random bits of each element, in plain PyTorch on any device."""
 
 import torch
 from torch import Tensor
 
-PHILOX_BLOCK = 256  # elements that share 16 counters
+PHILOX_ROWS = 8  # of a pair of columns, whose 16 elements share a counter
 _WORD = 0xFFFFFFFF
 
 
-def philox(counters: Tensor, seed: int) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011) with key ``seed`` and counter (low32, high32, 0, 0).
+def philox(counter: list[Tensor], seed: int) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011) of four counter words, with the two halves of ``seed`` as its key.
 
     Args:
-        counters: int64 tensor of any shape.
+        counter: four int64 tensors that broadcast together, values 0..2^32-1.
         seed: 64-bit integer; its two's complement halves are the key words.
 
     Returns:
-        Four int64 tensors of that shape with values in 0..2^32-1.
+        Four int64 tensors with values 0..2^32-1.
     """
-    zeros = torch.zeros_like(counters)
-    return philox_words(
-        [counters & _WORD, (counters >> 32) & _WORD, zeros, zeros], (seed & _WORD, (seed >> 32) & _WORD)
-    )
-
-
-def philox_words(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox4x32-10 of four counter words (int64 tensors, values below 2^32) under two key words."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):
         # int64 products wrap modulo 2^64; their 32-bit halves are still correct.
         p0 = c0 * 0xD2511F53
@@ -36,13 +28,17 @@ def philox_words(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def random16(first_element: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """The random numbers 0..65535 of elements first_element .. first_element + count - 1, int32 [count]."""
-    first_block = first_element // PHILOX_BLOCK
-    blocks = (first_element + count + PHILOX_BLOCK - 1) // PHILOX_BLOCK - first_block
-    counters = torch.arange(blocks * 16, device=device, dtype=torch.int64) + first_block * 16
-    words = [word.view(blocks, 16) for word in philox(counters, seed)]
-    # Four elements share a word; the 16 bits of each begin at a different byte of it.
-    parts = [((word >> shift) | (word << (32 - shift))) & 0xFFFF for word in words for shift in (0, 8, 16, 24)]
-    start = first_element - first_block * PHILOX_BLOCK
-    return torch.stack(parts, dim=1).reshape(-1)[start : start + count].to(torch.int32)
+def random_bytes(first_row: int, rows: int, width: int, seed: int, device: torch.device) -> Tensor:
+    """The random numbers 0..255 of rows first_row .. first_row + rows - 1 of ``width`` elements, int32 [rows, width].
+
+    The counter (column / 2, row / 8 modulo 2^32, 0, row / 8 / 2^32) makes the bytes of 8 rows of two columns: those of
+    rows 4 q .. 4 q + 3 of its column number k are the bytes of output word 2 q + k. ``first_row`` is a multiple of 8.
+    """
+    blocks = torch.arange(-(-rows // PHILOX_ROWS), device=device, dtype=torch.int64) + first_row // PHILOX_ROWS
+    blocks = blocks.unsqueeze(1)
+    pairs = torch.arange(width // 2, device=device, dtype=torch.int64)
+    words = philox([pairs & _WORD, blocks & _WORD, torch.zeros_like(pairs), blocks >> 32], seed)
+    halves = torch.stack(words, -1).view(len(blocks), len(pairs), 2, 1, 2)  # block, pair, half of the rows, -, column
+    shifts = torch.arange(0, 32, 8, device=device).view(4, 1)
+    in_rows = ((halves >> shifts) & 0xFF).permute(0, 2, 3, 1, 4)  # block, half, row of it, pair, column
+    return in_rows.reshape(-1, width)[:rows].to(torch.int32)

@@ -1,7 +1,8 @@
 """Every operator of gact_dist in plain PyTorch, on any device: the definition of the stored bytes.
 
 The native kernels in csrc/ must give the same bytes and the same decoded bits as this file. All arithmetic is IEEE
-float32 without contraction, written one operation at a time. docs/codec.md describes the format in words.
+float32, one rounding for each operation; the one fused multiply-add is written as a product in float64, which is exact.
+docs/codec.md describes the format in words.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from .format import (
     MAX_BITS,
     MIN_BITS,
+    TILE_ROWS,
     Sections,
     check_buffer,
     check_columns,
@@ -20,16 +22,21 @@ from .format import (
     check_mask_dtype,
     check_out,
     check_weight,
+    fields_of,
     sections,
+    width_of,
+    word_rows,
 )
-from .philox import random16
+from .philox import random_bytes
 
 # Elements processed at once: about 40 bytes of temporaries each, so under 64 MiB.
 _CHUNK_ELEMENTS = 1 << 20
 # Of stored scales, as int16: the sign, and a NaN with it.
 _SPECIAL_FLAG = -0x8000
 _DEAD_SCALE = -0x0040
-# 65536 / scale has to stay finite in float32, which holds down to this scale.
+# What a step is divided into before it is rounded to one.
+_UNITS = 256
+# The smallest scale: its parts and their reciprocals are normal numbers.
 MIN_SCALE = 2.0**-111
 # The distance between two stored scales as float32 bits: a bfloat16 without its lowest bit, which marks dithered groups
 # (in special groups with 1 bit, those whose code 1 is +inf).
@@ -54,11 +61,15 @@ def floor_offset(low: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     """
     if dtype != torch.float32:
         return low.to(dtype).view(torch.int16), low
-    inverse = torch.where(scale > 0, torch.full_like(scale, 65536.0) / scale, 0.0)
-    nearest = (low * inverse * 2.0**-18).to(torch.float16).view(torch.int16)
+    nearest = (low * _inverse(scale) * 2.0**-10).to(torch.float16).view(torch.int16)
     below = torch.where(nearest > 0, nearest - 1, torch.where(nearest == 0, _HALF_BELOW_ZERO, nearest + 1))
     stored = torch.where(offset_value(nearest, scale, dtype) > low, below.to(torch.int16), nearest)
     return stored, offset_value(stored, scale, dtype)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Units of 1/256 step to 1."""
+    return torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
 
 
 def offset_value(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,10 +212,10 @@ def describe_groups(x: Tensor, bits: int, group_size: int, columns: int) -> Grou
 
 
 def scaled_values(groups: Groups) -> Tensor:
-    """(value - offset) / scale in units of 2^-16, rounded to even and clamped: int32 [G, group_size]."""
-    inverse = torch.where(groups.scale > 0, torch.full_like(groups.scale, 65536.0) / groups.scale, 0.0)
-    steps = torch.round((groups.values - groups.offset) * inverse).clamp(min=0.0)
-    return torch.minimum(steps, groups.levels * 65536.0).nan_to_num(0.0).to(torch.int32)
+    """(value - offset) / scale in units of 1/256, rounded to even and clamped: int32 [G, group_size]."""
+    distance = (groups.values - groups.offset).double()
+    units = torch.round(distance * _inverse(groups.scale).double()).clamp(min=0.0)
+    return torch.minimum(units, groups.levels.double() * _UNITS).nan_to_num(0.0).to(torch.int32)
 
 
 def dithered(groups: Groups, scaled: Tensor) -> Tensor:
@@ -214,30 +225,27 @@ def dithered(groups: Groups, scaled: Tensor) -> Tensor:
     the fraction (Schuchman 1964). The mean of |f - 1/2| tells which is better. It is 1/4 where fractions are spread
     evenly and 1/2 where they are zero; at 3/8, with half of each, both have the same variance.
     """
-    edges = (((scaled >> 8) & 0xFF) - 128).abs().where(groups.valid, 0)
+    edges = ((scaled & 0xFF) - 128).abs().where(groups.valid, 0)
     return groups.may_dither & (edges.sum(1, True) < 96 * groups.valid.sum(1, True))
 
 
 def pack_groups(
     x: Tensor, bits: int, group_size: int, seed: int, first_element: int, columns: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack whole groups, the elements of a tensor from number ``first_element`` on.
+    """Pack whole groups in whole tiles, the elements of a tensor from number ``first_element`` on.
 
     Returns:
-        planes uint8 [S, bits, group_size / 8] for S sets of ``group_size`` elements in memory order, scale int16 [G] (a
-        bfloat16 and its flags), offset int16 [G].
+        words int32 [n] of codes, scale int16 [G] (a bfloat16 and its flags), offset int16 [G].
     """
     groups = describe_groups(x, bits, group_size, columns)
-    noise = to_groups(random16(first_element, x.numel(), seed, x.device), group_size, columns, 0)
+    noise = _noise_of_groups(first_element, x.numel(), group_size, seed, columns, x.device)
     scaled = scaled_values(groups)
-    codes = (scaled + noise) >> 16
+    codes = (scaled + noise) >> 8
     # The two highest codes of a group with infinities mean -inf and +inf; with one bit, code 1 is the only one left.
     plus_code = 2**bits - 1
     minus_code = max(plus_code - 1, 1)
     codes = codes.masked_fill(groups.infinite > 0, plus_code).masked_fill(groups.infinite < 0, minus_code)
     codes = codes.masked_fill(groups.dead | ~groups.valid, 0)
-    plane_sets = (x.numel() + group_size - 1) // group_size
-    flat = from_groups(codes, columns)[: plane_sets * group_size]
 
     scale = (groups.scale.view(torch.int32) >> 16).to(torch.int16)
     scale = scale.where(~groups.special, scale | _SPECIAL_FLAG)
@@ -245,8 +253,17 @@ def pack_groups(
     if bits == 1:
         lowest = lowest | (groups.infinite > 0).any(1, True)
     scale = scale.where(~lowest, scale | 1).masked_fill(groups.dead, _DEAD_SCALE)
-    planes = _planes_of(flat.view(plane_sets, group_size), bits)
-    return planes, scale.view(-1), groups.stored_offset.masked_fill(groups.dead, 0).view(-1)
+    words = words_of(from_groups(codes, columns)[: x.numel()], bits, width_of(columns))
+    return words, scale.view(-1), groups.stored_offset.masked_fill(groups.dead, 0).view(-1)
+
+
+def _noise_of_groups(
+    first_element: int, numel: int, group_size: int, seed: int, columns: int, device: torch.device
+) -> Tensor:
+    """The random numbers 0..255 of elements, int32 [G, group_size]."""
+    width = width_of(columns)
+    noise = random_bytes(first_element // width, -(-numel // width), width, seed, device)
+    return to_groups(noise.view(-1)[:numel], group_size, columns, 0)
 
 
 def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,8 +271,44 @@ def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).masked_fill(values.isnan(), torch.nan)
 
 
-def _planes_of(codes: Tensor, bits: int) -> Tensor:
-    return torch.stack([_bytes_of((codes >> plane) & 1) for plane in range(bits)], dim=1)
+# ---- codes as words
+
+
+def _shifts(field_bits: int, device: torch.device) -> Tensor:
+    """Where the rows of a word have their field: row r of 32 / p at bit 8 * (r % 4) + p * (r / 4), int32 [32 / p, 1]."""
+    row = torch.arange(32 // field_bits, device=device, dtype=torch.int32).unsqueeze(1)
+    return (row % 4) * 8 + (row // 4) * field_bits
+
+
+def words_of(codes: Tensor, bits: int, width: int) -> Tensor:
+    """int32 codes [N] in rows of ``width`` to int32 words [n], tile by tile, in each its fields, in each rows of words."""
+    rows = -(-codes.numel() // width)
+    missing = -(-rows // TILE_ROWS) * TILE_ROWS * width - codes.numel()
+    tiles = torch.cat([codes, codes.new_zeros(missing)]).view(-1, TILE_ROWS, width)
+    fields = []
+    for start, field_bits in fields_of(bits):
+        parts = ((tiles >> start) & (2**field_bits - 1)).view(len(tiles), field_bits, -1, width)
+        fields.append((parts << _shifts(field_bits, codes.device)).sum(2).to(torch.int32))
+    full = rows // TILE_ROWS
+    rest = [field[full:, : word_rows(rows % TILE_ROWS, field.shape[1])].reshape(-1) for field in fields]
+    return torch.cat([torch.cat([field[:full] for field in fields], 1).view(-1), *rest])
+
+
+def codes_of(words: Tensor, bits: int, numel: int, width: int) -> Tensor:
+    """The inverse of ``words_of``: int32 codes [numel]."""
+    full, rest = divmod(-(-numel // width), TILE_ROWS)
+    whole = words[: full * bits * width].view(full, bits, width)
+    last = words[full * bits * width :].view(-1, width)
+    codes = words.new_zeros(-(-(full * TILE_ROWS + rest) // TILE_ROWS), TILE_ROWS, width)
+    first_row = 0
+    for start, field_bits in fields_of(bits):
+        rows_of_last = word_rows(rest, field_bits)
+        field = torch.cat([whole[:, start : start + field_bits].reshape(-1, width), last[first_row:][:rows_of_last]])
+        parts = (field.unsqueeze(1) >> _shifts(field_bits, words.device)) & (2**field_bits - 1)
+        in_rows = parts.view(-1, width)[: codes.shape[0] * TILE_ROWS]
+        codes.view(-1, width)[: len(in_rows)] |= in_rows << start
+        first_row += rows_of_last
+    return codes.view(-1)[:numel]
 
 
 def _bytes_of(ones: Tensor) -> Tensor:
@@ -273,12 +326,22 @@ def _bits_of_bytes(packed: Tensor) -> Tensor:
 # ---- the operators
 
 
-def _chunks(numel: int, group_size: int, columns: int) -> list[tuple[slice, slice]]:
-    """Slices of whole groups that are processed at once: of elements, and of groups or plane sets."""
-    block = group_size * columns
+@dataclass(frozen=True)
+class _Chunk:
+    """Whole groups in whole tiles that are processed at once: slices of the elements, the words and the groups."""
+
+    elements: slice
+    words: slice
+    groups: slice
+
+
+def _chunks(numel: int, bits: int, group_size: int, columns: int) -> list[_Chunk]:
+    width = width_of(columns)
+    block = max(group_size * columns, TILE_ROWS * width)
     step = max(_CHUNK_ELEMENTS // block, 1) * block
-    starts = range(0, numel, step)
-    return [(slice(i, i + step), slice(i // group_size, (i + step) // group_size)) for i in starts]
+    tiles = step // (TILE_ROWS * width)
+    parts = (step, tiles * bits * width, step // group_size)
+    return [_Chunk(*(slice(i * part, (i + 1) * part) for part in parts)) for i in range(-(-numel // step))]
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
@@ -301,17 +364,18 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, colu
     check_columns(x.numel(), columns)
     where = sections(x.numel(), bits, group_size, columns)
     check_buffer(out, where.total_bytes)
-    planes, scale, offset = _split(out, where, bits, group_size)
-    for elements, groups in _chunks(x.numel(), group_size, columns):
-        parts = pack_groups(x[elements], bits, group_size, seed, elements.start, columns)
-        planes[groups], scale[groups], offset[groups] = parts
+    words, scale, offset = _split(out, where)
+    for chunk in _chunks(x.numel(), bits, group_size, columns):
+        parts = pack_groups(x[chunk.elements], bits, group_size, seed, chunk.elements.start, columns)
+        words[chunk.words], scale[chunk.groups], offset[chunk.groups] = parts
 
 
-def _split(buffer: Tensor, where: Sections, bits: int, group_size: int) -> tuple[Tensor, ...]:
-    planes = buffer[: where.scale_start_bytes].view(where.plane_sets, bits, group_size // 8)
+def _split(buffer: Tensor, where: Sections) -> tuple[Tensor, Tensor, Tensor]:
+    """(words int32, scale int16 [G], offset int16 [G]) of a buffer."""
+    words = buffer[: where.scale_start_bytes].view(torch.int32)
     scale = buffer[where.scale_start_bytes : where.offset_start_bytes].view(torch.int16)
     offset = buffer[where.offset_start_bytes :].view(torch.int16)
-    return planes, scale, offset
+    return words, scale, offset
 
 
 def unpack(
@@ -339,35 +403,39 @@ def unpack_out(
     where = sections(numel, bits, group_size, columns)
     check_buffer(buffer, where.total_bytes)
     check_out(out, numel, dtype)
-    planes, scale, offset = _split(buffer, where, bits, group_size)
-    for elements, groups in _chunks(numel, group_size, columns):
-        parts = (planes[groups], scale[groups], offset[groups])
-        piece = out[elements]
-        piece.copy_(unpack_groups(*parts, bits, seed, elements.start, dtype, columns)[: piece.numel()])
+    words, scale, offset = _split(buffer, where)
+    for chunk in _chunks(numel, bits, group_size, columns):
+        parts = (words[chunk.words], scale[chunk.groups], offset[chunk.groups])
+        piece = out[chunk.elements]
+        piece.copy_(unpack_groups(*parts, bits, group_size, seed, chunk.elements.start, piece.numel(), dtype, columns))
 
 
 def unpack_groups(
-    planes: Tensor,
+    words: Tensor,
     scale: Tensor,
     offset: Tensor,
     bits: int,
+    group_size: int,
     seed: int,
     first_element: int,
+    numel: int,
     dtype: torch.dtype,
     columns: int = 1,
 ) -> Tensor:
-    """Inverse of ``pack_groups``: flat values of ``dtype``, of whole groups."""
-    group_size = 8 * planes.shape[2]
-    codes = _bits_of_bytes(planes[:, 0])
-    for plane in range(1, bits):
-        codes = codes | (_bits_of_bytes(planes[:, plane]) << plane)
-    codes = to_groups(codes.view(-1), group_size, columns, 0)
+    """Inverse of ``pack_groups``: flat values [numel] of ``dtype``."""
+    codes = to_groups(codes_of(words, bits, numel, width_of(columns)), group_size, columns, 0)
     stored = scale.unsqueeze(1)
     special, lowest = stored < 0, (stored & 1) != 0
     step = (stored & 0x7FFE).view(torch.bfloat16).float()
     low = offset_value(offset.unsqueeze(1), step, dtype)
-    # code * step is exact in float32: 8 bits times 7 bits.
-    values = low + codes.to(torch.float32) * step
+    # Dithered: code + 1/2 - noise steps, counted in units of 1/256 from half a step below the offset. The products are
+    # exact in float32, of 16 bits and 7, so a fused multiply-add gives the same bits.
+    noise = _noise_of_groups(first_element, numel, group_size, seed, columns, codes.device)
+    unit = step / _UNITS
+    subtracted = lowest & ~special
+    base = low.where(~subtracted, low - unit * 127.5)
+    units = (codes * _UNITS + (255 - noise).where(subtracted, 0)).to(torch.float32)
+    values = base + units * unit
     top = 2**bits - 1
     if bits == 1:
         infinity = torch.where(lowest, torch.inf, -torch.inf)
@@ -375,13 +443,7 @@ def unpack_groups(
     else:
         values = torch.where(special & (codes == top - 1), -torch.inf, values)
         values = torch.where(special & (codes == top), torch.inf, values)
-    # Dithered: code + 1/2 - noise steps, counted in units of 2^-16 from half a step below the offset.
-    noise = to_groups(random16(first_element, codes.numel(), seed, codes.device), group_size, columns, 0)
-    unit = step * 2.0**-16
-    base = low - unit * 32767.5
-    units = ((codes << 16) + 65535 - noise).to(torch.float32)
-    values = torch.where(lowest & ~special, base + units * unit, values)
-    return _round_to(from_groups(values, columns), dtype)
+    return _round_to(from_groups(values, columns)[:numel], dtype)
 
 
 def pack_mask(x: Tensor) -> Tensor:
@@ -426,8 +488,8 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int =
     check_weight(weight, x)
     check_columns(x.numel(), columns)
     totals = torch.zeros(MAX_BITS, dtype=torch.float64, device=x.device)
-    for elements, _ in _chunks(x.numel(), group_size, columns):
-        totals += _variance_of_groups(x[elements], weight[elements], group_size, columns)
+    for chunk in _chunks(x.numel(), MIN_BITS, group_size, columns):
+        totals += _variance_of_groups(x[chunk.elements], weight[chunk.elements], group_size, columns)
     return totals
 
 
@@ -437,7 +499,7 @@ def _variance_of_groups(x: Tensor, weight: Tensor, group_size: int, columns: int
     for bits in range(MIN_BITS, MAX_BITS + 1):
         groups = describe_groups(x, bits, group_size, columns)
         scaled = scaled_values(groups)
-        fraction = (scaled & 0xFFFF).double() / 65536
+        fraction = (scaled & 0xFF).double() / _UNITS
         variance = torch.where(dithered(groups, scaled), 1 / 12, fraction * (1 - fraction))
         per_group = (weights * variance).sum(1, True) * groups.scale.double() ** 2
         worst = torch.where((weights != 0).any(1, True), torch.inf, 0.0).double()
