@@ -1,19 +1,21 @@
 // The per-group arithmetic of the codec, valid as C++17 and as CUDA (also under NVRTC, without standard headers).
 // gact_dist/codec/reference.py defines the same in PyTorch; both give the same bits. Everything here is float32, one
-// IEEE operation at a time: compile with -ffp-contract=off (C++) or -fmad=false (CUDA), never with fast-math.
+// IEEE operation at a time, and fused() where it says so: compile with -ffp-contract=off (C++) or -fmad=false (CUDA),
+// never with fast-math.
 #pragma once
 
 #include "common/numbers.h"
 
 namespace gact {
 
-constexpr float kMinScale = 3.851859888774472e-34f;  // 2^-111: 65536 / scale stays finite
+constexpr float kMinScale = 3.851859888774472e-34f;  // 2^-111: its parts and their reciprocals are normal numbers
 constexpr u16 kSpecialFlag = 0x8000u;  // sign of a stored scale: the group holds values that are not finite
 constexpr u16 kDeadScale = 0xFFC0u;    // stored scale, a NaN, of a group that decodes to NaN
 constexpr u16 kDitherFlag = 1u;        // lowest bit of a stored scale: the noise is subtracted again when decoding
 constexpr u16 kPlusFlag = 1u;          // the same bit of a special group with 1 bit: code 1 is +inf, otherwise -inf
-constexpr float kDitherUnit = 1.52587890625e-5f;  // 2^-16: the part of a step in which noise is counted
-constexpr u32 kScaleStep = 0x20000u;              // between neighbouring scales, as the lowest bit is a flag
+constexpr float kUnit = 0.00390625f;   // 2^-8: the part of a step to which values are rounded, and noise is counted in
+constexpr float kMagic = 8388608.0f;   // 2^23, to which an integer below 2^23 can be added exactly: its lowest bits
+constexpr u32 kScaleStep = 0x20000u;   // between neighbouring scales, as the lowest bit is a flag
 
 // ---- one group
 
@@ -27,13 +29,13 @@ struct Extent {
 struct Grid {
   float offset;       // at most the smallest element; never -0.0
   float scale;        // step between codes, not negative
-  float inverse;      // 65536 / scale, or 0
+  float inverse;      // 256 / scale, or 0
   u32 stored_offset;  // the 16 bits of what is stored for the offset
 };
 
 struct Group {
   Grid grid;
-  i32 limit;         // highest finite code times 65536
+  i32 limit;         // highest finite code times 256
   u16 stored_scale;  // bfloat16 bits; the sign marks a special group
   bool special;      // holds NaN or infinities, or its range overflows
   bool dead;         // decodes to NaN
@@ -88,13 +90,13 @@ template <class T>
 GACT_FN Grid grid_at(float scale, float low, T) {
   T offset;
   from_float(low, &offset);
-  return Grid{low, scale, scale > 0.0f ? 65536.0f / scale : 0.0f, offset.bits};
+  return Grid{low, scale, scale > 0.0f ? 256.0f / scale : 0.0f, offset.bits};
 }
 
 // The largest offset that can be stored and is not above `low`.
 GACT_FN Grid grid_at(float scale, float low, float type) {
-  const float inverse = scale > 0.0f ? 65536.0f / scale : 0.0f;
-  const u32 nearest = nearest_half(low * inverse * 3.814697265625e-06f);  // 2^-18
+  const float inverse = scale > 0.0f ? 256.0f / scale : 0.0f;
+  const u32 nearest = nearest_half(low * inverse * 0.0009765625f);  // 2^-10
   const u32 stored = offset_value(nearest, scale, type) > low ? half_below(nearest) : nearest;
   return Grid{offset_value(stored, scale, type), scale, inverse, stored};
 }
@@ -219,7 +221,7 @@ GACT_FN Group describe(const Extent& extent, int bits, T type) {
   float levels = static_cast<float>((1 << bits) - 1 - (infinite ? (bits > 1 ? 2 : 1) : 0));
   Group group;
   group.grid = storable_grid(finest_grid(low, extent.high, levels, type), low, &levels, type);
-  group.limit = static_cast<i32>(levels) << 16;
+  group.limit = static_cast<i32>(levels) << 8;
   group.stored_scale = static_cast<u16>(bits_of(group.grid.scale) >> 16);
   group.special = infinite;
   group.dead = false;
@@ -229,16 +231,15 @@ GACT_FN Group describe(const Extent& extent, int bits, T type) {
   return group;
 }
 
-// (value - offset) / scale in units of 2^-16, to nearest even, clamped; 0 for NaN. Clamped before it is converted, as
-// the conversion of what no integer holds is undefined; the limit is below 2^24, so a float holds it.
+// (value - offset) / scale in units of 1/256, to nearest even, clamped; 0 for NaN. Only rare groups need the clamps.
 GACT_FN i32 scaled_value(float value, float offset, float inverse, i32 limit) {
-  const float steps = (value - offset) * inverse;
-  const float raised = steps > 0.0f ? steps : 0.0f;
-  const float most = static_cast<float>(limit);
-  return round_to_int(raised < most ? raised : most);
+  const float sum = fused(value - offset, inverse, kMagic);
+  const float raised = sum > kMagic ? sum : kMagic;
+  const float most = kMagic + static_cast<float>(limit);
+  return static_cast<i32>(bits_of(raised < most ? raised : most) & 0xFFFFu);
 }
 
-// The code of one element; `scaled` receives what was rounded, in units of 2^-16 steps.
+// The code of one element; `scaled` receives what was rounded, in units of 1/256 step.
 GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise, i32* scaled) {
   *scaled = 0;
   if (group.special) {
@@ -249,12 +250,12 @@ GACT_FN u32 code_of(float value, const Group& group, int bits, u32 noise, i32* s
     }
   }
   *scaled = scaled_value(value, group.grid.offset, group.grid.inverse, group.limit);
-  return (static_cast<u32>(*scaled) + noise) >> 16;
+  return (static_cast<u32>(*scaled) + noise) >> 8;
 }
 
-// The distance of the fraction to be rounded from 1/2, in units of 2^-8: its eight highest bits are compared.
+// The distance of the fraction to be rounded from 1/2, in units of 1/256.
 GACT_FN u32 edge_of(i32 scaled) {
-  const i32 from_half = ((scaled >> 8) & 0xFF) - 128;
+  const i32 from_half = (scaled & 0xFF) - 128;
   return static_cast<u32>(from_half < 0 ? -from_half : from_half);
 }
 
@@ -263,9 +264,8 @@ GACT_FN u32 edge_of(i32 scaled) {
 // exact for them. Half and half, the two have the same variance.
 GACT_FN bool dither_pays(u32 sum_of_edges, int count) { return sum_of_edges < 96u * static_cast<u32>(count); }
 
-// The lowest value that a group with subtracted noise decodes to: (65536 - 1) / 2 units of 2^-16 steps below its
-// offset.
-GACT_FN float dithered_base(float offset, float unit) { return offset - 32767.5f * unit; }
+// The lowest value that a group with subtracted noise decodes to: (256 - 1) / 2 units below its offset.
+GACT_FN float dithered_base(float offset, float unit) { return offset - 127.5f * unit; }
 
 // The step of a stored scale without its flags.
 GACT_FN float step_of(u16 stored_scale) { return float_of(static_cast<u32>(stored_scale & 0x7FFEu) << 16); }
@@ -280,11 +280,32 @@ GACT_FN float decode(u32 code, u16 stored_scale, float offset, int bits, u32 noi
     if (bits > 1 && code == plus_code) return infinity;
     if (bits > 1 && code + 1u == plus_code) return -infinity;
   } else if (stored_scale & kDitherFlag) {
-    const float unit = scale * kDitherUnit;
-    const float units = static_cast<float>((code << 16) | (65535u - noise));
-    return dithered_base(offset, unit) + units * unit;
+    const float unit = scale * kUnit;
+    return fused(static_cast<float>((code << 8) | (255u - noise)), unit, dithered_base(offset, unit));
   }
-  return offset + static_cast<float>(code) * scale;
+  return fused(static_cast<float>(code), scale, offset);
 }
+
+// ---- codes as words: see docs/codec.md
+
+constexpr int kTileRows = 32;
+constexpr int kRowElements = 16;  // of a row in memory order
+
+// A code of `bits` bits has a field of 8, 4, 2 or 1 bits where `bits` has that bit set. It holds the bits of the code
+// from this one on, and begins with so many rows of words in a whole tile.
+GACT_FN constexpr int field_start(int bits, int field) { return bits & ~(2 * field - 1); }
+
+// Rows of words that hold a field of `rows` rows.
+GACT_FN constexpr int word_rows(int rows, int field) { return (rows * field + 31) / 32; }
+
+// The row of words in which the field begins in a tile of `rows` rows.
+GACT_FN constexpr int first_word_row(int bits, int field, int rows) {
+  int first = 0;
+  for (int wider = 8; wider > field; wider /= 2) first += bits & wider ? word_rows(rows, wider) : 0;
+  return first;
+}
+
+// Where in a word the field of a row of its tile begins.
+GACT_FN constexpr int field_shift(int row, int field) { return 8 * (row % 4) + field * (row / 4 % (8 / field)); }
 
 }  // namespace gact

@@ -52,13 +52,12 @@ GACT_FN float float_of(u32 bits) {
 #endif
 }
 
-GACT_FN i32 round_to_int(float value) {
+// a * b + c, rounded once.
+GACT_FN float fused(float a, float b, float c) {
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-  return __float2int_rn(value);
-#elif defined(__SSE4_1__)
-  return static_cast<i32>(rintf(value));  // two instructions, which compilers vectorise
+  return __fmaf_rn(a, b, c);
 #else
-  return static_cast<i32>(lrintf(value));
+  return std::fma(a, b, c);
 #endif
 }
 
@@ -141,41 +140,60 @@ struct Largest<Bfloat> {
 
 // ---- random numbers: Philox4x32-10 (Salmon et al., SC 2011)
 
-constexpr i32 kPhiloxBlock = 256;  // elements that share 16 counters
+constexpr int kPhiloxRounds = 10;
 constexpr u32 kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
 constexpr u32 kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;
+constexpr int kPhiloxRows = 8;  // of two adjacent columns, whose 16 bytes of noise are one output
 
-// words[0..3] holds the counter on entry and the output on return.
-GACT_FN void philox(u32 words[4], u32 key0, u32 key1) {
-  for (int round = 0; round < 10; ++round) {
+// The key words of a round.
+GACT_FN u32 first_key(u64 seed, int round) { return static_cast<u32>(seed) + static_cast<u32>(round) * kPhiloxW0; }
+
+GACT_FN u32 second_key(u64 seed, int round) {
+  return static_cast<u32>(seed >> 32) + static_cast<u32>(round) * kPhiloxW1;
+}
+
+GACT_FN u32 low_half(u64 product) { return static_cast<u32>(product); }
+
+GACT_FN u32 high_half(u64 product) { return static_cast<u32>(product >> 32); }
+
+// What the first rounds make of a pair of columns, whatever the rows: see docs/codec.md. The counter of rows 8 B ..
+// 8 B + 7 of columns 2 pair and 2 pair + 1 is (pair, B modulo 2^32, 0, B / 2^32).
+struct PhiloxPair {
+  u32 second_of_key, first_of_state, high, low;  // a, b, e and d in docs/codec.md
+};
+
+// `blocks_high` is B / 2^32.
+GACT_FN PhiloxPair philox_pair(u32 pair, u32 blocks_high, u64 seed) {
+  const u64 first = wide_product(kPhiloxM0, pair);
+  const u64 second = wide_product(kPhiloxM1, high_half(first) ^ blocks_high ^ second_key(seed, 0));
+  const u64 third = wide_product(kPhiloxM0, high_half(second) ^ first_key(seed, 1));
+  return PhiloxPair{low_half(first) ^ second_key(seed, 1), low_half(second) ^ first_key(seed, 2),
+                    high_half(third) ^ second_key(seed, 2), low_half(third)};
+}
+
+// What the first rounds make of the rows, whatever the columns; `block` is B modulo 2^32.
+GACT_FN u64 philox_block(u32 block, u64 seed) { return wide_product(kPhiloxM0, block ^ first_key(seed, 0)); }
+
+// The four output words.
+GACT_FN void philox(const PhiloxPair& pair, u64 block_product, u64 seed, u32 words[4]) {
+  const u64 product = wide_product(kPhiloxM1, high_half(block_product) ^ pair.second_of_key);
+  words[0] = high_half(product) ^ pair.first_of_state;
+  words[1] = low_half(product);
+  words[2] = pair.high ^ low_half(block_product);
+  words[3] = pair.low;
+  for (int round = 3; round < kPhiloxRounds; ++round) {
     const u64 product0 = wide_product(kPhiloxM0, words[0]);
     const u64 product1 = wide_product(kPhiloxM1, words[2]);
-    words[0] = static_cast<u32>(product1 >> 32) ^ words[1] ^ key0;
-    words[1] = static_cast<u32>(product1);
-    words[2] = static_cast<u32>(product0 >> 32) ^ words[3] ^ key1;
-    words[3] = static_cast<u32>(product0);
-    key0 += kPhiloxW0;
-    key1 += kPhiloxW1;
+    words[0] = high_half(product1) ^ words[1] ^ first_key(seed, round);
+    words[1] = low_half(product1);
+    words[2] = high_half(product0) ^ words[3] ^ second_key(seed, round);
+    words[3] = low_half(product0);
   }
 }
 
-// The 16 random bits of one element, out of the words of its counter block * 16 + (element & 15): two neighbouring
-// bytes of the word that it shares with three others, each of which begins at another byte.
-GACT_FN u32 random16(const u32 words[4], u32 element) {
-  const u32 vector = (element >> 4) & 15u;
-  const u32 word = words[vector >> 2];
-  const u32 shift = 8u * (vector & 3u);
-  return ((word >> shift) | (word << ((32u - shift) & 31u))) & 0xFFFFu;
+// The eight random bits of the element in this row and column, out of the words of its counter.
+GACT_FN u32 noise_of(const u32 words[4], u32 row, u32 column) {
+  return (words[2u * (row / 4u % 2u) + column % 2u] >> (8u * (row % 4u))) & 0xFFu;
 }
-
-GACT_FN void philox_at(u64 counter, u64 seed, u32 words[4]) {
-  words[0] = static_cast<u32>(counter);
-  words[1] = static_cast<u32>(counter >> 32);
-  words[2] = 0u;
-  words[3] = 0u;
-  philox(words, static_cast<u32>(seed), static_cast<u32>(seed >> 32));
-}
-
-GACT_FN void philox_of_lane(u64 block, u32 lane, u64 seed, u32 words[4]) { philox_at(block * 16u + lane, seed, words); }
 
 }  // namespace gact
