@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 
 # TORCH_TARGET_VERSION for 2.11, see torch/csrc/stable/version.h.
 STABLE_ABI = 0x020B000000000000
-# No fused multiply-add and no fast-math: the kernels give the bits of the reference. These two switches change no
+# No contraction to fused multiply-adds and no fast-math: the kernels give the bits of the reference. These two switches change no
 # value, they let rounding to integers become one instruction.
 COMMON_FLAGS = [
     "-O3",
@@ -24,16 +24,17 @@ COMMON_FLAGS = [
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fvisibility=hidden",
+    "-Wno-psabi",  # vectors are passed within a file only
 ]
 ISA_FLAGS = {
-    "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
+    "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512.cpp": [
         "-mavx512f",
         "-mavx512bw",
         "-mavx512dq",
         "-mavx512vl",
-        "-mavx512vbmi",
-        "-mgfni",
+        "-mfma",
+        "-mprefer-vector-width=512",
         "-Wno-uninitialized",
         "-Wno-maybe-uninitialized",
     ],

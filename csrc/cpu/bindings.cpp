@@ -23,9 +23,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Elements that justify another thread; output bytes above which stores bypass the cache.
-constexpr int64_t kGrainUnits = 64;
+constexpr int64_t kGrainElements = 32768;
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
-constexpr int64_t kCacheLineFloats = 16;
 
 const Kernels* best_kernels() {
   if (const Kernels* kernels = avx512_kernels()) return kernels;
@@ -78,7 +77,12 @@ struct Sections {
 
 Sections sections(int64_t numel, int64_t bits, int64_t group_size, int64_t columns) {
   const int64_t groups = (numel / columns + group_size - 1) / group_size * columns;
-  const int64_t scale_start = (numel + group_size - 1) / group_size * bits * group_size / 8;
+  const int64_t width = columns > 1 ? columns : kRowElements, rows = (numel + width - 1) / width;
+  int64_t word_rows_in_all = rows / kTileRows * bits;
+  for (int field = 8; field > 0; field /= 2) {
+    if (bits & field) word_rows_in_all += word_rows(static_cast<int>(rows % kTileRows), field);
+  }
+  const int64_t scale_start = word_rows_in_all * width * static_cast<int64_t>(sizeof(u32));
   return Sections{scale_start, scale_start + 2 * groups, scale_start + 4 * groups};
 }
 
@@ -102,17 +106,16 @@ Tensor new_flat(const Tensor& like, int64_t numel, ScalarType dtype) {
   return tensor;
 }
 
-// Runs `kernel` on the blocks of group_size rows, with scratch memory for each thread.
-template <class Kernel>
-void for_blocks(int64_t numel, int64_t group_size, int64_t columns, Kernel&& kernel) {
-  const int64_t blocks = (numel / columns + group_size - 1) / group_size;
-  const int64_t grain = std::max<int64_t>(1, kGrainUnits * kUnitElements / (group_size * columns));
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
-    std::vector<float> scratch(column_scratch(columns) + kCacheLineFloats);
-    const uintptr_t start = reinterpret_cast<uintptr_t>(scratch.data());
-    const uintptr_t line = kCacheLineFloats * sizeof(float);
-    kernel(first, last, reinterpret_cast<float*>((start + line - 1) / line * line));
-  });
+// Runs `in_order` on units of elements, or `by_column` on panels.
+template <class Function, class Job>
+void run(Function in_order, Function by_column, const Job& job, int element_bytes) {
+  const bool in_columns = job.columns > 1;
+  const int64_t units =
+      in_columns ? panel_count(job.numel, job.group_size, job.columns, element_bytes) : units_of(job.numel);
+  const int64_t panel = in_columns ? panel_width(job.columns, job.group_size, element_bytes) * job.group_size : 0;
+  const int64_t grain = in_columns ? std::max<int64_t>(1, kGrainElements / panel) : kGrainElements / kUnitElements;
+  const Function function = in_columns ? by_column : in_order;
+  torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { function(job, first, last); });
 }
 
 void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer, int64_t columns) {
@@ -130,17 +133,11 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
                     static_cast<int>(group_size),
                     columns,
                     static_cast<u64>(seed),
-                    bytes,
+                    reinterpret_cast<u32*>(bytes),
                     reinterpret_cast<u16*>(bytes + where.scale_start),
                     reinterpret_cast<u16*>(bytes + where.offset_start)};
   const Kernels* kernels = active_kernels();
-  if (columns > 1) {
-    return for_blocks(x.numel(), group_size, columns, [&](int64_t first, int64_t last, float* scratch) {
-      kernels->pack_columns(job, first, last, scratch);
-    });
-  }
-  torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
-                              [&](int64_t first, int64_t last) { kernels->pack(job, first, last); });
+  run(kernels->pack, kernels->pack_columns, job, static_cast<int>(x.element_size()));
 }
 
 Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int64_t columns) {
@@ -162,7 +159,7 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
   STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
                   " elements, expected ", numel, " of the packed dtype");
   const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
-  const UnpackJob job{bytes,
+  const UnpackJob job{reinterpret_cast<const u32*>(bytes),
                       reinterpret_cast<const u16*>(bytes + where.scale_start),
                       reinterpret_cast<const u16*>(bytes + where.offset_start),
                       element,
@@ -174,13 +171,7 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                       out.mutable_data_ptr(),
                       stream};
   const Kernels* kernels = active_kernels();
-  if (columns > 1) {
-    return for_blocks(numel, group_size, columns, [&](int64_t first, int64_t last, float* scratch) {
-      kernels->unpack_columns(job, first, last, scratch);
-    });
-  }
-  torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
-                              [&](int64_t first, int64_t last) { kernels->unpack(job, first, last); });
+  run(kernels->unpack, kernels->unpack_columns, job, static_cast<int>(out.element_size()));
 }
 
 // Memory that is in use already: stores bypass the cache when the output is too large for it.
@@ -222,7 +213,7 @@ Tensor pack_mask(const Tensor& x) {
   const MaskJob job{const_cast<void*>(x.const_data_ptr()), static_cast<u8*>(buffer.mutable_data_ptr()), x.numel(),
                     type.width_bytes, type.nonzero};
   const Kernels* kernels = active_kernels();
-  torch::stable::parallel_for(0, units_of(x.numel()), kGrainUnits,
+  torch::stable::parallel_for(0, units_of(x.numel()), kGrainElements / kUnitElements,
                               [&](int64_t first, int64_t last) { kernels->pack_mask(job, first, last); });
   return buffer;
 }
@@ -234,7 +225,7 @@ Tensor unpack_mask(const Tensor& buffer, int64_t numel, ScalarType dtype) {
   const MaskJob job{out.mutable_data_ptr(), static_cast<u8*>(const_cast<void*>(buffer.const_data_ptr())), numel,
                     type.width_bytes, type.one};
   const Kernels* kernels = active_kernels();
-  torch::stable::parallel_for(0, units_of(numel), kGrainUnits,
+  torch::stable::parallel_for(0, units_of(numel), kGrainElements / kUnitElements,
                               [&](int64_t first, int64_t last) { kernels->unpack_mask(job, first, last); });
   return out;
 }
@@ -251,13 +242,13 @@ Tensor rounding_variance(const Tensor& x, const Tensor& weight, int64_t group_si
       x.numel(),          static_cast<int>(group_size), columns};
   // One partial sum for each block, or slab of units: the order of additions does not depend on the number of threads.
   const Kernels* kernels = active_kernels();
-  const auto run = columns > 1 ? kernels->variance_columns : kernels->variance;
+  const auto add = columns > 1 ? kernels->variance_columns : kernels->variance;
   const int64_t units = columns > 1 ? (x.numel() / columns + group_size - 1) / group_size : units_of(x.numel());
-  const int64_t slab_units = columns > 1 ? 1 : kGrainUnits;
+  const int64_t slab_units = columns > 1 ? 1 : kGrainElements / kUnitElements;
   std::vector<std::array<double, 8>> partial((units + slab_units - 1) / slab_units);
   torch::stable::parallel_for(0, static_cast<int64_t>(partial.size()), 1, [&](int64_t first, int64_t last) {
     for (int64_t slab = first; slab < last; ++slab) {
-      run(job, slab * slab_units, std::min((slab + 1) * slab_units, units), partial[slab].data());
+      add(job, slab * slab_units, std::min((slab + 1) * slab_units, units), partial[slab].data());
     }
   });
   Tensor totals = new_flat(x, 8, ScalarType::Double);

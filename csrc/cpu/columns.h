@@ -1,342 +1,365 @@
-// The loops of pack and unpack for groups of one column of group_size rows. A block is group_size rows; the groups of
-// its columns are stored side by side and its bits in memory order, so that 64 consecutive elements are quantised and
-// decoded at once whatever their columns: their parameters are read from arrays. Each array repeats its first 64
-// entries at its end, for elements that continue in the next row.
-//
-// An Isa provides:
-//   quantise_columns<T, BITS>(x, offset, inverse, words, edges, planes, stride)   64 elements to 8 bytes in each plane;
-//                                                                          adds their edge_of to `edges`, saturating
-//   decode_columns<T, BITS>(planes, stride, unit, base, mask, words, out, stream)   base + units * unit of 64 elements,
-//                                                                          where `mask` has the noise that is
-//                                                                          subtracted
+// Pack and unpack for groups of one column. A block is group_size rows; it is worked on in panels of columns, so that
+// their elements are still in the cache when they are quantised after their range is known.
 #pragma once
 
-#include "cpu/memory_order.h"
+#include <type_traits>
+
+#include "cpu/tile.h"
 
 namespace gact {
 namespace {
 
-constexpr int kChunk = 64;
-constexpr int kRowsAtOnce = 8;
-
-// The arrays of a block, in memory that the caller owns.
-class ColumnArrays {
- public:
-  ColumnArrays(float* scratch, i64 columns) : scratch_(scratch), columns_(columns) {}
-
-  float* low() { return array(0); }
-  float* high() { return array(1); }
-  float* offset() { return array(2); }
-  float* inverse() { return array(3); }
-  float* scale() { return array(4); }
-  i32* may_dither() { return reinterpret_cast<i32*>(array(5)); }
-  i32* slow() { return reinterpret_cast<i32*>(array(6)); }
-  u16* edges() { return reinterpret_cast<u16*>(array(7)); }
-
-  float* unit() { return array(0); }
-  float* base() { return array(1); }
-  u32* mask() { return reinterpret_cast<u32*>(array(2)); }
-
- private:
-  float* array(int number) { return scratch_ + number * (columns_ + kChunk); }
-
-  float* scratch_;
-  i64 columns_;
-};
-
-template <class Value>
-void repeat_start(Value* array, i64 columns) {
-  for (int i = 0; i < kChunk; ++i) array[columns + i] = array[i];
+inline void prefetch(const void* start, int size_bytes) {
+#if defined(__x86_64__)
+  for (int line = 0; line < size_bytes; line += kCacheLine) {
+    _mm_prefetch(static_cast<const char*>(start) + line, _MM_HINT_T0);
+  }
+#endif
 }
 
-struct Block {
-  i64 start;  // its first element
-  i64 numel;
-  int rows;
-};
-
-inline Block block_at(i64 index, i64 numel, int group_size, i64 columns) {
-  const i64 start = index * group_size * columns;
-  const i64 left = (numel - start) / columns;
-  const int rows = static_cast<int>(left < group_size ? left : group_size);
-  return Block{start, rows * columns, rows};
+inline void end_of_streaming(bool stream) {
+#if defined(__x86_64__)
+  if (stream) _mm_sfence();
+#endif
 }
 
-// The byte of the first plane that holds an element. The group size is a power of two, which saves a division.
-inline i64 plane_byte(i64 element, int bits, int group_size) {
-  const i64 set = element >> __builtin_ctz(static_cast<unsigned>(group_size));
-  return set * (bits * group_size / 8) + (element & (group_size - 1)) / 8;
-}
-
-// The bits of a float as an integer in the same order, NaN beyond the infinities; and back.
-inline i32 ordered(float value) {
-  const i32 bits = static_cast<i32>(bits_of(value));
-  return bits ^ ((bits >> 31) & 0x7FFFFFFF);
-}
-
-template <class T>
-i16 ordered(T value) {
-  const i16 bits = static_cast<i16>(value.bits);
-  return static_cast<i16>(bits ^ ((bits >> 15) & 0x7FFF));
-}
-
-inline float float_in_order(i32 order, float) {
-  return float_of(static_cast<u32>(order ^ ((order >> 31) & 0x7FFFFFFF)));
-}
-
-template <class T>
-float float_in_order(i16 order, T) {
-  return to_float(T{static_cast<u16>(order ^ ((order >> 15) & 0x7FFF))});
-}
-
-template <int ROWS, class T, class Order>
-void extend_ranges(const T* x, i64 columns, Order* __restrict least, Order* __restrict most) {
-  for (i64 c = 0; c < columns; ++c) {
-    Order low = least[c], high = most[c];
-    for (int i = 0; i < ROWS; ++i) {
-      const Order value = ordered(x[i * columns + c]);
-      low = value < low ? value : low;
-      high = value > high ? value : high;
+// Calls use(its row of words in a whole tile, its row in a tile of `rows` rows).
+template <class Use>
+void for_word_rows(int bits, int rows, Use&& use) {
+  for (int field = 8; field > 0; field /= 2) {
+    if ((bits & field) == 0) continue;
+    for (int i = 0; i < word_rows(rows, field); ++i) {
+      use(field_start(bits, field) + i, first_word_row(bits, field, rows) + i);
     }
-    least[c] = low;
-    most[c] = high;
   }
 }
 
-// The range of each column; `low` is NaN where an element is.
+// ---- panels
+
+struct Panel {
+  i64 first_row, first_column;
+  int rows, width;
+  i64 first_group;
+};
+
+inline Panel panel_at(i64 unit, i64 numel, int group_size, i64 columns, int element_bytes) {
+  const i64 width = panel_width(columns, group_size, element_bytes), panels = (columns + width - 1) / width;
+  const i64 block = unit / panels, column = unit % panels * width;
+  const i64 left_rows = numel / columns - block * group_size, left_columns = columns - column;
+  return Panel{block * group_size, column, static_cast<int>(left_rows < group_size ? left_rows : group_size),
+               static_cast<int>(left_columns < width ? left_columns : width), block * columns + column};
+}
+
+template <class Isa>
+constexpr int kStrip = 2 * Isa::kLanes;  // columns of two vectors
+
+template <class Isa>
+using PanelNoise = PairVectors<Isa>[kMostGroups / kStrip<Isa>];
+
+template <class Isa>
+void make_pairs(const Panel& panel, const RoundKeys& keys, PanelNoise<Isa>& pairs) {
+  const u32 blocks_high = high_half(static_cast<u64>(panel.first_row) / kPhiloxRows);
+  for (int column = 0; column < panel.width; column += kStrip<Isa>) {
+    const u32 first = static_cast<u32>((panel.first_column + column) / 2);
+    const typename Isa::Words numbers = Isa::add(Isa::load(Isa::kPairs), Isa::set(first));
+    pairs[column / kStrip<Isa>] = philox_pairs<Isa>(numbers, blocks_high, keys);
+  }
+}
+
+template <class Isa>
+TileNoise<Isa> noise_at(const PairVectors<Isa>& pairs, const RoundKeys& keys, u64 seed, i64 row) {
+  const u32 block = low_half(static_cast<u64>(row) / kPhiloxRows);
+  return TileNoise<Isa>{&pairs, &keys, seed, {block, block}};
+}
+
+// ---- ranges
+
+inline u32 raw(float value) { return bits_of(value); }
+
 template <class T>
-void column_ranges(const T* x, int rows, i64 columns, ColumnArrays& arrays) {
-  using Order = decltype(ordered(T{}));
-  Order* least = reinterpret_cast<Order*>(arrays.offset());  // unused until the ranges are known
-  Order* most = reinterpret_cast<Order*>(arrays.inverse());
-  for (i64 c = 0; c < columns; ++c) least[c] = most[c] = ordered(x[c]);
+u16 raw(T value) {
+  return value.bits;
+}
+
+inline float from_raw(u32 bits, float) { return float_of(bits); }
+
+template <class T>
+float from_raw(u16 bits, T) {
+  return to_float(T{bits});
+}
+
+template <class T>
+struct RangeArrays {
+  using Unsigned = decltype(raw(T{}));
+  using Signed = std::make_signed_t<Unsigned>;
+
+  Signed most_signed[kMostGroups];
+  Unsigned most[kMostGroups], least[kMostGroups];
+};
+
+template <int ROWS, class T>
+void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays) {
+  using Signed = typename RangeArrays<T>::Signed;
+  using Unsigned = typename RangeArrays<T>::Unsigned;
+  for (int c = 0; c < width; ++c) {
+    Signed most_signed = arrays.most_signed[c];
+    Unsigned most = arrays.most[c], least = arrays.least[c];
+    for (int row = 0; row < ROWS; ++row) {
+      const Unsigned bits = raw(x[row * stride + c]);
+      const Signed as_signed = static_cast<Signed>(bits);
+      most_signed = as_signed > most_signed ? as_signed : most_signed;
+      most = bits > most ? bits : most;
+      least = bits < least ? bits : least;
+    }
+    arrays.most_signed[c] = most_signed;
+    arrays.most[c] = most;
+    arrays.least[c] = least;
+  }
+}
+
+// Floats as integers: among negative ones the largest is the lowest float, and beyond an infinity there is NaN. So of
+// the largest signed, the largest unsigned and the smallest unsigned integer two are the range, and NaN is one of them.
+template <class T>
+void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups) {
+  constexpr int kRowsAtOnce = 8;
+  using Signed = typename RangeArrays<T>::Signed;
+  using Unsigned = typename RangeArrays<T>::Unsigned;
+  RangeArrays<T> arrays;
+  for (int c = 0; c < panel.width; ++c) {
+    arrays.most[c] = arrays.least[c] = raw(x[c]);
+    arrays.most_signed[c] = static_cast<Signed>(raw(x[c]));
+  }
   int row = 0;
-  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce) {
-    extend_ranges<kRowsAtOnce>(x + row * columns, columns, least, most);
+  for (; row + kRowsAtOnce <= panel.rows; row += kRowsAtOnce) {
+    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays);
   }
-  for (; row < rows; ++row) extend_ranges<1>(x + row * columns, columns, least, most);
-  for (i64 c = 0; c < columns; ++c) {
-    const float low = float_in_order(least[c], T{}), high = float_in_order(most[c], T{});
-    arrays.low()[c] = high != high ? high : low;
-    arrays.high()[c] = high;
+  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays);
+  for (int c = 0; c < panel.width; ++c) {
+    const bool any_negative = static_cast<Signed>(arrays.most[c]) < 0, all_negative = arrays.most_signed[c] < 0;
+    const float low = from_raw(any_negative ? arrays.most[c] : arrays.least[c], T{});
+    const float high = from_raw(all_negative ? arrays.least[c] : static_cast<Unsigned>(arrays.most_signed[c]), T{});
+    groups.low[c] = high != high ? high : low;
+    groups.high[c] = high;
   }
 }
 
-// Offsets, scales and the other parameters of quantising, from the ranges.
+// ---- pack
+
+template <class Isa>
+struct StripGroups {
+  typename Isa::Floats offsets[2], inverses[2];
+  typename Isa::Words sums[2];
+
+  GACT_INLINE typename Isa::Floats offset(int vector, int) const { return offsets[vector]; }
+  GACT_INLINE typename Isa::Floats inverse(int vector, int) const { return inverses[vector]; }
+  GACT_INLINE void add_edges(int vector, int, typename Isa::Words edges) {
+    sums[vector] = Isa::add_edges(sums[vector], edges);
+  }
+};
+
 template <class T>
-void describe_columns(const PackJob& job, i64 first_group, ColumnArrays& arrays) {
-  constexpr int kBatch = kBlockElements / 64;
-  const float levels = static_cast<float>((1 << job.bits) - 1);
-  for (i64 start = 0; start < job.columns; start += kBatch) {
-    BlockGroups groups;
-    const int count = static_cast<int>(job.columns - start < kBatch ? job.columns - start : kBatch);
-    std::memcpy(groups.low, arrays.low() + start, count * sizeof(float));
-    std::memcpy(groups.high, arrays.high() + start, count * sizeof(float));
-    describe_groups<T>(groups, count, levels);
-    std::memcpy(arrays.offset() + start, groups.offset, count * sizeof(float));
-    std::memcpy(arrays.inverse() + start, groups.inverse, count * sizeof(float));
-    std::memcpy(arrays.scale() + start, groups.scale, count * sizeof(float));
-    std::memcpy(arrays.may_dither() + start, groups.may_dither, count * sizeof(i32));
-    std::memcpy(arrays.slow() + start, groups.slow, count * sizeof(i32));
-    for (int g = 0; g < count; ++g) {
-      job.offsets[first_group + start + g] = static_cast<u16>(groups.stored_offset[g]);
-    }
-  }
-  repeat_start(arrays.offset(), job.columns);
-  repeat_start(arrays.inverse(), job.columns);
+Rows<T> strip_of(T* first, i64 stride, int lanes) {
+  return Rows<T>{{first, first + lanes}, stride};
 }
 
-// One column alone, by the definitions of group_codec.h; its bits are overwritten.
-template <class T>
-void pack_column(const PackJob& job, const Block& block, i64 group, i64 column) {
-  const T* x = static_cast<const T*>(job.x) + block.start;
-  Extent extent = no_extent();
-  for (int row = 0; row < block.rows; ++row) extend(extent, to_float(x[row * job.columns + column]));
-  const Group described = describe(finished(extent), job.bits, T{});
-  u32 edges = 0;
-  LaneNoise noise(job.seed);
-  for (int row = 0; row < block.rows; ++row) {
-    const i64 element = row * job.columns + column;
-    i32 scaled;
-    const u32 code = code_of(to_float(x[element]), described, job.bits, noise.of(block.start + element), &scaled);
-    edges += edge_of(scaled);
-    u8* byte = job.planes + plane_byte(block.start + element, job.bits, job.group_size);
-    const int bit = static_cast<int>((block.start + element) % 8);
-    for (int plane = 0; plane < job.bits; ++plane, byte += job.group_size / 8) {
-      *byte = static_cast<u8>((*byte & ~(1u << bit)) | ((code >> plane) & 1u) << bit);
+// A last tile of fewer than 32 rows, filled with the offsets, whose codes and fractions are zero.
+template <class Isa, class T, int BITS>
+void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
+                   const TileNoise<Isa>& noise, const Rows<u32>& out) {
+  constexpr int kWidth = kStrip<Isa>;
+  T values[kTileRows * kWidth];
+  alignas(kCacheLine) u32 words[BITS * kWidth];
+  for (int row = 0; row < kTileRows; ++row) {
+    for (int c = 0; c < kWidth; ++c) {
+      if (row < rows) {
+        values[row * kWidth + c] = x.at(0, row)[c];
+      } else {
+        from_float(offsets[c], values + row * kWidth + c);
+      }
     }
   }
-  const bool dithered = described.may_dither && dither_pays(edges, block.rows);
-  job.scales[group] = described.stored_scale | (dithered ? kDitherFlag : 0);
-  job.offsets[group] = static_cast<u16>(described.grid.stored_offset);
-}
-
-// Fewer than 64 elements at the end of a tensor, whose planes are zeros so far.
-template <class T, int BITS>
-void quantise_rest(const PackJob& job, i64 element, i64 column, ColumnArrays& arrays) {
-  constexpr i32 kLimit = ((1 << BITS) - 1) << 16;
-  LaneNoise noise(job.seed);
-  for (; element < job.numel; ++element, ++column) {
-    const float value = to_float(static_cast<const T*>(job.x)[element]);
-    const i32 scaled = scaled_value(value, arrays.offset()[column], arrays.inverse()[column], kLimit);
-    arrays.edges()[column] = static_cast<u16>(arrays.edges()[column] + edge_of(scaled));
-    const u32 code = (static_cast<u32>(scaled) + noise.of(element)) >> 16;
-    u8* byte = job.planes + plane_byte(element, BITS, job.group_size);
-    for (int plane = 0; plane < BITS; ++plane, byte += job.group_size / 8) {
-      *byte |= static_cast<u8>(((code >> plane) & 1u) << (element % 8));
-    }
-  }
-}
-
-// Sums of elements past the end of a row belong to the first columns.
-inline void fold_edges(u16* edges, i64 columns) {
-  for (int i = 0; i < kChunk; ++i) {
-    const u32 sum = u32{edges[i % columns]} + edges[columns + i];
-    edges[i % columns] = static_cast<u16>(sum < 0xFFFFu ? sum : 0xFFFFu);
-  }
+  quantise_tile<Isa, T, BITS>(strip_of<const T>(values, kWidth, Isa::kLanes), groups, noise,
+                              strip_of(words, kWidth, Isa::kLanes));
+  for_word_rows(BITS, rows, [&](int in_whole, int row) {
+    std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
+  });
 }
 
 template <class Isa, class T, int BITS>
-void quantise_columns(const PackJob& job, UnitNoise<Isa>& noise, const Block& block, ColumnArrays& arrays) {
-  const T* x = static_cast<const T*>(job.x) + block.start;
-  // Copies, because a store through a u8* might alias any of these as far as the compiler knows.
-  const float* offsets = arrays.offset();
-  const float* inverses = arrays.inverse();
-  u16* edges = arrays.edges();
-  u8* planes = job.planes;
+void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, const GroupArrays& groups,
+                    u32 edges[kMostGroups]) {
+  constexpr int kLanes = Isa::kLanes;
+  const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   const i64 columns = job.columns;
-  const int group_size = job.group_size;
-  std::memset(edges, 0, (columns + kChunk) * sizeof(u16));
-  i64 i = 0, column = 0;
-  for (; i + kChunk <= block.numel; i += kChunk) {
-    const i64 element = block.start + i;
-    prefetch(x + block.numel + i, kChunk * sizeof(T));  // the same place in the next block, whose range comes next
-    Isa::template quantise_columns<T, BITS>(x + i, offsets + column, inverses + column, noise.of(element)[0],
-                                            edges + column, planes + plane_byte(element, BITS, group_size),
-                                            group_size / 8);
-    column += kChunk;
-    while (column >= columns) column -= columns;
+  const bool in_next_block = panel.first_column + panel.width == columns;
+  const T* next = in_next_block ? x - panel.first_column + job.group_size * columns : x + panel.width;
+  PanelNoise<Isa> pairs;
+  StripGroups<Isa> strips[kMostGroups / kStrip<Isa>];
+  make_pairs<Isa>(panel, keys, pairs);
+  for (int column = 0; column < panel.width; column += kLanes) {
+    StripGroups<Isa>& strip = strips[column / kStrip<Isa>];
+    const int vector = column / kLanes % 2;
+    strip.offsets[vector] = Isa::load(groups.offset + column);
+    strip.inverses[vector] = Isa::load(groups.inverse + column);
+    strip.sums[vector] = Isa::set(0u);
   }
-  if (i < block.numel) quantise_rest<T, BITS>(job, block.start + i, column, arrays);
-  fold_edges(edges, job.columns);
+  for (int row = 0; row < panel.rows; row += kTileRows) {
+    u32* words = job.words + (panel.first_row + row) / kTileRows * BITS * columns + panel.first_column;
+    for (int column = 0; column < panel.width; column += kStrip<Isa>) {
+      const int number = column / kStrip<Isa>;
+      const Rows<const T> tile = strip_of(x + row * columns + column, columns, kLanes);
+      const Rows<u32> out = strip_of(words + column, columns, kLanes);
+      const TileNoise<Isa> noise = noise_at<Isa>(pairs[number], keys, job.seed, panel.first_row + row);
+      if (row + kTileRows > panel.rows) {
+        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
+        continue;
+      }
+      for (int ahead = 0; ahead < kTileRows; ++ahead) {
+        prefetch(next + (row + ahead) * columns + column, kStrip<Isa> * sizeof(T));
+      }
+      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out);
+    }
+  }
+  for (int column = 0; column < panel.width; column += kLanes) {
+    Isa::store(edges + column, Isa::edge_sums(strips[column / kStrip<Isa>].sums[column / kLanes % 2]));
+  }
 }
 
 template <class Isa, class T, int BITS>
-void pack_block_of_columns(const PackJob& job, UnitNoise<Isa>& noise, i64 index, ColumnArrays& arrays) {
-  const Block block = block_at(index, job.numel, job.group_size, job.columns);
-  const i64 first_group = index * job.columns;
-  column_ranges(static_cast<const T*>(job.x) + block.start, block.rows, job.columns, arrays);
-  describe_columns<T>(job, first_group, arrays);
-  quantise_columns<Isa, T, BITS>(job, noise, block, arrays);
+void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys) {
+  alignas(kCacheLine) GroupArrays groups;
+  alignas(kCacheLine) u32 edges[kMostGroups];
+  const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
+  column_ranges(x, job.columns, panel, groups);
+  describe_groups<T>(groups, panel.width, BITS, job.offsets + panel.first_group);
+  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges);
+  const u32 of_filling = 128u * static_cast<u32>(-panel.rows & (kTileRows - 1));
   i32 any_slow = 0;
-  for (i64 c = 0; c < job.columns; ++c) {
-    const bool dithered = arrays.may_dither()[c] && dither_pays(arrays.edges()[c], block.rows);
-    job.scales[first_group + c] = static_cast<u16>((bits_of(arrays.scale()[c]) >> 16) | (dithered ? kDitherFlag : 0));
-    any_slow |= arrays.slow()[c];
+  for (int c = 0; c < panel.width; ++c) {
+    job.scales[panel.first_group + c] = stored_scale(groups, c, edges[c] - of_filling, panel.rows);
+    any_slow |= groups.slow[c];
   }
   if (!any_slow) return;
-  for (i64 c = 0; c < job.columns; ++c) {
-    if (arrays.slow()[c]) pack_column<T>(job, block, first_group + c, c);
+  for (int c = 0; c < panel.width; ++c) {
+    if (groups.slow[c]) pack_group<T>(job, panel.first_group + c);
   }
 }
 
 template <class Isa, class T, int BITS>
-void pack_blocks(const PackJob& job, i64 first, i64 last, float* scratch) {
+void pack_panels(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
-  UnitNoise<Isa> noise(job.seed);
-  ColumnArrays arrays(scratch, job.columns);
-  const i64 blocks = (job.numel / job.columns + job.group_size - 1) / job.group_size;
-  if (last == blocks && job.numel % job.group_size != 0) {  // zeros beyond the end
-    std::memset(job.planes + plane_byte(job.numel / job.group_size * job.group_size, BITS, job.group_size), 0,
-                BITS * job.group_size / 8);
+  const RoundKeys keys(job.seed);
+  for (i64 unit = first; unit < last; ++unit) {
+    pack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys);
   }
-  for (i64 index = first; index < last; ++index) pack_block_of_columns<Isa, T, BITS>(job, noise, index, arrays);
 }
 
 // ---- unpack
 
-struct Flags {
-  bool special, dithered;  // whether any column of the block is
+// What decoding needs of some groups.
+struct DecodeArrays {
+  float unit[kMostGroups], base[kMostGroups];
+  u32 mask[kMostGroups];
+  bool any_special, any_dithered;
 };
 
 template <class T>
-Flags read_columns(const UnpackJob& job, i64 first_group, ColumnArrays& arrays) {
-  const u16* scales = job.scales + first_group;
-  const u16* offsets = job.offsets + first_group;
-  float* __restrict units = arrays.unit();
-  float* __restrict bases = arrays.base();
-  u32* __restrict masks = arrays.mask();
+void read_groups(const u16* scales, const u16* offsets, int count, DecodeArrays& arrays) {
   u32 any = 0;
-  for (i64 c = 0; c < job.columns; ++c) {
-    const u32 stored = scales[c];
+  for (int g = 0; g < count; ++g) {
+    const u32 stored = scales[g];
     const float step = float_of((stored & 0x7FFEu) << 16);
-    const float unit = step * kDitherUnit;
-    const float offset = offset_value(offsets[c], step, T{});
-    units[c] = unit;
-    bases[c] = (stored & kDitherFlag) != 0 ? dithered_base(offset, unit) : offset;
-    masks[c] = (stored & kDitherFlag) != 0 ? 0xFFFFu : 0u;
+    const float unit = step * kUnit;
+    const float offset = offset_value(offsets[g], step, T{});
+    arrays.unit[g] = unit;
+    arrays.base[g] = (stored & kDitherFlag) != 0 ? dithered_base(offset, unit) : offset;
+    arrays.mask[g] = (stored & kDitherFlag) != 0 ? ~0u : 0u;
     any |= stored;
   }
-  repeat_start(units, job.columns);
-  repeat_start(bases, job.columns);
-  repeat_start(masks, job.columns);
-  return Flags{(any & kSpecialFlag) != 0, (any & kDitherFlag) != 0};
+  arrays.any_special = (any & kSpecialFlag) != 0;
+  arrays.any_dithered = (any & kDitherFlag) != 0;
 }
 
 template <class T>
-void unpack_column(const UnpackJob& job, const Block& block, i64 group, i64 column) {
-  const u16 scale = job.scales[group];
-  const float offset = offset_value(job.offsets[group], step_of(scale), T{});
-  for (int row = 0; row < block.rows; ++row) {
-    const i64 element = block.start + row * job.columns + column;
-    const u8* byte = job.planes + plane_byte(element, job.bits, job.group_size);
-    u32 code = 0;
-    for (int plane = 0; plane < job.bits; ++plane, byte += job.group_size / 8) {
-      code |= static_cast<u32>((*byte >> (element % 8)) & 1) << plane;
+void unpack_special_groups(const UnpackJob& job, i64 first, int count) {
+  for (i64 group = first; group < first + count; ++group) {
+    if (job.scales[group] & kSpecialFlag) unpack_group<T>(job, group);
+  }
+}
+
+template <class Isa>
+struct StripUnits {
+  typename Isa::Floats units[2], bases[2];
+  typename Isa::Words masks[2];
+
+  static constexpr bool kAdjacent = true;
+
+  GACT_INLINE typename Isa::Floats unit(int vector, int) const { return units[vector]; }
+  GACT_INLINE typename Isa::Floats base(int vector, int) const { return bases[vector]; }
+  GACT_INLINE typename Isa::Words mask(int vector, int) const { return masks[vector]; }
+};
+
+template <class Isa>
+StripUnits<Isa> units_at(const DecodeArrays& arrays, int column) {
+  StripUnits<Isa> found;
+  for (int v = 0; v < 2; ++v) {
+    found.units[v] = Isa::load(arrays.unit + column + v * Isa::kLanes);
+    found.bases[v] = Isa::load(arrays.base + column + v * Isa::kLanes);
+    found.masks[v] = Isa::load(arrays.mask + column + v * Isa::kLanes);
+  }
+  return found;
+}
+
+template <class Isa, class T, int BITS>
+void decode_rest(const Rows<const u32>& words, int rows, const StripUnits<Isa>& groups, const TileNoise<Isa>* noise,
+                 const Rows<T>& out) {
+  constexpr int kWidth = kStrip<Isa>;
+  alignas(kCacheLine) u32 whole[BITS * kWidth] = {};
+  T values[kTileRows * kWidth];
+  for_word_rows(BITS, rows, [&](int in_whole, int row) {
+    std::memcpy(whole + in_whole * kWidth, words.at(0, row), kWidth * sizeof(u32));
+  });
+  decode_tile<Isa, T, BITS>(strip_of<const u32>(whole, kWidth, Isa::kLanes), groups, noise,
+                            strip_of(values, kWidth, Isa::kLanes), false);
+  for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
+}
+
+template <class Isa, class T, int BITS>
+void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
+  alignas(kCacheLine) DecodeArrays arrays;
+  PanelNoise<Isa> pairs;
+  const i64 columns = job.columns;
+  read_groups<T>(job.scales + panel.first_group, job.offsets + panel.first_group, panel.width, arrays);
+  if (arrays.any_dithered) make_pairs<Isa>(panel, keys, pairs);
+  T* out = static_cast<T*>(job.out) + panel.first_row * columns + panel.first_column;
+  for (int row = 0; row < panel.rows; row += kTileRows) {
+    const u32* words = job.words + (panel.first_row + row) / kTileRows * BITS * columns + panel.first_column;
+    for (int column = 0; column < panel.width; column += kStrip<Isa>) {
+      const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
+      const Rows<const u32> tile = strip_of(words + column, columns, Isa::kLanes);
+      const Rows<T> values = strip_of(out + row * columns + column, columns, Isa::kLanes);
+      const TileNoise<Isa> noise =
+          noise_at<Isa>(pairs[column / kStrip<Isa>], keys, job.seed, panel.first_row + row);
+      const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
+      if (row + kTileRows > panel.rows) {
+        decode_rest<Isa, T, BITS>(tile, panel.rows - row, groups, used, values);
+      } else {
+        decode_tile<Isa, T, BITS>(tile, groups, used, values, stream);
+      }
     }
-    from_float(decode(code, scale, offset, job.bits, 0u), static_cast<T*>(job.out) + element);
   }
+  if (arrays.any_special) unpack_special_groups<T>(job, panel.first_group, panel.width);
 }
 
 template <class Isa, class T, int BITS>
-void decode_block(const UnpackJob& job, UnitNoise<Isa>& noise, const Block& block, bool dithered, ColumnArrays& arrays,
-                  bool stream) {
-  alignas(kCacheLine) static constexpr u32 kNoNoise[16] = {};
-  T* out = static_cast<T*>(job.out) + block.start;
-  i64 column = 0;
-  for (i64 i = 0; i < block.numel; i += kChunk) {
-    const i64 element = block.start + i;
-    const bool whole = i + kChunk <= block.numel;
-    T rest[kChunk];
-    Isa::template decode_columns<T, BITS>(job.planes + plane_byte(element, BITS, job.group_size), job.group_size / 8,
-                                          arrays.unit() + column, arrays.base() + column, arrays.mask() + column,
-                                          dithered ? noise.of(element)[0] : kNoNoise, whole ? out + i : rest,
-                                          whole && stream);
-    if (!whole) std::memcpy(out + i, rest, (block.numel - i) * sizeof(T));
-    column += kChunk;
-    while (column >= job.columns) column -= job.columns;
-  }
-}
-
-template <class Isa, class T, int BITS>
-void unpack_blocks(const UnpackJob& job, i64 first, i64 last, float* scratch) {
+void unpack_panels(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
-  UnitNoise<Isa> noise(job.seed);
-  ColumnArrays arrays(scratch, job.columns);
+  const RoundKeys keys(job.seed);
   const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
-  for (i64 index = first; index < last; ++index) {
-    const Block block = block_at(index, job.numel, job.group_size, job.columns);
-    const i64 first_group = index * job.columns;
-    const Flags flags = read_columns<T>(job, first_group, arrays);
-    decode_block<Isa, T, BITS>(job, noise, block, flags.dithered, arrays, stream);
-    if (!flags.special) continue;
-    for (i64 c = 0; c < job.columns; ++c) {
-      if (job.scales[first_group + c] & kSpecialFlag) unpack_column<T>(job, block, first_group + c, c);
-    }
+  for (i64 unit = first; unit < last; ++unit) {
+    unpack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys, stream);
   }
-#if defined(__x86_64__)
-  if (stream) _mm_sfence();
-#endif
+  end_of_streaming(stream);
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-// The table of functions of one instruction set: from run-time bits and element type to the templates of
-// memory_order.h, columns.h, masks.h and variance.h.
+// The table of functions of one instruction set: from run-time bits and element type to the templates of columns.h,
+// memory_order.h, masks.h and variance.h.
 #pragma once
 
 #include <type_traits>
 
-#include "cpu/columns.h"
 #include "cpu/masks.h"
+#include "cpu/memory_order.h"
 #include "cpu/variance.h"
 
 namespace gact {
@@ -59,20 +59,18 @@ void unpack_any(const UnpackJob& job, i64 first, i64 last) {
 }
 
 template <class Isa>
-void pack_columns_any(const PackJob& job, i64 first, i64 last, float* scratch) {
+void pack_columns_any(const PackJob& job, i64 first, i64 last) {
   with_element(job.element, [&](auto element) {
-    with_bits(job.bits, [&](auto bits) {
-      pack_blocks<Isa, decltype(element), decltype(bits)::value>(job, first, last, scratch);
-    });
+    with_bits(job.bits,
+              [&](auto bits) { pack_panels<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
   });
 }
 
 template <class Isa>
-void unpack_columns_any(const UnpackJob& job, i64 first, i64 last, float* scratch) {
+void unpack_columns_any(const UnpackJob& job, i64 first, i64 last) {
   with_element(job.element, [&](auto element) {
-    with_bits(job.bits, [&](auto bits) {
-      unpack_blocks<Isa, decltype(element), decltype(bits)::value>(job, first, last, scratch);
-    });
+    with_bits(job.bits,
+              [&](auto bits) { unpack_panels<Isa, decltype(element), decltype(bits)::value>(job, first, last); });
   });
 }
 

@@ -7,8 +7,8 @@ namespace gact {
 
 enum class Element : int { kFloat, kHalf, kBfloat };
 
-// Work is cut into units of 512 elements, a multiple of every group size, so that results do not depend on threads.
-constexpr i64 kUnitElements = 512;
+// Work is cut into units of 1024 elements, a multiple of every group size, so that results do not depend on threads.
+constexpr i64 kUnitElements = 1024;
 
 // Smallest and largest element; one of them is NaN if any element is.
 struct Range {
@@ -23,13 +23,13 @@ struct PackJob {
   int group_size;
   i64 columns;  // of a row, whose groups are columns; 1 for groups in memory order
   u64 seed;
-  u8* planes;    // [ceil(numel / group_size), bits, group_size / 8]
+  u32* words;    // codes, as docs/codec.md has them
   u16* scales;   // [groups] bfloat16
   u16* offsets;  // [groups]
 };
 
 struct UnpackJob {
-  const u8* planes;
+  const u32* words;
   const u16* scales;
   const u16* offsets;
   Element element;
@@ -59,16 +59,28 @@ struct VarianceJob {
   i64 columns;
 };
 
-// Floats of scratch memory that the functions for columns need, for each thread.
-inline i64 column_scratch(i64 columns) { return 8 * (columns + 64); }
+// Columns of a panel: group_size rows of them are to stay in the L2 cache between two passes.
+inline i64 panel_width(i64 columns, int group_size, int element_bytes) {
+  constexpr i64 kMostBytes = 512 << 10, kMostColumns = 512, kMultiple = 32;
+  const i64 fitting = kMostBytes / (group_size * element_bytes) / kMultiple * kMultiple;
+  const i64 most = fitting < kMostColumns ? fitting : kMostColumns;
+  const i64 panels = (columns + most - 1) / most;
+  return ((columns + panels - 1) / panels + kMultiple - 1) / kMultiple * kMultiple;
+}
 
-// Each function works on units first .. last - 1; the last unit may be short. Those for columns count blocks of
-// group_size rows instead.
+// Panels of all blocks of group_size rows.
+inline i64 panel_count(i64 numel, int group_size, i64 columns, int element_bytes) {
+  const i64 width = panel_width(columns, group_size, element_bytes);
+  return (numel / columns + group_size - 1) / group_size * ((columns + width - 1) / width);
+}
+
+// Each function works on units first .. last - 1; the last unit may be short. pack_columns and unpack_columns count
+// panels instead, variance_columns blocks of group_size rows.
 struct Kernels {
   void (*pack)(const PackJob& job, i64 first, i64 last);
   void (*unpack)(const UnpackJob& job, i64 first, i64 last);
-  void (*pack_columns)(const PackJob& job, i64 first, i64 last, float* scratch);
-  void (*unpack_columns)(const UnpackJob& job, i64 first, i64 last, float* scratch);
+  void (*pack_columns)(const PackJob& job, i64 first, i64 last);
+  void (*unpack_columns)(const UnpackJob& job, i64 first, i64 last);
   void (*pack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*unpack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);

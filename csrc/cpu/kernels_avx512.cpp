@@ -1,36 +1,134 @@
-// AVX-512 kernels (F, BW, DQ, VL, VBMI, GFNI: Ice Lake, Zen 4 and newer). The same bits as kernels_scalar.cpp.
+// AVX-512 kernels (F, BW, DQ, VL: Skylake-X, Zen 4 and newer). The same bits as kernels_scalar.cpp.
 #include "cpu/dispatch.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VBMI__) && \
-    defined(__GFNI__)
-
-#include "cpu/avx512_vectors.h"
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
 namespace gact {
 namespace {
 
-// What quantising needs of the groups of 64 elements: the same for all, or by column.
-struct OneGroup {
-  __m512 offset, inverse;
+// 16 finite floats, with what is cut off rounded to even.
+inline __m512i rounded_to_bfloat(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+}
 
-  __m512 offset_of(int) const { return offset; }
-  __m512 inverse_of(int) const { return inverse; }
-};
+inline __m512i to_words(__m512 low, __m512 high, Bfloat*) {
+  alignas(64) static constexpr u16 kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  return _mm512_permutex2var_epi16(rounded_to_bfloat(low), _mm512_load_si512(kOddWords), rounded_to_bfloat(high));
+}
 
-struct ByColumn {
-  const float* offsets;
-  const float* inverses;
+inline __m512i to_words(__m512 low, __m512 high, Half*) {
+  const __m256i first = _mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256i second = _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+}
 
-  __m512 offset_of(int vector) const { return _mm512_loadu_ps(offsets + 16 * vector); }
-  __m512 inverse_of(int vector) const { return _mm512_loadu_ps(inverses + 16 * vector); }
-};
+inline void store64(void* out, __m512i value, bool stream) {
+  if (stream) {
+    _mm512_stream_si512(static_cast<__m512i*>(out), value);
+  } else {
+    _mm512_storeu_si512(out, value);
+  }
+}
+
+inline void store32(void* out, __m256i value, bool stream) {
+  if (stream) {
+    _mm256_stream_si256(static_cast<__m256i*>(out), value);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(out), value);
+  }
+}
+
+constexpr auto kUpperOfPair = static_cast<_MM_PERM_ENUM>(0xF5), kLowerOfPair = static_cast<_MM_PERM_ENUM>(0xA0);
 
 struct Avx512Isa {
+  using Words = __m512i;
+  using Floats = __m512;
+  static constexpr int kLanes = 16;
+  alignas(64) static constexpr u32 kPairs[kLanes] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+
+  static Words set(u32 value) { return _mm512_set1_epi32(static_cast<i32>(value)); }
+  static Floats set(float value) { return _mm512_set1_ps(value); }
+  static Words set_halves(u32 first, u32 second) {
+    return _mm512_mask_set1_epi32(set(first), 0xCCCC, static_cast<i32>(second));
+  }
+
+  static Words load(const u32* x) { return _mm512_loadu_si512(x); }
+  static Floats load(const float* x) { return _mm512_loadu_ps(x); }
+  static Floats load(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+  static Floats load(const Bfloat* x) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+
+  static void store(u32* out, Words words) { _mm512_storeu_si512(out, words); }
+
+  template <bool ADJACENT>
+  static void store_values(float* first, float* second, Floats x, Floats y, bool stream) {
+    store64(first, _mm512_castps_si512(x), stream);
+    store64(second, _mm512_castps_si512(y), stream);
+  }
+
+  template <bool ADJACENT, class T>
+  static void store_values(T* first, T* second, Floats x, Floats y, bool stream) {
+    const __m512i words = to_words(x, y, first);
+    if constexpr (ADJACENT) return store64(first, words, stream);
+    store32(first, _mm512_castsi512_si256(words), stream);
+    store32(second, _mm512_extracti64x4_epi64(words, 1), stream);
+  }
+
+  static Words interleave_low(Words x, Words y) { return _mm512_unpacklo_epi32(x, y); }
+  static Words interleave_high(Words x, Words y) { return _mm512_unpackhi_epi32(x, y); }
+  static Words add(Words x, Words y) { return _mm512_add_epi32(x, y); }
+  static Words both(Words x, Words y) { return _mm512_and_si512(x, y); }
+  static Words without(Words x, Words y) { return _mm512_andnot_si512(y, x); }
+  static Words xored(Words x, Words y, Words z) { return _mm512_ternarylogic_epi32(x, y, z, 0x96); }
+  static Words joined(Words x, Words y, Words mask) { return _mm512_ternarylogic_epi32(x, y, mask, 0xF8); }
+  static Words chosen(Words mask, Words x, Words y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xCA); }
+  static Words lower_halves(Words x, Words y) {
+    return _mm512_mask_blend_epi16(0xAAAAAAAA, x, _mm512_slli_epi32(y, 16));
+  }
+  template <int N>
+  static Words shifted_left(Words x) {
+    return _mm512_slli_epi32(x, N);
+  }
+  template <int N>
+  static Words shifted_right(Words x) {
+    return _mm512_srli_epi32(x, N);
+  }
+
+  // Products are made for even and odd lanes apart; what is wanted of them is joined with shuffles, because shifts have
+  // fewer ports.
+  static void multiply(Words value, u32 factor, Words* low, Words* high) {
+    const __m512i factors = _mm512_set1_epi64(factor);
+    const __m512i even = _mm512_mul_epu32(value, factors);
+    const __m512i odd = _mm512_mul_epu32(_mm512_shuffle_epi32(value, kUpperOfPair), factors);
+    *low = _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, kLowerOfPair);
+    *high = _mm512_mask_shuffle_epi32(odd, 0x5555, even, kUpperOfPair);
+  }
+
+  // The difference the other way round, which reads x from memory by itself.
+  static Words rounded(Floats x, Floats offset, Floats inverse) {
+    return _mm512_castps_si512(_mm512_fnmadd_ps(_mm512_sub_ps(offset, x), inverse, _mm512_set1_ps(kMagic)));
+  }
+
+  static Floats value(Words units, Floats unit, Floats base) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(units), unit, base);
+  }
+
+  // In both halves of each lane, saturating.
+  static Words edges(Words fractions) { return _mm512_dbsad_epu8(fractions, _mm512_set1_epi8(-128), 0); }
+  static Words add_edges(Words x, Words y) { return _mm512_adds_epu16(x, y); }
+  static Words edge_sums(Words x) { return _mm512_srli_epi32(x, 16); }
+  static u32 sum(Words x) { return static_cast<u32>(_mm512_reduce_add_epi32(x)); }
+
   static Range range(const float* x, int count) {
-    __m512 low0 = load16(x), low1 = low0, high0 = low0, high1 = low0;
+    __m512 low0 = load(x), low1 = low0, high0 = low0, high1 = low0;
     __mmask16 unordered = 0;
     for (int i = 0; i < count; i += 32) {
-      const __m512 a = load16(x + i), b = load16(x + i + 16);
+      const __m512 a = load(x + i), b = load(x + i + 16);
       low0 = _mm512_min_ps(low0, a);
       low1 = _mm512_min_ps(low1, b);
       high0 = _mm512_max_ps(high0, a);
@@ -69,244 +167,6 @@ struct Avx512Isa {
     return to_float(T{static_cast<u16>(key & 0x8000u ? key ^ 0x7FFFu : key)});
   }
 
-  static void philox(u64 block, const RoundKeys& keys, u32 words[16][16]) {
-    // Four independent sets of counters, to fill the latency of the multiplications.
-    __m512i state[4][4];
-    const u64 counter = block * 16u;
-    const __m512i lanes = counting();
-#pragma GCC unroll 4
-    for (int set = 0; set < 4; ++set) {
-      state[set][0] = _mm512_add_epi32(_mm512_set1_epi32(static_cast<i32>(counter + 16 * set)), lanes);
-      state[set][1] = _mm512_set1_epi32(static_cast<i32>((counter + 16 * set) >> 32));
-      state[set][2] = state[set][3] = _mm512_setzero_si512();
-    }
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-      const __m512i key0 = _mm512_set1_epi32(static_cast<i32>(keys.first[round]));
-      const __m512i key1 = _mm512_set1_epi32(static_cast<i32>(keys.second[round]));
-#pragma GCC unroll 4
-      for (int set = 0; set < 4; ++set) philox_round(state[set], key0, key1);
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < 16; ++row) _mm512_store_si512(words[row], state[row / 4][row % 4]);
-  }
-
-  template <class T, int BITS>
-  static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
-    const int stride = group_size / 8;
-    const OneGroup group{_mm512_set1_ps(low), _mm512_set1_ps(inverse)};
-    const __m512i half = _mm512_set1_epi8(-128);
-    __m512i edges = _mm512_setzero_si512();
-    __m512i fractions[2];
-    if (group_size == 64) {
-      store_masks<BITS>(codes_of_values<BITS>(x, group, noise[0], kEvenBytes, fractions), planes, stride);
-      edges = _mm512_sad_epu8(fractions[0], half);
-    } else {
-      for (int i = 0; i < group_size; i += 128) {
-        const u32(*rows)[16] = noise + i / 64;
-        const __m512i first = codes_of_values<BITS>(x + i, group, rows[0], kReversedEights, fractions);
-        const __m512i second = codes_of_values<BITS>(x + i + 64, group, rows[1], kReversedEights, fractions + 1);
-        store_planes<BITS>(first, second, planes + i / 8, stride);
-        edges = _mm512_add_epi64(edges, _mm512_sad_epu8(fractions[0], half));
-        edges = _mm512_add_epi64(edges, _mm512_sad_epu8(fractions[1], half));
-      }
-    }
-    return static_cast<u32>(_mm512_reduce_add_epi64(edges));
-  }
-
-  template <class T, int BITS>
-  static void quantise_columns(const T* x, const float* offset, const float* inverse, const u32 words[16], u16* edges,
-                               u8* planes, int stride) {
-    __m512i fractions;
-    store_masks<BITS>(codes_of_values<BITS>(x, ByColumn{offset, inverse}, words, kEvenBytes, &fractions), planes,
-                      stride);
-    const __m512i distances = _mm512_abs_epi8(_mm512_xor_si512(fractions, _mm512_set1_epi8(-128)));
-    for (int half = 0; half < 2; ++half) {
-      const __m256i bytes = half ? _mm512_extracti64x4_epi64(distances, 1) : _mm512_castsi512_si256(distances);
-      const __m512i sums = _mm512_adds_epu16(_mm512_loadu_si512(edges + 32 * half), _mm512_cvtepu8_epi16(bytes));
-      _mm512_storeu_si512(edges + 32 * half, sums);
-    }
-  }
-
-  // 64 codes in order to 8 bytes in each plane.
-  template <int BITS>
-  GACT_ALWAYS_INLINE static void store_masks(__m512i codes, u8* planes, int stride) {
-    for (int plane = 0; plane < BITS; ++plane) {
-      const u64 mask = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << plane)));
-      std::memcpy(planes + plane * stride, &mask, sizeof(mask));
-    }
-  }
-
-  // Codes of 64 elements as bytes; `order` picks the even bytes of two vectors. `fractions` receives, in order, the
-  // eight highest bits of what is rounded.
-  template <int BITS, class T, class Groups>
-  GACT_ALWAYS_INLINE static __m512i codes_of_values(const T* x, const Groups& groups, const u32 words[16],
-                                                    const u8* order, __m512i* fractions) {
-    const __m512i limit = _mm512_set1_epi32(((1 << BITS) - 1) << 16), mask16 = _mm512_set1_epi32(0xFFFF);
-    const __m512i word = _mm512_load_si512(words);
-    const __m512i noise[4] = {_mm512_and_si512(word, mask16), _mm512_and_si512(_mm512_srli_epi32(word, 8), mask16),
-                              _mm512_srli_epi32(word, 16), _mm512_and_si512(_mm512_ror_epi32(word, 24), mask16)};
-    __m512 values[4];
-    load64(x, values);
-    __m512i steps[4], sums[4];
-    for (int vector = 0; vector < 4; ++vector) {
-      const __m512 distance = _mm512_sub_ps(values[vector], groups.offset_of(vector));
-      steps[vector] = _mm512_cvtps_epi32(_mm512_mul_ps(distance, groups.inverse_of(vector)));
-      if (needs_clamp(BITS)) steps[vector] = _mm512_min_epi32(steps[vector], limit);
-      sums[vector] = _mm512_add_epi32(steps[vector], noise[vector]);
-    }
-    const __m512i even_words = _mm512_load_si512(kEvenWords);
-    *fractions = _mm512_permutex2var_epi8(_mm512_permutex2var_epi16(steps[0], even_words, steps[1]),
-                                          _mm512_load_si512(kOddBytes),
-                                          _mm512_permutex2var_epi16(steps[2], even_words, steps[3]));
-    const __m512i odd_words = _mm512_load_si512(kOddWords);
-    const __m512i lower = _mm512_permutex2var_epi16(sums[0], odd_words, sums[1]);
-    const __m512i upper = _mm512_permutex2var_epi16(sums[2], odd_words, sums[3]);
-    return _mm512_permutex2var_epi8(lower, _mm512_load_si512(order), upper);
-  }
-
-  // 128 codes, each eight of them in reverse order, to 16 bytes in each plane. The affine instruction transposes
-  // 8 by 8 bits when its matrix is the data and its vector the eight unit vectors.
-  template <int BITS>
-  GACT_ALWAYS_INLINE static void store_planes(__m512i first, __m512i second, u8* planes, int stride) {
-    const __m512i units = _mm512_set1_epi64(static_cast<i64>(0x8040201008040201ull));
-    first = _mm512_gf2p8affine_epi64_epi8(units, first, 0);
-    second = _mm512_gf2p8affine_epi64_epi8(units, second, 0);
-    const __m512i low_planes = _mm512_load_si512(kPlaneBytes);
-    store_lanes < BITS<4 ? BITS : 4>(_mm512_permutex2var_epi8(first, low_planes, second), planes, stride);
-    if (BITS <= 4) return;
-    const __m512i high_planes = _mm512_add_epi8(low_planes, _mm512_set1_epi8(4));
-    const __m512i upper = _mm512_permutex2var_epi8(first, high_planes, second);
-    store_lanes<BITS <= 4 ? 1 : BITS - 4>(upper, planes + 4 * stride, stride);
-  }
-
-  template <int COUNT>
-  static void store_lanes(__m512i lanes, u8* out, int stride) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(lanes));
-    if (COUNT > 1) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + stride), _mm512_extracti32x4_epi32(lanes, 1));
-    if (COUNT > 2) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * stride), _mm512_extracti32x4_epi32(lanes, 2));
-    if (COUNT > 3) _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * stride), _mm512_extracti32x4_epi32(lanes, 3));
-  }
-
-  template <class T, int BITS>
-  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool stream) {
-    const __m512 scales = _mm512_set1_ps(scale), offsets = _mm512_set1_ps(offset);
-    const auto table = table_of(scales, offsets, out);
-    const int stride = group_size / 8;
-    if (group_size == 64)
-      return store_values<BITS>(codes_of<BITS>(planes, stride), table, scales, offsets, out, stream);
-    for (int i = 0; i < group_size; i += 128) {
-      __m512i codes[2];
-      codes_of_128<BITS>(planes + i / 8, stride, codes);
-      store_values<BITS>(codes[0], table, scales, offsets, out + i, stream);
-      store_values<BITS>(codes[1], table, scales, offsets, out + i + 64, stream);
-    }
-  }
-
-  template <class T, int BITS>
-  static void decode_dithered(const u8* planes, int group_size, float unit, float base, const u32 (*noise)[16], T* out,
-                              bool stream) {
-    const __m512 units = _mm512_set1_ps(unit), bases = _mm512_set1_ps(base);
-    const int stride = group_size / 8;
-    if (group_size == 64) {
-      store_dithered(codes_of<BITS>(planes, stride), noise[0], units, bases, out, stream);
-      return;
-    }
-    for (int i = 0; i < group_size; i += 128) {
-      __m512i codes[2];
-      codes_of_128<BITS>(planes + i / 8, stride, codes);
-      store_dithered(codes[0], noise[i / 64], units, bases, out + i, stream);
-      store_dithered(codes[1], noise[i / 64 + 1], units, bases, out + i + 64, stream);
-    }
-  }
-
-  template <class T, int BITS>
-  static void decode_columns(const u8* planes, int stride, const float* unit, const float* base, const u32* mask,
-                             const u32 words[16], T* out, bool stream) {
-    const __m512i codes = codes_of<BITS>(planes, stride);
-    const __m512i word = _mm512_load_si512(words);
-    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
-                               _mm512_ror_epi32(word, 24)};
-    __m512 values[4];
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      values[quarter] = dithered_values(codes, quarter, turned[quarter], _mm512_loadu_si512(mask + 16 * quarter),
-                                        _mm512_loadu_ps(unit + 16 * quarter), _mm512_loadu_ps(base + 16 * quarter));
-    }
-    store_four(values, out, stream);
-  }
-
-  static void store_four(const __m512 values[4], float* out, bool stream) {
-    for (int i = 0; i < 4; ++i) store64(out + 16 * i, _mm512_castps_si512(values[i]), stream);
-  }
-
-  template <class T>
-  static void store_four(const __m512 values[4], T* out, bool stream) {
-    store64(out, to_words(values[0], values[1], out), stream);
-    store64(out + 32, to_words(values[2], values[3], out), stream);
-  }
-
-  // base + (code * 65536 + 65535 - noise) * unit of 16 of 64 codes; `turned` has their noise in its lower halves,
-  // `mask` selects them, or nothing of the 65535 - noise of elements that are not dithered.
-  GACT_ALWAYS_INLINE static __m512 dithered_values(__m512i codes, int quarter, __m512i turned, __m512i mask,
-                                                   __m512 unit, __m512 base) {
-    const __m512i third_byte =
-        _mm512_add_epi8(_mm512_set_epi32(15 << 16, 14 << 16, 13 << 16, 12 << 16, 11 << 16, 10 << 16, 9 << 16, 8 << 16,
-                                         7 << 16, 6 << 16, 5 << 16, 4 << 16, 3 << 16, 2 << 16, 1 << 16, 0),
-                        _mm512_set1_epi8(static_cast<char>(16 * quarter)));
-    const __m512i shifted = _mm512_maskz_permutexvar_epi8(0x4444444444444444ull, third_byte, codes);
-    // shifted | (~turned & mask)
-    const __m512i scaled = _mm512_ternarylogic_epi32(shifted, turned, mask, 0xF2);
-    return _mm512_add_ps(base, _mm512_mul_ps(_mm512_cvtepi32_ps(scaled), unit));
-  }
-
-  template <class T>
-  GACT_ALWAYS_INLINE static void store_dithered(__m512i codes, const u32 words[16], __m512 unit, __m512 base, T* out,
-                                                bool stream) {
-    const __m512i word = _mm512_load_si512(words), mask = _mm512_set1_epi32(0xFFFF);
-    const __m512i turned[4] = {word, _mm512_srli_epi32(word, 8), _mm512_srli_epi32(word, 16),
-                               _mm512_ror_epi32(word, 24)};
-    __m512 values[4];
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      values[quarter] = dithered_values(codes, quarter, turned[quarter], mask, unit, base);
-    }
-    store_four(values, out, stream);
-  }
-
-  // The values of codes 0..15 as floats, or of 0..31 as 16-bit words: widths that they cover are looked up.
-  static __m512 table_of(__m512 scale, __m512 offset, float*) { return values_of(counting(), scale, offset); }
-
-  template <class T>
-  static __m512i table_of(__m512 scale, __m512 offset, T* out) {
-    const __m512i next = _mm512_add_epi32(counting(), _mm512_set1_epi32(16));
-    return to_words(values_of(counting(), scale, offset), values_of(next, scale, offset), out);
-  }
-
-  static __m512i counting() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
-
-  template <int BITS>
-  static void store_values(__m512i codes, __m512 table, __m512 scale, __m512 offset, float* out, bool stream) {
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      const __m512i sixteen = sixteen_codes(codes, quarter);
-      const __m512 values = BITS <= 4 ? _mm512_permutexvar_ps(sixteen, table) : values_of(sixteen, scale, offset);
-      store64(out + 16 * quarter, _mm512_castps_si512(values), stream);
-    }
-  }
-
-  template <int BITS, class T>
-  static void store_values(__m512i codes, __m512i table, __m512 scale, __m512 offset, T* out, bool stream) {
-    for (int half = 0; half < 2; ++half) {
-      __m512i words;
-      if (BITS <= 5) {
-        const __m256i bytes = half ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
-        words = _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(bytes), table);
-      } else {
-        words = to_words(values_of(sixteen_codes(codes, 2 * half), scale, offset),
-                         values_of(sixteen_codes(codes, 2 * half + 1), scale, offset), out);
-      }
-      store64(out + 32 * half, words, stream);
-    }
-  }
-
   static u64 byte_bits(const u8 bytes[64]) {
     const __m512i value = _mm512_load_si512(bytes);
     return _mm512_test_epi8_mask(value, value);
@@ -317,8 +177,7 @@ struct Avx512Isa {
 
 bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
 }  // namespace

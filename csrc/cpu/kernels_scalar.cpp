@@ -1,10 +1,97 @@
-// Portable kernels: the primitives of memory_order.h written with the scalar functions of group_codec.h.
+// Portable kernels: vectors of eight lanes, one lane at a time.
 #include "cpu/dispatch.h"
 
 namespace gact {
 namespace {
 
+typedef u32 EightWords __attribute__((vector_size(32)));
+typedef float EightFloats __attribute__((vector_size(32)));
+
+// What goes lane by lane is not inlined, as compilers take minutes over it.
+#define GACT_LANES __attribute__((noinline)) static
+
+// Vectors that the compiler takes apart for the processor at hand; what is no operator of theirs goes lane by lane.
 struct ScalarIsa {
+  using Words = EightWords;
+  using Floats = EightFloats;
+  static constexpr int kLanes = 8;
+  static constexpr u32 kPairs[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+  static Words set(u32 value) { return Words{} + value; }
+  static Floats set(float value) { return Floats{} + value; }
+  static Words set_halves(u32 first, u32) { return set(first); }
+
+  static Words load(const u32* x) {
+    Words words;
+    std::memcpy(&words, x, sizeof(words));
+    return words;
+  }
+  template <class T>
+  GACT_LANES Floats load(const T* x) {
+    Floats values;
+    for (int i = 0; i < kLanes; ++i) values[i] = to_float(x[i]);
+    return values;
+  }
+  static void store(u32* out, Words words) { std::memcpy(out, &words, sizeof(words)); }
+  template <bool, class T>
+  GACT_LANES void store_values(T* first, T* second, Floats x, Floats y, bool) {
+    for (int i = 0; i < kLanes; ++i) from_float(x[i], first + i);
+    for (int i = 0; i < kLanes; ++i) from_float(y[i], second + i);
+  }
+
+  static Words interleave_low(Words x, Words y) { return Words{x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3]}; }
+  static Words interleave_high(Words x, Words y) { return Words{x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]}; }
+  static Words add(Words x, Words y) { return x + y; }
+  static Words both(Words x, Words y) { return x & y; }
+  static Words without(Words x, Words y) { return x & ~y; }
+  static Words xored(Words x, Words y, Words z) { return x ^ y ^ z; }
+  static Words joined(Words x, Words y, Words mask) { return x | (y & mask); }
+  static Words chosen(Words mask, Words x, Words y) { return (x & mask) | (y & ~mask); }
+  static Words lower_halves(Words x, Words y) { return (x & 0xFFFFu) | (y << 16); }
+  template <int N>
+  static Words shifted_left(Words x) {
+    return x << N;
+  }
+  template <int N>
+  static Words shifted_right(Words x) {
+    return x >> N;
+  }
+  GACT_LANES void multiply(Words value, u32 factor, Words* low, Words* high) {
+    for (int i = 0; i < kLanes; ++i) {
+      const u64 product = wide_product(value[i], factor);
+      (*low)[i] = low_half(product);
+      (*high)[i] = high_half(product);
+    }
+  }
+
+  GACT_LANES Words rounded(Floats x, Floats offset, Floats inverse) {
+    Words words;
+    for (int i = 0; i < kLanes; ++i) words[i] = bits_of(fused(x[i] - offset[i], inverse[i], kMagic));
+    return words;
+  }
+  GACT_LANES Floats value(Words units, Floats unit, Floats base) {
+    Floats values;
+    for (int i = 0; i < kLanes; ++i) values[i] = static_cast<float>(static_cast<i32>(units[i]));
+    return values * unit + base;
+  }
+
+  GACT_LANES Words edges(Words fractions) {
+    Words sums = {};
+    for (int byte = 0; byte < 4; ++byte) {
+      const Words from_half = ((fractions >> (8 * byte)) & 0xFFu) - 128u;
+      const Words negative = 0u - (from_half >> 31);
+      sums += (from_half ^ negative) - negative;
+    }
+    return sums;
+  }
+  static Words add_edges(Words x, Words y) { return x + y; }
+  static Words edge_sums(Words x) { return x; }
+  static u32 sum(Words x) {
+    u32 total = 0;
+    for (int i = 0; i < kLanes; ++i) total += x[i];
+    return total;
+  }
+
   template <class T>
   static Range range(const T* x, int count) {
     Range range{to_float(x[0]), to_float(x[0])};
@@ -17,92 +104,6 @@ struct ScalarIsa {
     }
     if (has_nan) range.low = float_of(kNanBits);
     return range;
-  }
-
-  static void philox(u64 block, const RoundKeys& keys, u32 words[16][16]) {
-    const u64 seed = keys.first[0] | static_cast<u64>(keys.second[0]) << 32;
-    for (u32 lane = 0; lane < 64; ++lane) {
-      u32 lane_words[4];
-      philox_of_lane(block, lane, seed, lane_words);
-      for (int word = 0; word < 4; ++word) words[lane / 16 * 4 + word][lane % 16] = lane_words[word];
-    }
-  }
-
-  static u32 noise_of(const u32 (*rows)[16], int i) { return noise_of_chunk(rows[i >> 6], i & 63); }
-
-  static u32 noise_of_chunk(const u32 row[16], int i) {
-    const u32 word = row[i & 15];
-    const u32 words[4] = {word, word, word, word};
-    return random16(words, static_cast<u32>(i));
-  }
-
-  template <class T, int BITS>
-  static u32 quantise(const T* x, int group_size, float low, float inverse, const u32 (*noise)[16], u8* planes) {
-    constexpr i32 limit = ((1 << BITS) - 1) << 16;
-    const int stride = group_size / 8;
-    u32 edges = 0;
-    for (int byte = 0; byte < stride; ++byte) {
-      u32 bits[BITS] = {};
-      for (int i = 8 * byte; i < 8 * byte + 8; ++i) {
-        const i32 scaled = scaled_value(to_float(x[i]), low, inverse, limit);
-        edges += edge_of(scaled);
-        const u32 code = (static_cast<u32>(scaled) + noise_of(noise, i)) >> 16;
-        for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << (i & 7);
-      }
-      for (int plane = 0; plane < BITS; ++plane) planes[plane * stride + byte] = static_cast<u8>(bits[plane]);
-    }
-    return edges;
-  }
-
-  template <int BITS>
-  static u32 code_at(const u8* planes, int stride, int i) {
-    u32 code = 0;
-    for (int plane = 0; plane < BITS; ++plane) {
-      code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
-    }
-    return code;
-  }
-
-  template <class T, int BITS>
-  static void decode(const u8* planes, int group_size, float scale, float offset, T* out, bool) {
-    for (int i = 0; i < group_size; ++i) {
-      from_float(offset + static_cast<float>(code_at<BITS>(planes, group_size / 8, i)) * scale, out + i);
-    }
-  }
-
-  template <class T, int BITS>
-  static void decode_dithered(const u8* planes, int group_size, float unit, float base, const u32 (*noise)[16], T* out,
-                              bool) {
-    for (int i = 0; i < group_size; ++i) {
-      const u32 units = (code_at<BITS>(planes, group_size / 8, i) << 16) | (65535u - noise_of(noise, i));
-      from_float(base + static_cast<float>(units) * unit, out + i);
-    }
-  }
-
-  template <class T, int BITS>
-  static void quantise_columns(const T* x, const float* offset, const float* inverse, const u32 words[16], u16* edges,
-                               u8* planes, int stride) {
-    constexpr i32 limit = ((1 << BITS) - 1) << 16;
-    for (int byte = 0; byte < kChunk / 8; ++byte) {
-      u32 bits[BITS] = {};
-      for (int i = 8 * byte; i < 8 * byte + 8; ++i) {
-        const i32 scaled = scaled_value(to_float(x[i]), offset[i], inverse[i], limit);
-        const u32 sum = edges[i] + edge_of(scaled);
-        edges[i] = static_cast<u16>(sum < 0xFFFFu ? sum : 0xFFFFu);
-        const u32 code = (static_cast<u32>(scaled) + noise_of_chunk(words, i)) >> 16;
-        for (int plane = 0; plane < BITS; ++plane) bits[plane] |= ((code >> plane) & 1u) << (i & 7);
-      }
-      for (int plane = 0; plane < BITS; ++plane) planes[plane * stride + byte] = static_cast<u8>(bits[plane]);
-    }
-  }
-
-  template <class T, int BITS>
-  static void decode_columns(const u8* planes, int stride, const float* unit, const float* base, const u32* mask,
-                             const u32 words[16], T* out, bool) {
-    for (int i = 0; i < kChunk; ++i) {
-      const u32 units = (code_at<BITS>(planes, stride, i) << 16) | ((65535u - noise_of_chunk(words, i)) & mask[i]);
-      from_float(base[i] + static_cast<float>(units) * unit[i], out + i);
-    }
   }
 
   static u64 byte_bits(const u8 bytes[64]) {

@@ -1,286 +1,275 @@
-// The loops of pack and unpack around the primitives of an instruction set, for groups in memory order; columns.h has
-// those for groups of one column, and dispatch.h calls both. Each kernels_*.cpp includes them in a translation unit
-// with its own flags; all is in an unnamed namespace, so that the linker never mixes code of two instruction sets.
-//
-// An Isa provides, for T in {float, Half, Bfloat} and BITS in 1..8:
-//   range<T>(x, count) -> Range               of count (a multiple of 64) elements; a NaN in x makes one end NaN
-//   philox(block, keys, words)                [16][16] output words of 4 blocks of 256 elements: row 4 * block + word,
-//                                             column lane; a row makes the noise of 64 elements
-//   quantise<T, BITS>(x, group_size, offset, inverse, noise, planes) -> u32
-//                                             a whole group, whose noise begins at row `noise`, to its planes; returns
-//                                             the sum of edge_of its elements
-//   decode<T, BITS>(planes, group_size, scale, offset, out, stream)   a whole group without flags
-//   decode_dithered<T, BITS>(planes, group_size, unit, base, noise, out, stream)   a whole group with kDitherFlag
-//   quantise_columns, decode_columns                  64 elements with parameters from arrays, see columns.h
-//   byte_bits(bytes) -> u64, bit_bytes(bits, bytes)   masks.h: bit i = lowest bit of bytes[i], 64 bytes, and back
+// Pack and unpack for groups in memory order: sets of 512 elements in rows of 16, of which a tile has one or two.
 #pragma once
 
-#include "cpu/float_mode.h"
-#include "cpu/kernels.h"
+#include "cpu/columns.h"
 
 namespace gact {
 namespace {
 
+constexpr int kSetElements = kTileRows * kRowElements;
 // Most elements whose groups are described before they are quantised: they stay in the L1 cache.
-constexpr i64 kBlockElements = 4096;
-// How far ahead of quantising to prefetch: past the block that is described next.
-constexpr i64 kPrefetchElements = 2 * kBlockElements;
-constexpr int kCacheLine = 64;
-
-// The noise of single elements, cheap for those of one lane in order.
-class LaneNoise {
- public:
-  explicit LaneNoise(u64 seed) : seed_(seed) {}
-
-  u32 of(i64 element) {
-    const u64 counter = static_cast<u64>(element) / kPhiloxBlock * 16u + (static_cast<u64>(element) & 15u);
-    if (counter != counter_) {
-      counter_ = counter;
-      philox_of_lane(counter / 16u, static_cast<u32>(counter & 15u), seed_, words_);
-    }
-    return random16(words_, static_cast<u32>(element));
-  }
-
- private:
-  u64 seed_;
-  u64 counter_ = ~u64{0};
-  u32 words_[4];
-};
-
-template <class T>
-void pack_group(const PackJob& job, i64 index) {
-  const i64 start = index * job.group_size;
-  const i64 left = job.numel - start;
-  const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
-  const T* x = static_cast<const T*>(job.x) + start;
-  const Group group = describe(extent_of(x, count), job.bits, T{});
-  job.offsets[index] = static_cast<u16>(group.grid.stored_offset);
-
-  const int stride = job.group_size / 8;
-  u8* planes = job.planes + index * job.bits * stride;
-  for (int byte = 0; byte < job.bits * stride; ++byte) planes[byte] = 0;
-  u32 edges = 0;
-  LaneNoise noise(job.seed);
-  for (int lane = 0; lane < 16; ++lane) {
-    for (int i = lane; i < count; i += 16) {
-      i32 scaled;
-      const u32 code = code_of(to_float(x[i]), group, job.bits, noise.of(start + i), &scaled);
-      edges += edge_of(scaled);
-      for (int plane = 0; plane < job.bits; ++plane) {
-        planes[plane * stride + i / 8] |= static_cast<u8>(((code >> plane) & 1u) << (i % 8));
-      }
-    }
-  }
-  const bool dithered = group.may_dither && dither_pays(edges, count);
-  job.scales[index] = group.stored_scale | (dithered ? kDitherFlag : 0);
-}
-
-template <class T>
-void unpack_group(const UnpackJob& job, i64 index) {
-  const i64 start = index * job.group_size;
-  const i64 left = job.numel - start;
-  const int count = static_cast<int>(left < job.group_size ? left : job.group_size);
-  T* out = static_cast<T*>(job.out) + start;
-  const int stride = job.group_size / 8;
-  const u8* planes = job.planes + index * job.bits * stride;
-  const u16 scale = job.scales[index];
-  const float offset = offset_value(job.offsets[index], step_of(scale), T{});
-  LaneNoise noise(job.seed);
-  for (int lane = 0; lane < 16; ++lane) {
-    for (int i = lane; i < count; i += 16) {
-      u32 code = 0;
-      for (int plane = 0; plane < job.bits; ++plane) {
-        code |= static_cast<u32>((planes[plane * stride + i / 8] >> (i % 8)) & 1) << plane;
-      }
-      const u32 subtracted = scale & kDitherFlag ? noise.of(start + i) : 0u;
-      from_float(decode(code, scale, offset, job.bits, subtracted), out + i);
-    }
-  }
-}
-
-// Philox keys of the ten rounds.
-struct RoundKeys {
-  u32 first[10], second[10];
-};
-
-inline RoundKeys round_keys(u64 seed) {
-  RoundKeys keys;
-  for (u32 round = 0; round < 10; ++round) {
-    keys.first[round] = static_cast<u32>(seed) + round * kPhiloxW0;
-    keys.second[round] = static_cast<u32>(seed >> 32) + round * kPhiloxW1;
-  }
-  return keys;
-}
-
-// The noise of 1024 elements at a time, made when a group needs it.
-constexpr i64 kNoiseElements = 4 * kPhiloxBlock;
+constexpr i64 kChunkElements = 4096;
+// How far ahead of quantising to prefetch: past the chunk that is described next.
+constexpr i64 kPrefetchElements = 2 * kChunkElements;
 
 template <class Isa>
-class UnitNoise {
- public:
-  explicit UnitNoise(u64 seed) : keys_(round_keys(seed)) {}
+constexpr int kTileSets = kStrip<Isa> / kRowElements;
 
-  // Rows for the group that begins at `element`.
-  const u32 (*of(i64 element))[16] {
-    const i64 unit = element / kNoiseElements;
-    if (unit != unit_) {
-      unit_ = unit;
-      Isa::philox(static_cast<u64>(unit) * 4, keys_, words_);
+template <class Isa>
+constexpr int kTileElements = kTileSets<Isa> * kSetElements;
+
+// The set of a tile to which a vector belongs, and where the vector begins in a row of it.
+template <class Isa>
+constexpr int set_of(int vector) {
+  return vector * Isa::kLanes / kRowElements;
+}
+
+// Vectors of a tile, given its elements or its words; `set_size` of these are a set.
+template <class Isa, class T>
+Rows<T> sets_at(T* first, int set_size) {
+  constexpr int kInRow = Isa::kLanes % kRowElements;
+  return Rows<T>{{first, first + set_of<Isa>(1) * set_size + kInRow}, kRowElements};
+}
+
+template <class Isa>
+PairVectors<Isa> pairs_of_sets(i64 first_set, const RoundKeys& keys) {
+  const typename Isa::Words numbers = Isa::both(Isa::load(Isa::kPairs), Isa::set(kRowElements / 2 - 1u));
+  return philox_pairs<Isa>(numbers, high_half(static_cast<u64>(first_set) * kBlocks), keys);
+}
+
+template <class Isa>
+TileNoise<Isa> noise_of_sets(const PairVectors<Isa>& pairs, const RoundKeys& keys, u64 seed, i64 set) {
+  const u32 block = low_half(static_cast<u64>(set) * kBlocks);
+  return TileNoise<Isa>{&pairs, &keys, seed, {block, block + set_of<Isa>(1) * kBlocks}};
+}
+
+// Which of the groups of a set has four rows of it: quad >> shift.
+inline int quad_shift(int group_size) { return __builtin_ctz(static_cast<unsigned>(group_size)) - 6; }
+
+// ---- pack
+
+template <class Isa>
+struct SetGroups {
+  const float* offsets[2];  // of the first group of each vector's set
+  const float* inverses[2];
+  int shift;
+  typename Isa::Words edges[2][kQuads];
+
+  GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
+    return Isa::set(offsets[vector][quad >> shift]);
+  }
+  GACT_INLINE typename Isa::Floats inverse(int vector, int quad) const {
+    return Isa::set(inverses[vector][quad >> shift]);
+  }
+  GACT_INLINE void add_edges(int vector, int quad, typename Isa::Words of_quad) { edges[vector][quad] = of_quad; }
+
+  // Of a group of the tile, those of all its sets counted.
+  u32 sum_of(int group) const {
+    const int in_set = kQuads >> shift;
+    typename Isa::Words sum = Isa::set(0u);
+    for (int v = 0; v < 2; ++v) {
+      if (set_of<Isa>(v) != group / in_set) continue;
+      const int first = group % in_set << shift;
+      for (int quad = first; quad < first + (1 << shift); ++quad) sum = Isa::add_edges(sum, edges[v][quad]);
     }
-    return words_ + element % kNoiseElements / 64;
+    return Isa::sum(Isa::edge_sums(sum));
   }
-
- private:
-  RoundKeys keys_;
-  i64 unit_ = -1;
-  alignas(kCacheLine) u32 words_[16][16];
 };
 
-// No element of a group exceeds the top code before clamping if the width is small enough: its value in steps is at
-// most levels * 65536 * (1 + 2^-23), as `range <= levels * scale` holds exactly and two roundings follow.
-constexpr bool needs_clamp(int bits) { return ((1 << bits) - 1) * 65536.0 >= 0.5 * 8388608.0; }
-
-// What quantise needs of the groups of a block; plain_group says what `slow` means.
-struct BlockGroups {
-  float low[kBlockElements / 64], high[kBlockElements / 64], offset[kBlockElements / 64], scale[kBlockElements / 64];
-  float inverse[kBlockElements / 64];
-  u32 stored_offset[kBlockElements / 64];
-  i32 slow[kBlockElements / 64], may_dither[kBlockElements / 64];
-};
-
-template <class T>
-void set_group(BlockGroups& groups, int g, const Grid& grid, float low, float high, float levels) {
-  const PlainGroup group = plain_group(grid, low, high, levels, T{});
-  groups.offset[g] = grid.offset;
-  groups.scale[g] = grid.scale;
-  groups.inverse[g] = grid.inverse;
-  groups.stored_offset[g] = grid.stored_offset;
-  groups.slow[g] = group.slow;
-  groups.may_dither[g] = group.may_dither;
-}
-
-// Not inlined: few groups need it, and it would be computed for all of them if it became part of a vectorised loop.
-template <class T>
-__attribute__((noinline)) void widen_group(BlockGroups& groups, int g, float levels) {
-  const float low = groups.low[g], high = groups.high[g];
-  set_group<T>(groups, g, grid_at(wide_scale(low, high, levels), low, T{}), low, high, levels);
-}
-
-template <class T>
-void describe_groups(BlockGroups& groups, int count, float levels) {
-  i32 covered[kBlockElements / 64];
-  for (int g = 0; g < count; ++g) {
-    const float low = groups.low[g] + 0.0f, high = groups.high[g];  // + 0.0 turns -0.0 into 0.0
-    groups.low[g] = low;
-    const Grid grid = grid_at(tight_scale(low, high, levels, T{}), low, T{});
-    covered[g] = covers(grid, low, high, levels, T{});
-    set_group<T>(groups, g, grid, low, high, levels);
-  }
-  for (int g = 0; g < count; ++g) {
-    if (!covered[g]) widen_group<T>(groups, g, levels);
-  }
-}
-
-// Ranges, scales and offsets of the groups of elements start .. start + count - 1. True if one of them is slow.
+// The sets of a tile, whose first group is number `group` of the arrays. Writes the sums of edge_of.
 template <class Isa, class T, int BITS>
-bool describe_block(const PackJob& job, i64 start, int count, BlockGroups& groups) {
-  const T* x = static_cast<const T*>(job.x) + start;
-  const int group_count = count / job.group_size;
-  for (int g = 0; g < group_count; ++g) {
-    const Range range = Isa::range(x + g * job.group_size, job.group_size);
+void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int group, const TileNoise<Isa>& noise,
+                   u32* words, u32* edges) {
+  const int in_set = kSetElements / group_size;
+  SetGroups<Isa> of_tile;
+  of_tile.shift = quad_shift(group_size);
+  for (int v = 0; v < 2; ++v) {
+    of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
+    of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
+  }
+  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise,
+                              sets_at<Isa>(words, BITS * kRowElements));
+  for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = of_tile.sum_of(g);
+}
+
+template <class Isa, class T>
+void ranges_of(const T* x, int group_size, int count, GroupArrays& groups) {
+  for (int g = 0; g < count; ++g) {
+    const Range range = Isa::range(x + g * group_size, group_size);
     groups.low[g] = range.low;
     groups.high[g] = range.high;
   }
-  describe_groups<T>(groups, group_count, static_cast<float>((1 << BITS) - 1));
-  const i64 first_group = start / job.group_size;
+}
+
+template <class T>
+void finish_groups(const PackJob& job, i64 first, int count, const GroupArrays& groups, const u32* edges,
+                   int elements) {
   i32 any_slow = 0;
-  for (int g = 0; g < group_count; ++g) {
-    job.offsets[first_group + g] = static_cast<u16>(groups.stored_offset[g]);
+  for (int g = 0; g < count; ++g) {
+    const int left = elements - g * job.group_size;
+    job.scales[first + g] = stored_scale(groups, g, edges[g], left < job.group_size ? left : job.group_size);
     any_slow |= groups.slow[g];
   }
-  return any_slow != 0;
-}
-
-inline void prefetch(const void* start, int size_bytes) {
-#if defined(__x86_64__)
-  for (int line = 0; line < size_bytes; line += kCacheLine) {
-    _mm_prefetch(static_cast<const char*>(start) + line, _MM_HINT_T0);
+  if (!any_slow) return;
+  for (int g = 0; g < count; ++g) {
+    if (groups.slow[g]) pack_group<T>(job, first + g);
   }
-#endif
 }
 
+// Whole tiles: elements start .. start + count - 1, at most kChunkElements.
 template <class Isa, class T, int BITS>
-void quantise_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int count, const BlockGroups& groups) {
+void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+  GroupArrays groups;
+  u32 edges[kChunkElements / 64];
   const T* x = static_cast<const T*>(job.x) + start;
   const int size = job.group_size;
-  const i64 first_group = start / size;
-  u8* planes = job.planes + first_group * BITS * (size / 8);
-  for (int g = 0; g < count / size; ++g) {
-    const T* group = x + g * size;
-    prefetch(group + kPrefetchElements, size * static_cast<int>(sizeof(T)));
-    const u32 edges = Isa::template quantise<T, BITS>(group, size, groups.offset[g], groups.inverse[g],
-                                                      noise.of(start + g * size), planes + g * BITS * (size / 8));
-    const bool dithered = groups.may_dither[g] && dither_pays(edges, size);
-    job.scales[first_group + g] = static_cast<u16>((bits_of(groups.scale[g]) >> 16) | (dithered ? kDitherFlag : 0));
+  const i64 first_set = start / kSetElements;
+  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  ranges_of<Isa>(x, size, count / size, groups);
+  describe_groups<T>(groups, count / size, BITS, job.offsets + start / size);
+  for (int i = 0; i < count; i += kTileElements<Isa>) {
+    const i64 set = first_set + i / kSetElements;
+    prefetch(x + i + kPrefetchElements, kTileElements<Isa> * sizeof(T));
+    quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise_of_sets<Isa>(pairs, keys, job.seed, set),
+                                job.words + set * BITS * kRowElements, edges);
   }
+  finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
 
-// Full groups: elements start .. start + count - 1, count a multiple of 512 and at most kBlockElements.
+// Fewer elements than a tile at the end of a tensor, filled up: with one of them while the ranges are found, then with
+// the offset of the last group, whose codes and fractions are zero, and with zeros in groups of zeros.
 template <class Isa, class T, int BITS>
-void pack_block(const PackJob& job, UnitNoise<Isa>& noise, i64 start, int count) {
-  BlockGroups groups;
-  const bool any_slow = describe_block<Isa, T, BITS>(job, start, count, groups);
-  quantise_block<Isa, T, BITS>(job, noise, start, count, groups);
-  if (!any_slow) return;
-  for (int g = 0; g < count / job.group_size; ++g) {
-    if (groups.slow[g]) pack_group<T>(job, start / job.group_size + g);
+void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+  constexpr int kElements = kTileElements<Isa>;
+  GroupArrays groups;
+  u32 edges[kElements / 64];
+  alignas(kCacheLine) u32 words[BITS * kStrip<Isa>];
+  alignas(kCacheLine) T x[kElements];
+  const int size = job.group_size, group_count = (count + size - 1) / size;
+  const i64 first_set = start / kSetElements;
+  std::memcpy(x, static_cast<const T*>(job.x) + start, count * sizeof(T));
+  for (int i = count; i < group_count * size; ++i) x[i] = x[count - 1];
+  ranges_of<Isa>(x, size, group_count, groups);
+  describe_groups<T>(groups, group_count, BITS, job.offsets + start / size);
+  for (int g = group_count; g < kElements / size; ++g) groups.offset[g] = groups.inverse[g] = 0.0f;
+  for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
+  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise_of_sets<Isa>(pairs, keys, job.seed, first_set), words, edges);
+  edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
+  for (int set = 0; set * kSetElements < count; ++set) {
+    const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
+    u32* out = job.words + (first_set + set) * BITS * kRowElements;
+    for_word_rows(BITS, left < kTileRows ? left : kTileRows, [&](int in_whole, int row) {
+      std::memcpy(out + row * kRowElements, words + (set * BITS + in_whole) * kRowElements, kRowElements * sizeof(u32));
+    });
   }
+  finish_groups<T>(job, start / size, group_count, groups, edges, count);
+}
+
+// Calls whole(start, count) for the chunks of whole tiles of some units, and rest(start, count) for what is left.
+template <class Isa, class Whole, class Rest>
+void for_chunks(i64 numel, i64 first, i64 last, Whole&& whole, Rest&& rest) {
+  const i64 end = last * kUnitElements < numel ? last * kUnitElements : numel;
+  const i64 whole_end = end / kTileElements<Isa> * kTileElements<Isa>;
+  for (i64 start = first * kUnitElements; start < whole_end;) {
+    const i64 chunk_end = (start / kChunkElements + 1) * kChunkElements;
+    const i64 next = chunk_end < whole_end ? chunk_end : whole_end;
+    whole(start, static_cast<int>(next - start));
+    start = next;
+  }
+  if (whole_end < end) rest(whole_end, static_cast<int>(end - whole_end));
 }
 
 template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
-  UnitNoise<Isa> noise(job.seed);
-  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
-  const i64 full_end = end / kUnitElements * kUnitElements;
-  for (i64 start = first * kUnitElements; start < full_end; start += kBlockElements) {
-    const i64 left = full_end - start;
-    pack_block<Isa, T, BITS>(job, noise, start, static_cast<int>(left < kBlockElements ? left : kBlockElements));
+  const RoundKeys keys(job.seed);
+  for_chunks<Isa>(
+      job.numel, first, last,
+      [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count); },
+      [&](i64 start, int count) { pack_rest<Isa, T, BITS>(job, keys, start, count); });
+}
+
+// ---- unpack
+
+template <class Isa>
+struct SetUnits {
+  const float* units[2];  // of the first group of each vector's set
+  const float* bases[2];
+  const u32* masks[2];
+  int shift;
+
+  static constexpr bool kAdjacent = set_of<Isa>(1) == 0;
+
+  GACT_INLINE typename Isa::Floats unit(int vector, int quad) const { return Isa::set(units[vector][quad >> shift]); }
+  GACT_INLINE typename Isa::Floats base(int vector, int quad) const { return Isa::set(bases[vector][quad >> shift]); }
+  GACT_INLINE typename Isa::Words mask(int vector, int quad) const { return Isa::set(masks[vector][quad >> shift]); }
+};
+
+template <class Isa, class T, int BITS>
+void decode_sets(const u32* words, int group_size, const DecodeArrays& arrays, int group, const TileNoise<Isa>& noise,
+                 T* out, bool stream) {
+  SetUnits<Isa> groups;
+  groups.shift = quad_shift(group_size);
+  for (int v = 0; v < 2; ++v) {
+    const int first = group + set_of<Isa>(v) * (kSetElements / group_size);
+    groups.units[v] = arrays.unit + first;
+    groups.bases[v] = arrays.base + first;
+    groups.masks[v] = arrays.mask + first;
   }
-  for (i64 tail = full_end; tail < end; tail += job.group_size) {
-    pack_group<T>(job, tail / job.group_size);
+  decode_tile<Isa, T, BITS>(sets_at<Isa>(words, BITS * kRowElements), groups, arrays.any_dithered ? &noise : nullptr,
+                            sets_at<Isa>(out, kSetElements), stream);
+}
+
+template <class Isa, class T, int BITS>
+void unpack_chunk(const UnpackJob& job, const RoundKeys& keys, i64 start, int count, bool stream) {
+  DecodeArrays arrays;
+  const int size = job.group_size;
+  const i64 first_set = start / kSetElements, first = start / size;
+  read_groups<T>(job.scales + first, job.offsets + first, count / size, arrays);
+  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  for (int i = 0; i < count; i += kTileElements<Isa>) {
+    const i64 set = first_set + i / kSetElements;
+    decode_sets<Isa, T, BITS>(job.words + set * BITS * kRowElements, size, arrays, i / size,
+                              noise_of_sets<Isa>(pairs, keys, job.seed, set), static_cast<T*>(job.out) + start + i,
+                              stream);
   }
+  if (arrays.any_special) unpack_special_groups<T>(job, first, count / size);
+}
+
+template <class Isa, class T, int BITS>
+void unpack_rest(const UnpackJob& job, const RoundKeys& keys, i64 start, int count) {
+  constexpr int kElements = kTileElements<Isa>;
+  DecodeArrays arrays = {};
+  alignas(kCacheLine) u32 words[BITS * kStrip<Isa>] = {};
+  alignas(kCacheLine) T out[kElements];
+  const int size = job.group_size, group_count = (count + size - 1) / size;
+  const i64 first_set = start / kSetElements, first = start / size;
+  for (int set = 0; set * kSetElements < count; ++set) {
+    const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
+    const u32* stored = job.words + (first_set + set) * BITS * kRowElements;
+    for_word_rows(BITS, left < kTileRows ? left : kTileRows, [&](int in_whole, int row) {
+      std::memcpy(words + (set * BITS + in_whole) * kRowElements, stored + row * kRowElements,
+                  kRowElements * sizeof(u32));
+    });
+  }
+  read_groups<T>(job.scales + first, job.offsets + first, group_count, arrays);
+  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  decode_sets<Isa, T, BITS>(words, size, arrays, 0, noise_of_sets<Isa>(pairs, keys, job.seed, first_set), out, false);
+  std::memcpy(static_cast<T*>(job.out) + start, out, count * sizeof(T));
+  if (arrays.any_special) unpack_special_groups<T>(job, first, group_count);
 }
 
 template <class Isa, class T, int BITS>
 void unpack_units(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
-  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
-  const i64 last_full = end / job.group_size;
-  const int stride = job.group_size / 8;
+  const RoundKeys keys(job.seed);
   const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
-  UnitNoise<Isa> noise(job.seed);
-  for (i64 g = first * kUnitElements / job.group_size; g < last_full; ++g) {
-    const u16 scale = job.scales[g];
-    if (scale & kSpecialFlag) {
-      unpack_group<T>(job, g);
-      continue;
-    }
-    const u8* planes = job.planes + g * BITS * stride;
-    T* out = static_cast<T*>(job.out) + g * job.group_size;
-    const float step = step_of(scale), offset = offset_value(job.offsets[g], step, T{});
-    if (scale & kDitherFlag) {
-      const float unit = step * kDitherUnit;
-      Isa::template decode_dithered<T, BITS>(planes, job.group_size, unit, dithered_base(offset, unit),
-                                             noise.of(g * job.group_size), out, stream);
-    } else {
-      Isa::template decode<T, BITS>(planes, job.group_size, step, offset, out, stream);
-    }
-  }
-  if (last_full * job.group_size < end) unpack_group<T>(job, last_full);
-#if defined(__x86_64__)
-  if (stream) _mm_sfence();
-#endif
+  for_chunks<Isa>(
+      job.numel, first, last,
+      [&](i64 start, int count) { unpack_chunk<Isa, T, BITS>(job, keys, start, count, stream); },
+      [&](i64 start, int count) { unpack_rest<Isa, T, BITS>(job, keys, start, count); });
+  end_of_streaming(stream);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The loops of rounding_variance, which dispatch.h includes in each kernels_*.cpp; compilers vectorise them.
 #pragma once
 
-#include "cpu/columns.h"
+#include "cpu/groups.h"
 
 namespace gact {
 namespace {
@@ -17,7 +17,7 @@ inline float sum_of(float terms[kLargestGroup], int count) {
   return terms[0];
 }
 
-// sum of weight * f * (1 - f) in units of 2^-32, with f the fraction that pack rounds; or of weight / 12 where it
+// sum of weight * f * (1 - f) in units of 2^-16, with f the fraction that pack rounds; or of weight / 12 where it
 // subtracts the noise again.
 inline double weighted_variance(const float* values, const float* weight, int count, const Group& group) {
   const float offset = group.grid.offset, inverse = group.grid.inverse;
@@ -26,13 +26,13 @@ inline double weighted_variance(const float* values, const float* weight, int co
   u32 edges = 0;
   for (int i = 0; i < count; ++i) {
     const i32 scaled = scaled_value(values[i], offset, inverse, limit);
-    const i32 fraction = scaled & 0xFFFF;
-    terms[i] = weight[i] * static_cast<float>(fraction * (65536 - fraction));
+    const i32 fraction = scaled & 0xFF;
+    terms[i] = weight[i] * static_cast<float>(fraction * (256 - fraction));
     edges += edge_of(scaled);
   }
   if (!group.may_dither || !dither_pays(edges, count)) return static_cast<double>(sum_of(terms, count));
   for (int i = 0; i < count; ++i) terms[i] = weight[i];
-  return static_cast<double>(sum_of(terms, count)) * (4294967296.0 / 12.0);
+  return static_cast<double>(sum_of(terms, count)) * (65536.0 / 12.0);
 }
 
 template <class Isa, class T>
@@ -54,10 +54,10 @@ void variance_of_group(const T* x, const float* weight, int count, double totals
   if (!weighted) return;
   for (int bits = 1; bits <= 8; ++bits) {
     const Group group = describe(extent, bits, T{});
-    // scale^2 * f * (1 - f) with f = q / 65536
+    // scale^2 * f * (1 - f) with f = q / 256
     const double scale = static_cast<double>(group.grid.scale);
     const double infinity = static_cast<double>(float_of(kInfinityBits));
-    const double unit = scale * scale / 4294967296.0;
+    const double unit = scale * scale / 65536.0;
     totals[bits - 1] += group.special ? infinity : unit * weighted_variance(values, weight, count, group);
   }
 }
@@ -82,17 +82,18 @@ void variance_blocks(const VarianceJob& job, i64 first, i64 last, double totals[
   T values[kTileColumns][kLargestGroup];
   float weights[kTileColumns][kLargestGroup];
   for (i64 index = first; index < last; ++index) {
-    const Block block = block_at(index, job.numel, job.group_size, job.columns);
+    const i64 first_row = index * job.group_size, left = job.numel / job.columns - first_row;
+    const int rows = static_cast<int>(left < job.group_size ? left : job.group_size);
     for (i64 start = 0; start < job.columns; start += kTileColumns) {
       const int count = static_cast<int>(job.columns - start < kTileColumns ? job.columns - start : kTileColumns);
-      for (int row = 0; row < block.rows; ++row) {
-        const i64 element = block.start + row * job.columns + start;
+      for (int row = 0; row < rows; ++row) {
+        const i64 element = (first_row + row) * job.columns + start;
         for (int c = 0; c < count; ++c) {
           values[c][row] = static_cast<const T*>(job.x)[element + c];
           weights[c][row] = job.weight[element + c];
         }
       }
-      for (int c = 0; c < count; ++c) variance_of_group<Isa>(values[c], weights[c], block.rows, totals);
+      for (int c = 0; c < count; ++c) variance_of_group<Isa>(values[c], weights[c], rows, totals);
     }
   }
 }
