@@ -53,23 +53,24 @@ inline Panel panel_at(i64 unit, i64 numel, int group_size, i64 columns, int elem
 template <class Isa>
 constexpr int kStrip = 2 * Isa::kLanes;  // columns of two vectors
 
+// Those of each vector of columns of a panel.
 template <class Isa>
-using PanelNoise = PairVectors<Isa>[kMostGroups / kStrip<Isa>];
+using PanelNoise = PairVectors<Isa>[kMostGroups / Isa::kLanes];
 
 template <class Isa>
 void make_pairs(const Panel& panel, const RoundKeys& keys, PanelNoise<Isa>& pairs) {
   const u32 blocks_high = high_half(static_cast<u64>(panel.first_row) / kPhiloxRows);
-  for (int column = 0; column < panel.width; column += kStrip<Isa>) {
-    const u32 first = static_cast<u32>((panel.first_column + column) / 2);
-    const typename Isa::Words numbers = Isa::add(Isa::load(Isa::kPairs), Isa::set(first));
-    pairs[column / kStrip<Isa>] = philox_pairs<Isa>(numbers, blocks_high, keys);
+  for (int column = 0; column < panel.width; column += Isa::kLanes) {
+    const u32 first_pair = static_cast<u32>((panel.first_column + column) / 2);
+    pairs[column / Isa::kLanes] = philox_pairs<Isa>(first_pair, blocks_high, keys);
   }
 }
 
+// For two vectors of columns, of which `pairs` is the first.
 template <class Isa>
-TileNoise<Isa> noise_at(const PairVectors<Isa>& pairs, const RoundKeys& keys, u64 seed, i64 row) {
+TileNoise<Isa> noise_at(const PairVectors<Isa>* pairs, const RoundKeys& keys, u64 seed, i64 row) {
   const u32 block = low_half(static_cast<u64>(row) / kPhiloxRows);
-  return TileNoise<Isa>{&pairs, &keys, seed, {block, block}};
+  return TileNoise<Isa>{{pairs, pairs + 1}, {block, block}, &keys, seed};
 }
 
 // ---- ranges
@@ -209,7 +210,7 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
       const int number = column / kStrip<Isa>;
       const Rows<const T> tile = strip_of(x + row * columns + column, columns, kLanes);
       const Rows<u32> out = strip_of(words + column, columns, kLanes);
-      const TileNoise<Isa> noise = noise_at<Isa>(pairs[number], keys, job.seed, panel.first_row + row);
+      const TileNoise<Isa> noise = noise_at<Isa>(pairs + 2 * number, keys, job.seed, panel.first_row + row);
       if (row + kTileRows > panel.rows) {
         quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
         continue;
@@ -339,7 +340,7 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
       const Rows<const u32> tile = strip_of(words + column, columns, Isa::kLanes);
       const Rows<T> values = strip_of(out + row * columns + column, columns, Isa::kLanes);
       const TileNoise<Isa> noise =
-          noise_at<Isa>(pairs[column / kStrip<Isa>], keys, job.seed, panel.first_row + row);
+          noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + row);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
       if (row + kTileRows > panel.rows) {
         decode_rest<Isa, T, BITS>(tile, panel.rows - row, groups, used, values);

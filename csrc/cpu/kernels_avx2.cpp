@@ -42,11 +42,10 @@ struct Avx2Isa {
   using Words = __m256i;
   using Floats = __m256;
   static constexpr int kLanes = 8;
-  alignas(32) static constexpr u32 kPairs[kLanes] = {0, 1, 4, 5, 2, 3, 6, 7};
+  alignas(32) static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0};
 
   static Words set(u32 value) { return _mm256_set1_epi32(static_cast<i32>(value)); }
   static Floats set(float value) { return _mm256_set1_ps(value); }
-  static Words set_halves(u32 first, u32) { return set(first); }
 
   static Words load(const u32* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
   static Floats load(const float* x) { return _mm256_loadu_ps(x); }
@@ -69,8 +68,6 @@ struct Avx2Isa {
     store32(first, to_words(x, y, first), stream);
   }
 
-  static Words interleave_low(Words x, Words y) { return _mm256_unpacklo_epi32(x, y); }
-  static Words interleave_high(Words x, Words y) { return _mm256_unpackhi_epi32(x, y); }
   static Words add(Words x, Words y) { return _mm256_add_epi32(x, y); }
   static Words both(Words x, Words y) { return _mm256_and_si256(x, y); }
   static Words without(Words x, Words y) { return _mm256_andnot_si256(y, x); }
@@ -87,14 +84,9 @@ struct Avx2Isa {
     return _mm256_srli_epi32(x, N);
   }
 
-  // Products are made for even and odd lanes apart.
-  static void multiply(Words value, u32 factor, Words* low, Words* high) {
-    const __m256i factors = _mm256_set1_epi64x(factor);
-    const __m256i even = _mm256_mul_epu32(value, factors);
-    const __m256i odd = _mm256_mul_epu32(_mm256_shuffle_epi32(value, 0xF5), factors);
-    *low = _mm256_blend_epi32(even, _mm256_shuffle_epi32(odd, 0xA0), 0xAA);
-    *high = _mm256_blend_epi32(_mm256_shuffle_epi32(even, 0xF5), odd, 0xAA);
-  }
+  static Words multiply(Words x, u32 factor) { return _mm256_mul_epu32(x, _mm256_set1_epi64x(factor)); }
+  static Words upper(Words x) { return _mm256_srli_epi64(x, 32); }
+  static Words in_pairs(Words x, Words y) { return _mm256_blend_epi32(x, _mm256_slli_epi64(y, 32), 0xAA); }
 
   // The difference the other way round, which reads x from memory by itself.
   static Words rounded(Floats x, Floats offset, Floats inverse) {

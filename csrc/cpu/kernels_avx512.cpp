@@ -41,19 +41,14 @@ inline void store32(void* out, __m256i value, bool stream) {
   }
 }
 
-constexpr auto kUpperOfPair = static_cast<_MM_PERM_ENUM>(0xF5), kLowerOfPair = static_cast<_MM_PERM_ENUM>(0xA0);
-
 struct Avx512Isa {
   using Words = __m512i;
   using Floats = __m512;
   static constexpr int kLanes = 16;
-  alignas(64) static constexpr u32 kPairs[kLanes] = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+  alignas(64) static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0};
 
   static Words set(u32 value) { return _mm512_set1_epi32(static_cast<i32>(value)); }
   static Floats set(float value) { return _mm512_set1_ps(value); }
-  static Words set_halves(u32 first, u32 second) {
-    return _mm512_mask_set1_epi32(set(first), 0xCCCC, static_cast<i32>(second));
-  }
 
   static Words load(const u32* x) { return _mm512_loadu_si512(x); }
   static Floats load(const float* x) { return _mm512_loadu_ps(x); }
@@ -79,8 +74,6 @@ struct Avx512Isa {
     store32(second, _mm512_extracti64x4_epi64(words, 1), stream);
   }
 
-  static Words interleave_low(Words x, Words y) { return _mm512_unpacklo_epi32(x, y); }
-  static Words interleave_high(Words x, Words y) { return _mm512_unpackhi_epi32(x, y); }
   static Words add(Words x, Words y) { return _mm512_add_epi32(x, y); }
   static Words both(Words x, Words y) { return _mm512_and_si512(x, y); }
   static Words without(Words x, Words y) { return _mm512_andnot_si512(y, x); }
@@ -99,15 +92,9 @@ struct Avx512Isa {
     return _mm512_srli_epi32(x, N);
   }
 
-  // Products are made for even and odd lanes apart; what is wanted of them is joined with shuffles, because shifts have
-  // fewer ports.
-  static void multiply(Words value, u32 factor, Words* low, Words* high) {
-    const __m512i factors = _mm512_set1_epi64(factor);
-    const __m512i even = _mm512_mul_epu32(value, factors);
-    const __m512i odd = _mm512_mul_epu32(_mm512_shuffle_epi32(value, kUpperOfPair), factors);
-    *low = _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, kLowerOfPair);
-    *high = _mm512_mask_shuffle_epi32(odd, 0x5555, even, kUpperOfPair);
-  }
+  static Words multiply(Words x, u32 factor) { return _mm512_mul_epu32(x, _mm512_set1_epi64(factor)); }
+  static Words upper(Words x) { return _mm512_srli_epi64(x, 32); }
+  static Words in_pairs(Words x, Words y) { return _mm512_mask_blend_epi32(0xAAAA, x, _mm512_slli_epi64(y, 32)); }
 
   // The difference the other way round, which reads x from memory by itself.
   static Words rounded(Floats x, Floats offset, Floats inverse) {

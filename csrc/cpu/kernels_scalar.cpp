@@ -5,6 +5,7 @@ namespace gact {
 namespace {
 
 typedef u32 EightWords __attribute__((vector_size(32)));
+typedef u64 FourProducts __attribute__((vector_size(32)));
 typedef float EightFloats __attribute__((vector_size(32)));
 
 // What goes lane by lane is not inlined, as compilers take minutes over it.
@@ -15,11 +16,10 @@ struct ScalarIsa {
   using Words = EightWords;
   using Floats = EightFloats;
   static constexpr int kLanes = 8;
-  static constexpr u32 kPairs[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7};
+  static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0};
 
   static Words set(u32 value) { return Words{} + value; }
   static Floats set(float value) { return Floats{} + value; }
-  static Words set_halves(u32 first, u32) { return set(first); }
 
   static Words load(const u32* x) {
     Words words;
@@ -39,8 +39,6 @@ struct ScalarIsa {
     for (int i = 0; i < kLanes; ++i) from_float(y[i], second + i);
   }
 
-  static Words interleave_low(Words x, Words y) { return Words{x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3]}; }
-  static Words interleave_high(Words x, Words y) { return Words{x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]}; }
   static Words add(Words x, Words y) { return x + y; }
   static Words both(Words x, Words y) { return x & y; }
   static Words without(Words x, Words y) { return x & ~y; }
@@ -56,13 +54,12 @@ struct ScalarIsa {
   static Words shifted_right(Words x) {
     return x >> N;
   }
-  GACT_LANES void multiply(Words value, u32 factor, Words* low, Words* high) {
-    for (int i = 0; i < kLanes; ++i) {
-      const u64 product = wide_product(value[i], factor);
-      (*low)[i] = low_half(product);
-      (*high)[i] = high_half(product);
-    }
+  static Words multiply(Words x, u32 factor) {
+    const FourProducts lower = reinterpret_cast<FourProducts>(x) & 0xFFFFFFFFu;
+    return reinterpret_cast<Words>(lower * factor);
   }
+  static Words upper(Words x) { return reinterpret_cast<Words>(reinterpret_cast<FourProducts>(x) >> 32); }
+  static Words in_pairs(Words x, Words y) { return Words{x[0], y[0], x[2], y[2], x[4], y[4], x[6], y[6]}; }
 
   GACT_LANES Words rounded(Floats x, Floats offset, Floats inverse) {
     Words words;

@@ -31,17 +31,24 @@ Rows<T> sets_at(T* first, int set_size) {
   return Rows<T>{{first, first + set_of<Isa>(1) * set_size + kInRow}, kRowElements};
 }
 
+// The pairs of columns of the vectors of a tile.
 template <class Isa>
-PairVectors<Isa> pairs_of_sets(i64 first_set, const RoundKeys& keys) {
-  const typename Isa::Words numbers = Isa::both(Isa::load(Isa::kPairs), Isa::set(kRowElements / 2 - 1u));
-  return philox_pairs<Isa>(numbers, high_half(static_cast<u64>(first_set) * kBlocks), keys);
-}
+struct SetNoise {
+  PairVectors<Isa> pairs[2];
+  const RoundKeys& keys;
+  u64 seed;
 
-template <class Isa>
-TileNoise<Isa> noise_of_sets(const PairVectors<Isa>& pairs, const RoundKeys& keys, u64 seed, i64 set) {
-  const u32 block = low_half(static_cast<u64>(set) * kBlocks);
-  return TileNoise<Isa>{&pairs, &keys, seed, {block, block + set_of<Isa>(1) * kBlocks}};
-}
+  SetNoise(i64 first_set, const RoundKeys& round_keys, u64 seed) : keys(round_keys), seed(seed) {
+    const u32 blocks_high = high_half(static_cast<u64>(first_set) * kBlocks);
+    pairs[0] = philox_pairs<Isa>(0, blocks_high, keys);
+    pairs[1] = philox_pairs<Isa>(Isa::kLanes % kRowElements / 2, blocks_high, keys);
+  }
+
+  TileNoise<Isa> at(i64 set) const {
+    const u32 block = low_half(static_cast<u64>(set) * kBlocks);
+    return TileNoise<Isa>{{pairs, pairs + 1}, {block, block + set_of<Isa>(1) * kBlocks}, &keys, seed};
+  }
+};
 
 // Which of the groups of a set has four rows of it: quad >> shift.
 inline int quad_shift(int group_size) { return __builtin_ctz(static_cast<unsigned>(group_size)) - 6; }
@@ -53,7 +60,7 @@ struct SetGroups {
   const float* offsets[2];  // of the first group of each vector's set
   const float* inverses[2];
   int shift;
-  typename Isa::Words edges[2][kQuads];
+  typename Isa::Words (*edges)[kQuads];  // of each vector
 
   GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
     return Isa::set(offsets[vector][quad >> shift]);
@@ -82,6 +89,8 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
                    u32* words, u32* edges) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
+  typename Isa::Words of_quads[2][kQuads];
+  of_tile.edges = of_quads;
   of_tile.shift = quad_shift(group_size);
   for (int v = 0; v < 2; ++v) {
     of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
@@ -124,13 +133,13 @@ void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count)
   const T* x = static_cast<const T*>(job.x) + start;
   const int size = job.group_size;
   const i64 first_set = start / kSetElements;
-  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  const SetNoise<Isa> noise(first_set, keys, job.seed);
   ranges_of<Isa>(x, size, count / size, groups);
   describe_groups<T>(groups, count / size, BITS, job.offsets + start / size);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     prefetch(x + i + kPrefetchElements, kTileElements<Isa> * sizeof(T));
-    quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise_of_sets<Isa>(pairs, keys, job.seed, set),
+    quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set),
                                 job.words + set * BITS * kRowElements, edges);
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
@@ -153,8 +162,8 @@ void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) 
   describe_groups<T>(groups, group_count, BITS, job.offsets + start / size);
   for (int g = group_count; g < kElements / size; ++g) groups.offset[g] = groups.inverse[g] = 0.0f;
   for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
-  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
-  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise_of_sets<Isa>(pairs, keys, job.seed, first_set), words, edges);
+  const SetNoise<Isa> noise(first_set, keys, job.seed);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges);
   edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
   for (int set = 0; set * kSetElements < count; ++set) {
     const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
@@ -227,11 +236,11 @@ void unpack_chunk(const UnpackJob& job, const RoundKeys& keys, i64 start, int co
   const int size = job.group_size;
   const i64 first_set = start / kSetElements, first = start / size;
   read_groups<T>(job.scales + first, job.offsets + first, count / size, arrays);
-  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
+  const SetNoise<Isa> noise(first_set, keys, job.seed);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     decode_sets<Isa, T, BITS>(job.words + set * BITS * kRowElements, size, arrays, i / size,
-                              noise_of_sets<Isa>(pairs, keys, job.seed, set), static_cast<T*>(job.out) + start + i,
+                              noise.at(set), static_cast<T*>(job.out) + start + i,
                               stream);
   }
   if (arrays.any_special) unpack_special_groups<T>(job, first, count / size);
@@ -254,8 +263,8 @@ void unpack_rest(const UnpackJob& job, const RoundKeys& keys, i64 start, int cou
     });
   }
   read_groups<T>(job.scales + first, job.offsets + first, group_count, arrays);
-  const PairVectors<Isa> pairs = pairs_of_sets<Isa>(first_set, keys);
-  decode_sets<Isa, T, BITS>(words, size, arrays, 0, noise_of_sets<Isa>(pairs, keys, job.seed, first_set), out, false);
+  const SetNoise<Isa> noise(first_set, keys, job.seed);
+  decode_sets<Isa, T, BITS>(words, size, arrays, 0, noise.at(first_set), out, false);
   std::memcpy(static_cast<T*>(job.out) + start, out, count * sizeof(T));
   if (arrays.any_special) unpack_special_groups<T>(job, first, group_count);
 }

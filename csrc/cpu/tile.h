@@ -4,17 +4,17 @@
 // flags; all is in an unnamed namespace, so that the linker never mixes code of two instruction sets.
 //
 // An Isa has vectors of kLanes 32-bit integers (Words) and floats (Floats), and
-//   kPairs[lane]                       the pair of columns, of those of two vectors, whose counter a lane has
-//   interleave_low, interleave_high    of lanes ordered like kPairs, for even and odd columns: the two vectors in order
+//   kPairs                             0, 0, 1, 0, 2, 0 ..: pairs of columns in the lower halves of 64 bits
+//   multiply(x, factor), upper(x)      the 64-bit products of those halves; the upper halves as lower ones
+//   in_pairs(x, y)                     lower halves of 64 bits: x beneath y
 //   load(x), store(out, words)         a vector of elements of any type, of words
 //   store_values<ADJACENT>(first, second, x, y, stream)    two vectors as elements; the second may follow the first
-//   set(x), set_halves(x, y)           on each lane; y on the lanes of the second eight of sixteen pairs, if any
+//   set(x)                             on each lane
 //   add, both, xored, shifted_left<N>, shifted_right<N>      on each lane; both is &, xored has three operands
 //   without(x, y)                      x & ~y
 //   joined(x, y, mask)                 x | (y & mask)
 //   chosen(mask, x, y)                 bits of x where the mask has ones, of y elsewhere
 //   lower_halves(x, y)                 the lower half of x beneath the lower half of y
-//   multiply(x, factor, low, high)     the halves of 64-bit products
 //   rounded(x, offset, inverse)        the bits of fused(x - offset, inverse, kMagic)
 //   value(units, unit, base)           fused(float(units), unit, base)
 //   edges(fractions), add_edges(x, y), edge_sums(x)    sums of the edge_of of four bytes, in a form that add_edges adds
@@ -58,71 +58,65 @@ struct RoundKeys {
   }
 };
 
-// philox_pair of a vector of pairs.
+// philox_pair of the pairs of columns of a vector, each in the lower half of 64 bits.
 template <class Isa>
 struct PairVectors {
   typename Isa::Words second_of_key, first_of_state, high, low;
 };
 
 template <class Isa>
-PairVectors<Isa> philox_pairs(typename Isa::Words pairs, u32 blocks_high, const RoundKeys& keys) {
-  typename Isa::Words high, low;
-  PairVectors<Isa> found;
-  Isa::multiply(pairs, kPhiloxM0, &low, &high);
-  found.second_of_key = Isa::xored(low, Isa::set(keys.second[1]), Isa::set(0u));
-  Isa::multiply(Isa::xored(high, Isa::set(blocks_high), Isa::set(keys.second[0])), kPhiloxM1, &low, &high);
-  found.first_of_state = Isa::xored(low, Isa::set(keys.first[2]), Isa::set(0u));
-  Isa::multiply(Isa::xored(high, Isa::set(keys.first[1]), Isa::set(0u)), kPhiloxM0, &low, &high);
-  found.high = Isa::xored(high, Isa::set(keys.second[2]), Isa::set(0u));
-  found.low = low;
-  return found;
+PairVectors<Isa> philox_pairs(u32 first_pair, u32 blocks_high, const RoundKeys& keys) {
+  using Words = typename Isa::Words;
+  const auto with_key = [](Words x, u32 key) { return Isa::xored(x, Isa::set(key), Isa::set(0u)); };
+  const Words first = Isa::multiply(Isa::add(Isa::load(Isa::kPairs), Isa::set(first_pair)), kPhiloxM0);
+  const Words second = Isa::multiply(with_key(Isa::upper(first), blocks_high ^ keys.second[0]), kPhiloxM1);
+  const Words third = Isa::multiply(with_key(Isa::upper(second), keys.first[1]), kPhiloxM0);
+  return PairVectors<Isa>{with_key(first, keys.second[1]), with_key(second, keys.first[2]),
+                          with_key(Isa::upper(third), keys.second[2]), third};
 }
 
-// The output words for 8 rows, given the halves of philox_block for each lane.
-template <class Isa>
-GACT_INLINE void philox_vectors(const PairVectors<Isa>& pairs, typename Isa::Words block_high,
-                                typename Isa::Words block_low, const RoundKeys& keys, typename Isa::Words words[4]) {
-  typename Isa::Words low0, high0, low1, high1;
-  const typename Isa::Words zero = Isa::set(0u);
-  Isa::multiply(Isa::xored(block_high, pairs.second_of_key, zero), kPhiloxM1, &low1, &high1);
-  words[0] = Isa::xored(high1, pairs.first_of_state, zero);
-  words[1] = low1;
-  words[2] = Isa::xored(pairs.high, block_low, zero);
-  words[3] = pairs.low;
-#pragma GCC unroll 10
-  for (int round = 3; round < kPhiloxRounds; ++round) {
-    Isa::multiply(words[0], kPhiloxM0, &low0, &high0);
-    Isa::multiply(words[2], kPhiloxM1, &low1, &high1);
-    words[0] = Isa::xored(high1, words[1], Isa::set(keys.first[round]));
-    words[1] = low1;
-    words[2] = Isa::xored(high0, words[3], Isa::set(keys.second[round]));
-    words[3] = low0;
-  }
-}
-
-// The noise of a tile, 8 rows at a time. The two halves of the pairs may be in different rows.
+// The noise of a tile: the pairs of its two vectors, which may be in different rows, and the first block of each.
 template <class Isa>
 struct TileNoise {
-  const PairVectors<Isa>* pairs;
+  const PairVectors<Isa>* pairs[2];
+  u32 first_blocks[2];
   const RoundKeys* keys;
   u64 seed;
-  u32 first_blocks[2];
 
-  GACT_INLINE void words_of(int block, typename Isa::Words words[4]) const {
-    const u32 number = static_cast<u32>(block);
-    const u64 first = philox_block(first_blocks[0] + number, seed);
-    const u64 second = philox_block(first_blocks[1] + number, seed);
-    philox_vectors<Isa>(*pairs, Isa::set_halves(high_half(first), high_half(second)),
-                        Isa::set_halves(low_half(first), low_half(second)), *keys, words);
+  // For the vectors, words whose bytes are the noise of four rows, and of the next four.
+  GACT_INLINE void words_of(int block, typename Isa::Words noise[2][2]) const {
+    using Words = typename Isa::Words;
+    const Words zero = Isa::set(0u);
+    Words state[2][4];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const u64 product = philox_block(first_blocks[v] + static_cast<u32>(block), seed);
+      const Words word = Isa::xored(Isa::set(high_half(product)), pairs[v]->second_of_key, zero);
+      state[v][1] = Isa::multiply(word, kPhiloxM1);
+      state[v][0] = Isa::xored(Isa::upper(state[v][1]), pairs[v]->first_of_state, zero);
+      state[v][2] = Isa::xored(pairs[v]->high, Isa::set(low_half(product)), zero);
+      state[v][3] = pairs[v]->low;
+    }
+#pragma GCC unroll 10
+    for (int round = 3; round < kPhiloxRounds; ++round) {
+      const Words first_key = Isa::set(keys->first[round]), second_key = Isa::set(keys->second[round]);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const Words product0 = Isa::multiply(state[v][0], kPhiloxM0);
+        const Words product1 = Isa::multiply(state[v][2], kPhiloxM1);
+        state[v][0] = Isa::xored(Isa::upper(product1), state[v][1], first_key);
+        state[v][1] = product1;
+        state[v][2] = Isa::xored(Isa::upper(product0), state[v][3], second_key);
+        state[v][3] = product0;
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      noise[v][0] = Isa::in_pairs(state[v][0], state[v][1]);
+      noise[v][1] = Isa::in_pairs(state[v][2], state[v][3]);
+    }
   }
 };
-
-// The bytes of noise of four rows, from the words of even and of odd columns.
-template <class Isa>
-GACT_INLINE void noise_of_quad(const typename Isa::Words words[4], int quad, typename Isa::Words noise[2]) {
-  noise[0] = Isa::interleave_low(words[2 * quad], words[2 * quad + 1]);
-  noise[1] = Isa::interleave_high(words[2 * quad], words[2 * quad + 1]);
-}
 
 // ---- fields
 
@@ -236,17 +230,15 @@ GACT_INLINE typename Isa::Words quantise_quad(const Rows<const T>& x, int vector
 template <class Isa, class T, int BITS, class Groups>
 __attribute__((noinline)) void quantise_tile(const Rows<const T> x, Groups& stored_groups, const TileNoise<Isa>& noise,
                                              const Rows<u32> out) {
-  Groups groups = stored_groups;
+  Groups groups = stored_groups;  // in registers
   FieldWords<Isa> fields = {};
   for (int block = 0; block < kBlocks; ++block) {
-    typename Isa::Words random[4], of_quads[2][2];
+    typename Isa::Words random[2][2];
     noise.words_of(block, random);
-    noise_of_quad<Isa>(random, 0, of_quads[0]);
-    noise_of_quad<Isa>(random, 1, of_quads[1]);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      const typename Isa::Words codes[2] = {quantise_quad<Isa>(x, v, 2 * block, groups, of_quads[0][v]),
-                                            quantise_quad<Isa>(x, v, 2 * block + 1, groups, of_quads[1][v])};
+      const typename Isa::Words codes[2] = {quantise_quad<Isa>(x, v, 2 * block, groups, random[v][0]),
+                                            quantise_quad<Isa>(x, v, 2 * block + 1, groups, random[v][1])};
       put_codes<Isa, BITS>(codes, block, v, fields, out);
     }
   }
@@ -286,16 +278,16 @@ __attribute__((noinline)) void decode_tile(const Rows<const u32> words, const Gr
                                            const TileNoise<Isa>* noise, const Rows<T> out, bool stream) {
   const Groups groups = stored_groups;
   FieldWords<Isa> fields = {};
-  typename Isa::Words random[4] = {Isa::set(0u), Isa::set(0u), Isa::set(0u), Isa::set(0u)};
+  typename Isa::Words random[2][2] = {};
   for (int block = 0; block < kBlocks; ++block) {
     if (noise != nullptr) noise->words_of(block, random);
-    typename Isa::Words codes[2][2], of_quad[2];
+    typename Isa::Words codes[2][2];
     get_codes<Isa, BITS>(words, block, 0, fields, codes[0]);
     get_codes<Isa, BITS>(words, block, 1, fields, codes[1]);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const typename Isa::Words of_half[2] = {codes[0][half], codes[1][half]};
-      noise_of_quad<Isa>(random, half, of_quad);
+      const typename Isa::Words of_quad[2] = {random[0][half], random[1][half]};
       decode_quad<Isa>(of_half, 2 * block + half, groups, of_quad, out, stream);
     }
   }
