@@ -339,8 +339,7 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
       const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
       const Rows<const u32> tile = strip_of(words + column, columns, Isa::kLanes);
       const Rows<T> values = strip_of(out + row * columns + column, columns, Isa::kLanes);
-      const TileNoise<Isa> noise =
-          noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + row);
+      const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + row);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
       if (row + kTileRows > panel.rows) {
         decode_rest<Isa, T, BITS>(tile, panel.rows - row, groups, used, values);

@@ -70,16 +70,14 @@ struct SetGroups {
   }
   GACT_INLINE void add_edges(int vector, int quad, typename Isa::Words of_quad) { edges[vector][quad] = of_quad; }
 
-  // Of a group of the tile, those of all its sets counted.
-  u32 sum_of(int group) const {
-    const int in_set = kQuads >> shift;
-    typename Isa::Words sum = Isa::set(0u);
-    for (int v = 0; v < 2; ++v) {
-      if (set_of<Isa>(v) != group / in_set) continue;
-      const int first = group % in_set << shift;
-      for (int quad = first; quad < first + (1 << shift); ++quad) sum = Isa::add_edges(sum, edges[v][quad]);
+  // Adds up those of the groups of a vector's set.
+  void add_sums(int vector, u32* sums) const {
+    const int quads = 1 << shift;
+    for (int first = 0; first < kQuads; first += quads) {
+      typename Isa::Words sum = edges[vector][first];
+      for (int quad = first + 1; quad < first + quads; ++quad) sum = Isa::add_edges(sum, edges[vector][quad]);
+      sums[first >> shift] += Isa::sum(Isa::edge_sums(sum));
     }
-    return Isa::sum(Isa::edge_sums(sum));
   }
 };
 
@@ -96,9 +94,9 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
     of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
     of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
   }
-  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise,
-                              sets_at<Isa>(words, BITS * kRowElements));
-  for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = of_tile.sum_of(g);
+  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise, sets_at<Isa>(words, BITS * kRowElements));
+  for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
+  for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
 }
 
 template <class Isa, class T>
@@ -139,8 +137,8 @@ void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count)
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     prefetch(x + i + kPrefetchElements, kTileElements<Isa> * sizeof(T));
-    quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set),
-                                job.words + set * BITS * kRowElements, edges);
+    quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set), job.words + set * BITS * kRowElements,
+                                edges);
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
@@ -194,8 +192,7 @@ void pack_units(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
   for_chunks<Isa>(
-      job.numel, first, last,
-      [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count); },
+      job.numel, first, last, [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count); },
       [&](i64 start, int count) { pack_rest<Isa, T, BITS>(job, keys, start, count); });
 }
 
@@ -239,9 +236,8 @@ void unpack_chunk(const UnpackJob& job, const RoundKeys& keys, i64 start, int co
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
-    decode_sets<Isa, T, BITS>(job.words + set * BITS * kRowElements, size, arrays, i / size,
-                              noise.at(set), static_cast<T*>(job.out) + start + i,
-                              stream);
+    decode_sets<Isa, T, BITS>(job.words + set * BITS * kRowElements, size, arrays, i / size, noise.at(set),
+                              static_cast<T*>(job.out) + start + i, stream);
   }
   if (arrays.any_special) unpack_special_groups<T>(job, first, count / size);
 }

@@ -1,7 +1,7 @@
-// Tiles of a matrix of codes (docs/codec.md): 32 rows of two vectors of columns, quantised and decoded. The vectors of a
-// row are beside each other by column, and belong to two sets of 512 elements in memory order where a vector has the 16
-// columns of a set; nothing else here depends on it. Each kernels_*.cpp includes this in a translation unit with its own
-// flags; all is in an unnamed namespace, so that the linker never mixes code of two instruction sets.
+// Tiles of a matrix of codes (docs/codec.md): 32 rows of two vectors of columns, quantised and decoded. The vectors of
+// a row are beside each other by column, and belong to two sets of 512 elements in memory order where a vector has the
+// 16 columns of a set; nothing else here depends on it. Each kernels_*.cpp includes this in a translation unit with its
+// own flags; all is in an unnamed namespace, so that the linker never mixes code of two instruction sets.
 //
 // An Isa has vectors of kLanes 32-bit integers (Words) and floats (Floats), and
 //   kPairs                             0, 0, 1, 0, 2, 0 ..: pairs of columns in the lower halves of 64 bits
@@ -215,8 +215,8 @@ GACT_INLINE typename Isa::Words quantise_quad(const Rows<const T>& x, int vector
   Words sums[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    sums[i] = Isa::rounded(Isa::load(x.at(vector, 4 * quad + i)), groups.offset(vector, quad),
-                           groups.inverse(vector, quad));
+    sums[i] =
+        Isa::rounded(Isa::load(x.at(vector, 4 * quad + i)), groups.offset(vector, quad), groups.inverse(vector, quad));
   }
   // Two rows in the halves of a lane: their sums with the noise have 16 bits.
   const Words even = Isa::lower_halves(sums[0], sums[2]), odd = Isa::lower_halves(sums[1], sums[3]);
@@ -247,8 +247,8 @@ __attribute__((noinline)) void quantise_tile(const Rows<const T> x, Groups& stor
 
 // ---- decoding
 
-// Four rows of both vectors. Groups has unit(vector, quad), base(vector, quad) and mask(vector, quad), the noise that is
-// subtracted.
+// Four rows of both vectors. Groups has unit(vector, quad), base(vector, quad) and mask(vector, quad), the noise that
+// is subtracted.
 template <class Isa, class T, class Groups>
 GACT_INLINE void decode_quad(const typename Isa::Words codes[2], int quad, const Groups& groups,
                              const typename Isa::Words noise[2], const Rows<T>& out, bool stream) {

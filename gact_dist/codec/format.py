@@ -55,7 +55,7 @@ def sections(numel: int, bits: int, group_size: int, columns: int = 1) -> Sectio
     """Section starts of the buffer that holds ``numel`` elements, in rows of ``columns``, at ``bits`` bits."""
     width = width_of(columns)
     rows = -(-numel // width)
-    tiles, rest = divmod(rows, TILE_ROWS)
+    tiles, rest = rows // TILE_ROWS, rows % TILE_ROWS  # divmod takes no symbolic integers
     words = (tiles * bits + sum(word_rows(rest, field_bits) for _, field_bits in fields_of(bits))) * width
     groups = (numel // columns + group_size - 1) // group_size * columns
     offset_start_bytes = 4 * words + 2 * groups

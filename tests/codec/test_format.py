@@ -1,6 +1,7 @@
 """The stored format: the reference against its written definition, and what a user relies on."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ SEED = -7_123_456_789_012_345_678
 
 def philox_by_hand(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     words = [torch.tensor([word], dtype=torch.int64) for word in counter]
-    return [int(word) for word in philox.philox_words(words, key)]
+    return [int(word) for word in philox.philox(words, key[0] | key[1] << 32)]
 
 
 @pytest.mark.parametrize(
@@ -43,33 +44,66 @@ def test_philox_gives_the_published_vectors(
     assert philox_by_hand(counter, key) == list(expected)
 
 
-def noise_by_hand(element: int, seed: int) -> int:
-    block, vector, lane = element >> 8, (element >> 4) & 15, element & 15
-    counter = block * 16 + lane
-    words = philox_by_hand((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    in_bytes = words[vector >> 2].to_bytes(4, "little") * 2
-    return int.from_bytes(in_bytes[vector & 3 : (vector & 3) + 2], "little")
+def noise_by_hand(row: int, column: int, seed: int) -> int:
+    block = row // 8
+    counter = (column // 2, block % 2**32, 0, block // 2**32)
+    words = philox_by_hand(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    return words[row % 8 // 4 * 2 + column % 2].to_bytes(4, "little")[row % 4]
 
 
-@pytest.mark.parametrize("first_element", [0, 64, 192, 2**31, 2**36 + 64, 2**40 + 128])
-def test_noise_is_numbered_by_element_beyond_32_bits(first_element: int) -> None:
-    noise = philox.random16(first_element, 300, SEED, torch.device("cpu"))
-    for i in (0, 1, 15, 16, 33, 48, 63, 64, 127, 128, 255, 256, 299):
-        assert int(noise[i]) == noise_by_hand(first_element + i, SEED)
+@pytest.mark.parametrize("width", [16, 96])
+@pytest.mark.parametrize("first_row", [0, 8, 2**31, 2**35 - 8, 2**36 + 64])
+def test_noise_is_numbered_by_row_and_column_beyond_32_bits(first_row: int, width: int) -> None:
+    noise = philox.random_bytes(first_row, 21, width, SEED, torch.device("cpu"))
+    assert noise.shape == (21, width)
+    for row in (0, 1, 3, 4, 6, 7, 8, 13, 20):
+        for column in (0, 1, 2, 7, width - 2, width - 1):
+            assert int(noise[row, column]) == noise_by_hand(first_row + row, column, SEED)
 
 
-def test_noise_that_shares_bytes_is_uniform_and_nearly_uncorrelated() -> None:
-    count = 1 << 20
-    noise = philox.random16(0, count, SEED, torch.device("cpu")).double() / 65536
-    # Variance of the mean of a uniform number: 1 / 12; six standard errors.
-    assert abs(float(noise.mean()) - 0.5) <= 6 * (1 / 12 / count) ** 0.5
-    lanes = noise.view(-1, 4, 4, 16)  # blocks, words, bytes at which a number begins, lanes
-    centred = lanes - 0.5
-    for first in range(4):
-        for second in range(first):
-            correlation = 12 * float((centred[:, :, first] * centred[:, :, second]).mean())
-            # The high byte of one number is the low byte of the next: a correlation of 2^-8 by construction.
-            assert abs(correlation) <= 2**-8 + 6 * (4 / count) ** 0.5
+def test_noise_is_uniform_and_that_of_neighbours_uncorrelated() -> None:
+    noise = philox.random_bytes(0, 1 << 14, 64, SEED, torch.device("cpu"))
+    expected = noise.numel() / 256
+    # chi squared of 255 degrees of freedom: its mean and six standard deviations
+    chi_squared = float(((torch.bincount(noise.view(-1), minlength=256) - expected) ** 2 / expected).sum())
+    assert chi_squared <= 255 + 6 * (2 * 255) ** 0.5
+    centred = (noise.double() - 127.5) / 73.9  # a variance of 1
+    for rows, columns in ((1, 0), (2, 0), (4, 0), (8, 0), (0, 1), (0, 2), (1, 1), (4, 1)):
+        both = centred[rows:, columns:] * centred[: len(noise) - rows, : 64 - columns]
+        assert abs(float(both.mean())) <= 6 / both.numel() ** 0.5
+
+
+FIELDS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
+
+
+def codes_by_hand(words: Tensor, bits: int, rows: int, width: int) -> list[list[int]]:
+    """Codes [rows][width] from the words of a buffer."""
+    stored = words.numpy().view(np.uint32).tolist()
+    codes = [[0] * width for _ in range(rows)]
+    first_word = 0
+    for tile in range(0, rows, 32):
+        in_tile, start = min(32, rows - tile), 0
+        for field in FIELDS[bits]:
+            for row in range(in_tile):
+                word_row, in_word = row * field // 32, row % (32 // field)
+                shift = 8 * (in_word % 4) + field * (in_word // 4)
+                for column in range(width):
+                    word = stored[first_word + word_row * width + column]
+                    codes[tile + row][column] |= ((word >> shift) & (2**field - 1)) << start
+            first_word += math.ceil(in_tile * field / 32) * width
+            start += field
+    assert first_word == len(stored)
+    return codes
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (32, 16), (77, 16), (64, 32), (105, 96)])
+def test_words_hold_the_fields_of_the_codes_of_a_column(bits: int, rows: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (rows, width), generator=generator, dtype=torch.int32)
+    words = reference.words_of(codes.view(-1), bits, width)
+    assert codes_by_hand(words, bits, rows, width) == codes.tolist()
+    assert torch.equal(reference.codes_of(words, bits, codes.numel(), width), codes.view(-1))
 
 
 def scale_by_hand(spread: np.float32, levels: np.float32) -> np.float32:
@@ -89,10 +123,8 @@ def offset_by_hand(low: np.float32, scale: np.float32) -> np.float32:
     return np.float32(half) * np.float32(4) * scale
 
 
-def pack_by_hand(
-    x: np.ndarray, bits: int, first_element: int, seed: int
-) -> tuple[list[int], np.float32, np.float32, bool]:
-    """Codes, scale, offset and dithering of one finite group, float32 operation by operation, written a second time."""
+def pack_by_hand(x: np.ndarray, bits: int, first_row: int, seed: int) -> tuple[list[int], np.float32, np.float32, bool]:
+    """Codes, scale, offset and dithering of one finite group, written a second time in float32 and exact fractions."""
     one = np.float32
     low, levels = one(x.min()) + one(0), one(2**bits - 1)
     spread = one(x.max()) - low
@@ -103,47 +135,68 @@ def pack_by_hand(
         offset = offset_by_hand(low, scale)
     codes, edges = [], 0
     for i, value in enumerate(x):
-        steps = min(int(np.rint((value - offset) * (one(65536) / scale))), int(levels) * 65536)
-        codes.append((steps + noise_by_hand(first_element + i, seed)) >> 16)
-        edges += abs(steps % 65536 // 256 - 128)
+        # round() of a fraction is to even, and the only rounding of the product
+        units = round(Fraction(float(value - offset)) * Fraction(float(one(256) / scale)))
+        assert 0 <= units <= 256 * int(levels)
+        codes.append((units + noise_by_hand(first_row + i // 16, i % 16, seed)) // 256)
+        edges += abs(units % 256 - 128)
     keeps_sign = bool(low < 0 < x.max()) or low > scale / 2
     return codes, scale, offset, keeps_sign and edges < 96 * len(x)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 5, 8])
-@pytest.mark.parametrize("first_group", [0, 3, 2**33 + 1])
+@pytest.mark.parametrize("first_row", [0, 96, 2**36 + 32])
 @pytest.mark.parametrize("kind", ["spread", "far from zero", "mostly the minimum"])
-def test_reference_follows_the_written_definition(bits: int, first_group: int, kind: str) -> None:
+def test_reference_follows_the_written_definition(bits: int, first_row: int, kind: str) -> None:
     x = random_tensor(64, torch.float32, seed=bits)
     if kind == "far from zero":
         x += 1000
     elif kind == "mostly the minimum":  # fractions of nearly zero, at 8 bits of up to 1/8: plain rounding is better
         x[:40] = x.min()
-    planes, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_group * 64)
-    codes, wanted_scale, wanted_offset, dithered = pack_by_hand(x.numpy(), bits, first_group * 64, SEED)
+    words, scale, offset = reference.pack_groups(x, bits, 64, SEED, first_row * 16)
+    codes, wanted_scale, wanted_offset, dithered = pack_by_hand(x.numpy(), bits, first_row, SEED)
     assert dithered == (kind != "mostly the minimum") or bits == 8
-    for i, code in enumerate(codes):
-        stored = sum(((int(planes[0, plane, i // 8]) >> (i % 8)) & 1) << plane for plane in range(bits))
-        assert stored == code
+    assert [code for row in codes_by_hand(words, bits, 4, 16) for code in row] == codes
     assert int(scale) == int(wanted_scale.view(np.uint32) >> 16) + dithered
     assert offset.numpy().view(np.float16) == wanted_offset / (4 * wanted_scale)
 
-    decoded = reference.unpack_groups(planes, scale, offset, bits, SEED, first_group * 64, torch.float32).numpy()
+    form = bits, 64, SEED, first_row * 16, 64, torch.float32
+    decoded = reference.unpack_groups(words, scale, offset, *form).numpy()
     for i, code in enumerate(codes):
         value = wanted_offset + np.float32(code) * wanted_scale
         if dithered:
-            unit = wanted_scale * np.float32(2**-16)
-            units = code * 65536 + 65535 - noise_by_hand(first_group * 64 + i, SEED)
-            value = (wanted_offset - unit * np.float32(32767.5)) + np.float32(units) * unit
+            unit = wanted_scale * np.float32(2**-8)
+            units = code * 256 + 255 - noise_by_hand(first_row + i // 16, i % 16, SEED)
+            value = (wanted_offset - unit * np.float32(127.5)) + np.float32(units) * unit
         assert decoded[i] == value
 
 
-def test_the_buffer_is_planes_then_scales_then_offsets() -> None:
+@pytest.mark.parametrize("bits", [1, 3, 4, 7])
+def test_columns_are_quantised_with_the_noise_of_their_rows(bits: int) -> None:
+    rows, columns = 200, 32
+    x = random_tensor(rows * columns, torch.float32).view(rows, columns) * torch.logspace(-2, 2, columns)
+    where = payload_format.sections(x.numel(), bits, 128, columns)
+    words, scale, offset = reference._split(reference.pack(x.view(-1), bits, 128, SEED, columns), where)
+    codes = codes_by_hand(words, bits, rows, columns)
+    for column in (0, 1, 31):
+        for block, first in enumerate((0, 128)):
+            count = min(128, rows - first)
+            step = np.float32(step_of(scale[block * columns + column]).item())
+            low = np.float32(offset[block * columns + column].view(torch.float16).item()) * np.float32(4) * step
+            for row in range(first, first + count, 7):
+                distance = x[row, column].numpy() - low
+                units = round(Fraction(float(distance)) * Fraction(float(np.float32(256) / step)))
+                assert codes[row][column] == (units + noise_by_hand(row, column, SEED)) // 256
+
+
+def test_the_buffer_is_codes_then_scales_then_offsets() -> None:
     where = payload_format.sections(1000, 3, 64)
+    assert where.rows == 63  # a tile, and 31 rows whose fields of 2 and 1 bits take 2 and 1 rows of words
     assert where.groups == 16
-    assert where.scale_start_bytes == 16 * 3 * 8
+    assert where.scale_start_bytes == (3 + 2 + 1) * 16 * 4
     assert where.offset_start_bytes == where.scale_start_bytes + 16 * 2
     assert where.total_bytes == where.offset_start_bytes + 16 * 2
+    assert payload_format.sections(2**20, 4, 128).total_bytes == 2**20 * 4.25 / 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,9 +205,9 @@ def test_columns_have_the_scales_and_offsets_of_the_transposed_tensor(dtype: tor
     rows = random_tensor(192 * 32, dtype).view(192, 32) * torch.logspace(-3, 3, 32).to(dtype)
     where = payload_format.sections(192 * 32, bits, 64, 32)
     assert where.total_bytes == payload_format.sections(192 * 32, bits, 64).total_bytes
-    _, scale, offset = reference._split(reference.pack(rows.view(-1), bits, 64, SEED, 32), where, bits, 64)
+    _, scale, offset = reference._split(reference.pack(rows.view(-1), bits, 64, SEED, 32), where)
     turned = reference.pack(rows.t().contiguous().view(-1), bits, 64, SEED)
-    _, wanted_scale, wanted_offset = reference._split(turned, where, bits, 64)
+    _, wanted_scale, wanted_offset = reference._split(turned, where)
     # group block * 32 + column of the one is group column * 3 + block of the other; the noise decides about no flag
     assert torch.equal(scale.view(3, 32).t(), wanted_scale.view(32, 3))
     assert torch.equal(offset.view(3, 32).t(), wanted_offset.view(32, 3))
@@ -163,7 +216,7 @@ def test_columns_have_the_scales_and_offsets_of_the_transposed_tensor(dtype: tor
 def test_a_short_block_of_columns_takes_no_room_for_missing_rows() -> None:
     where = payload_format.sections(130 * 96, 4, 128, 96)
     assert where.groups == 2 * 96
-    assert where.scale_start_bytes == -(-130 * 96 // 128) * 128 // 2
+    assert where.scale_start_bytes == (4 * 4 + 1) * 96 * 4  # four tiles, and one row of words for two rows
     assert where.total_bytes == where.scale_start_bytes + 2 * 96 * 4
 
 
@@ -181,10 +234,11 @@ def test_an_element_of_a_column_is_no_further_away_than_a_step_of_its_column(dty
 
 
 def test_codes_beyond_the_end_are_zero() -> None:
-    planes, _, _ = reference.pack_groups(random_tensor(70, torch.float32), 8, 64, SEED, 0)
-    codes = planes[1].view(8, 8).numpy()
-    assert np.unpackbits(codes, axis=1, bitorder="little")[:, 6:].sum() == 0
-    assert np.unpackbits(codes, axis=1, bitorder="little")[:, :6].sum() > 0
+    for bits in ALL_BITS:
+        words, _, _ = reference.pack_groups(random_tensor(70, torch.float32), bits, 64, SEED, 0)
+        codes = [code for row in codes_by_hand(words, bits, 5, 16) for code in row]
+        assert sum(codes[70:]) == 0 < sum(codes[:70])
+        assert len(words) == sum(math.ceil(5 * field / 32) for field in FIELDS[bits]) * 16
 
 
 # ---- what a user relies on
@@ -203,9 +257,7 @@ def test_no_element_is_further_away_than_one_step(dtype: torch.dtype, bits: int)
     for scale in (1e-3, 1.0, 1e4):
         x = random_tensor(4099, dtype, scale=scale)
         decoded = ops.unpack(ops.pack(x, bits, 256, SEED), bits, 256, 4099, dtype, SEED).double()
-        _, scales, _ = reference._split(
-            ops.pack(x, bits, 256, SEED), payload_format.sections(4099, bits, 256), bits, 256
-        )
+        _, scales, _ = reference._split(ops.pack(x, bits, 256, SEED), payload_format.sections(4099, bits, 256))
         step = step_of(scales).double().repeat_interleave(256)[:4099]
         # Rounding of the decoded value to dtype: half an ulp, that is eps / 2 of its magnitude or of a subnormal.
         half_ulp = decoded.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
@@ -242,8 +294,8 @@ def test_rounding_is_unbiased(dtype: torch.dtype, bits: int, kind: str) -> None:
         assert (int(scale) & 1 == 0) == (kind == "plain")
     # One decoded value has a standard deviation of at most step / 2; six of the mean's are exceeded once in 5e8.
     noise = 6 * step / 2 / decoded.shape[0] ** 0.5
-    # Steps are counted in 2^-16 and three float32 roundings come before; the base of a dithered group is a fourth.
-    arithmetic = step / 2**17 + 3 * 2.0**-24 * step * 2**bits + 2.0**-24 * float(x.abs().amax() + step)
+    # Steps are counted in 2^-8 and three float32 roundings come before; the base of a dithered group is a fourth.
+    arithmetic = step / 2**9 + 3 * 2.0**-24 * step * 2**bits + 2.0**-24 * float(x.abs().amax() + step)
     half_ulp = decoded.abs().amax(0) * torch.finfo(dtype).eps / 2
     assert bool(((decoded.mean(0) - x.double()).abs() <= noise + arithmetic + half_ulp).all())
 
@@ -317,7 +369,7 @@ def test_decoded_values_leave_the_range_of_their_group_by_no_more_than_stated(
     for group in (x.to(dtype), -x.to(dtype)):
         payload, levels = ops.pack(group, bits, 256, SEED), 2**bits - 1
         decoded = ops.unpack(payload, bits, 256, group.numel(), dtype, SEED).double().view(-1, 256)
-        scales = reference._split(payload, payload_format.sections(group.numel(), bits, 256), bits, 256)[1]
+        scales = reference._split(payload, payload_format.sections(group.numel(), bits, 256))[1]
         low, high = (bound[:, None] for bound in group.double().view(-1, 256).aminmax(dim=1))
         below = low.abs() * 2**-10 if dtype == torch.float32 else torch.zeros_like(low)
         # Its scale is rounded up by at most one in 64, and by one in 2^15 for the arithmetic.

@@ -259,27 +259,27 @@ def test_fake_tensors_have_the_size_of_huge_results() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_wrong_arguments_raise(native: bool) -> None:
     module = ops if native else reference
-    x = torch.zeros(256)
+    x = torch.zeros(512)
     buffer = reference.pack(x, 4, 256, 0)
     wrong = [
         lambda: module.pack(x, 0, 256, 0),
         lambda: module.pack(x, 9, 256, 0),
         lambda: module.pack(x, 4, 100, 0),
         lambda: module.pack(x.int(), 4, 256, 0),
-        lambda: module.pack(x.view(16, 16), 4, 256, 0),
+        lambda: module.pack(x.view(16, 32), 4, 256, 0),
         lambda: module.pack(x[::2], 4, 256, 0),
         lambda: module.pack_out(x, 4, 256, 0, buffer[1:]),
         lambda: module.pack(x, 4, 256, 0, 0),
         lambda: module.pack(x, 4, 256, 0, 16),
         lambda: module.pack(x, 4, 256, 0, 96),
-        lambda: module.unpack(buffer, 4, 256, 256, torch.float32, SEED, 64),
+        lambda: module.unpack(buffer, 4, 256, 512, torch.float32, SEED, 64),
         lambda: module.rounding_variance(x, x, 256, 48),
-        lambda: module.unpack(buffer, 3, 256, 256, torch.float32, SEED),
-        lambda: module.unpack(buffer, 4, 256, 256, torch.int32, SEED),
-        lambda: module.unpack_out(buffer, 4, 256, 256, torch.float32, SEED, torch.empty(255)),
+        lambda: module.unpack(buffer, 3, 256, 512, torch.float32, SEED),
+        lambda: module.unpack(buffer, 4, 256, 512, torch.int32, SEED),
+        lambda: module.unpack_out(buffer, 4, 256, 512, torch.float32, SEED, torch.empty(511)),
         lambda: module.unpack_mask(buffer, 7, torch.bool),
         lambda: module.pack_mask(x.long()),
-        lambda: module.rounding_variance(x, torch.ones(255), 256),
+        lambda: module.rounding_variance(x, torch.ones(511), 256),
     ]
     for call in wrong:
         with pytest.raises((ValueError, TypeError, RuntimeError)):
