@@ -15,8 +15,8 @@ from setuptools.command.build_py import build_py
 
 # TORCH_TARGET_VERSION for 2.11, see torch/csrc/stable/version.h.
 STABLE_ABI = 0x020B000000000000
-# No contraction to fused multiply-adds and no fast-math: the kernels give the bits of the reference. These two switches change no
-# value, they let rounding to integers become one instruction.
+# No contraction to fused multiply-adds and no fast-math: the kernels give the bits of the reference. -fno-math-errno
+# and -fno-trapping-math change no value, they let rounding and fma() become one instruction.
 COMMON_FLAGS = [
     "-O3",
     "-std=c++17",
@@ -33,6 +33,7 @@ ISA_FLAGS = {
         "-mavx512bw",
         "-mavx512dq",
         "-mavx512vl",
+        "-mavx512bf16",
         "-mfma",
         "-mprefer-vector-width=512",
         "-Wno-uninitialized",

@@ -17,6 +17,30 @@ inline void prefetch(const void* start, int size_bytes) {
 #endif
 }
 
+// Prefetches rows of a panel, some at a time, in the order of memory.
+template <class T>
+class RowsAhead {
+ public:
+  RowsAhead(const T* first, i64 stride, int width) : row_(first), stride_(stride), width_(width) {}
+
+  void advance(int elements) {
+    while (elements > 0) {
+      const int count = elements < width_ - column_ ? elements : width_ - column_;
+      prefetch(row_ + column_, count * static_cast<int>(sizeof(T)));
+      elements -= count;
+      column_ += count;
+      if (column_ < width_) return;
+      column_ = 0;
+      row_ += stride_;
+    }
+  }
+
+ private:
+  const T* row_;
+  i64 stride_;
+  int width_, column_ = 0;
+};
+
 inline void end_of_streaming(bool stream) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
@@ -194,6 +218,7 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
   const i64 columns = job.columns;
   const bool in_next_block = panel.first_column + panel.width == columns;
   const T* next = in_next_block ? x - panel.first_column + job.group_size * columns : x + panel.width;
+  RowsAhead<T> ahead(next, columns, panel.width);
   PanelNoise<Isa> pairs;
   StripGroups<Isa> strips[kMostGroups / kStrip<Isa>];
   make_pairs<Isa>(panel, keys, pairs);
@@ -215,9 +240,7 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
         quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
         continue;
       }
-      for (int ahead = 0; ahead < kTileRows; ++ahead) {
-        prefetch(next + (row + ahead) * columns + column, kStrip<Isa> * sizeof(T));
-      }
+      ahead.advance(kTileRows * kStrip<Isa>);
       quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out);
     }
   }
@@ -261,12 +284,20 @@ void pack_panels(const PackJob& job, i64 first, i64 last) {
 struct DecodeArrays {
   float unit[kMostGroups], base[kMostGroups];
   u32 mask[kMostGroups];
-  bool any_special, any_dithered;
+  bool any_rare, any_dithered;  // any_rare: of those that unpack_group decodes
 };
 
-template <class T>
+// Whether a group can decode to subnormal numbers other than zero. Units are multiples of 2^-125, so only if its offset,
+// of 8 significant bits, is below 2^-119.
+template <class Isa, class T>
+bool needs_subnormals(u16 stored_offset) {
+  if constexpr (!Isa::kFlushesSubnormals || !std::is_same_v<T, Bfloat>) return false;
+  return (stored_offset & 0x7FFFu) - 1u < 0x0400u - 1u;
+}
+
+template <class Isa, class T>
 void read_groups(const u16* scales, const u16* offsets, int count, DecodeArrays& arrays) {
-  u32 any = 0;
+  u32 any = 0, any_subnormal = 0;
   for (int g = 0; g < count; ++g) {
     const u32 stored = scales[g];
     const float step = float_of((stored & 0x7FFEu) << 16);
@@ -276,15 +307,17 @@ void read_groups(const u16* scales, const u16* offsets, int count, DecodeArrays&
     arrays.base[g] = (stored & kDitherFlag) != 0 ? dithered_base(offset, unit) : offset;
     arrays.mask[g] = (stored & kDitherFlag) != 0 ? ~0u : 0u;
     any |= stored;
+    any_subnormal |= needs_subnormals<Isa, T>(offsets[g]);
   }
-  arrays.any_special = (any & kSpecialFlag) != 0;
+  arrays.any_rare = (any & kSpecialFlag) != 0 || any_subnormal != 0;
   arrays.any_dithered = (any & kDitherFlag) != 0;
 }
 
-template <class T>
-void unpack_special_groups(const UnpackJob& job, i64 first, int count) {
+template <class Isa, class T>
+void unpack_rare_groups(const UnpackJob& job, i64 first, int count) {
   for (i64 group = first; group < first + count; ++group) {
-    if (job.scales[group] & kSpecialFlag) unpack_group<T>(job, group);
+    const bool special = (job.scales[group] & kSpecialFlag) != 0;
+    if (special || needs_subnormals<Isa, T>(job.offsets[group])) unpack_group<T>(job, group);
   }
 }
 
@@ -320,35 +353,39 @@ void decode_rest(const Rows<const u32>& words, int rows, const StripUnits<Isa>& 
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(whole + in_whole * kWidth, words.at(0, row), kWidth * sizeof(u32));
   });
-  decode_tile<Isa, T, BITS>(strip_of<const u32>(whole, kWidth, Isa::kLanes), groups, noise,
-                            strip_of(values, kWidth, Isa::kLanes), false);
+  decode_blocks<Isa, T, BITS>(strip_of<const u32>(whole, kWidth, Isa::kLanes), groups, noise,
+                              strip_of(values, kWidth, Isa::kLanes), false, 0, kBlocks);
   for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
 }
 
+// A row of blocks after the other, so that large outputs are written in the order of memory.
 template <class Isa, class T, int BITS>
 void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
   alignas(kCacheLine) DecodeArrays arrays;
   PanelNoise<Isa> pairs;
   const i64 columns = job.columns;
-  read_groups<T>(job.scales + panel.first_group, job.offsets + panel.first_group, panel.width, arrays);
+  read_groups<Isa, T>(job.scales + panel.first_group, job.offsets + panel.first_group, panel.width, arrays);
   if (arrays.any_dithered) make_pairs<Isa>(panel, keys, pairs);
   T* out = static_cast<T*>(job.out) + panel.first_row * columns + panel.first_column;
-  for (int row = 0; row < panel.rows; row += kTileRows) {
-    const u32* words = job.words + (panel.first_row + row) / kTileRows * BITS * columns + panel.first_column;
+  for (int row = 0; row < panel.rows; row += kPhiloxRows) {
+    const int tile = row / kTileRows * kTileRows, block = (row - tile) / kPhiloxRows;
+    const bool whole = tile + kTileRows <= panel.rows;
+    if (!whole && block > 0) break;
+    const u32* words = job.words + (panel.first_row + tile) / kTileRows * BITS * columns + panel.first_column;
     for (int column = 0; column < panel.width; column += kStrip<Isa>) {
       const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
-      const Rows<const u32> tile = strip_of(words + column, columns, Isa::kLanes);
-      const Rows<T> values = strip_of(out + row * columns + column, columns, Isa::kLanes);
-      const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + row);
+      const Rows<const u32> stored = strip_of(words + column, columns, Isa::kLanes);
+      const Rows<T> values = strip_of(out + tile * columns + column, columns, Isa::kLanes);
+      const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
-      if (row + kTileRows > panel.rows) {
-        decode_rest<Isa, T, BITS>(tile, panel.rows - row, groups, used, values);
+      if (whole) {
+        decode_blocks<Isa, T, BITS>(stored, groups, used, values, stream, block, block + 1);
       } else {
-        decode_tile<Isa, T, BITS>(tile, groups, used, values, stream);
+        decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);
       }
     }
   }
-  if (arrays.any_special) unpack_special_groups<T>(job, panel.first_group, panel.width);
+  if (arrays.any_rare) unpack_rare_groups<Isa, T>(job, panel.first_group, panel.width);
 }
 
 template <class Isa, class T, int BITS>

@@ -11,7 +11,7 @@ namespace {
 // ---- parameters of groups without rare values
 
 // Most groups that are described at once.
-constexpr int kMostGroups = 512;
+constexpr int kMostGroups = 1024;
 
 // What quantise needs of some groups; plain_group says what `slow` means.
 struct GroupArrays {

@@ -61,7 +61,7 @@ struct VarianceJob {
 
 // Columns of a panel: group_size rows of them are to stay in the L2 cache between two passes.
 inline i64 panel_width(i64 columns, int group_size, int element_bytes) {
-  constexpr i64 kMostBytes = 512 << 10, kMostColumns = 512, kMultiple = 32;
+  constexpr i64 kMostBytes = 512 << 10, kMostColumns = 1024, kMultiple = 32;
   const i64 fitting = kMostBytes / (group_size * element_bytes) / kMultiple * kMultiple;
   const i64 most = fitting < kMostColumns ? fitting : kMostColumns;
   const i64 panels = (columns + most - 1) / most;

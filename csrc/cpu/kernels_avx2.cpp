@@ -43,6 +43,7 @@ struct Avx2Isa {
   using Floats = __m256;
   static constexpr int kLanes = 8;
   alignas(32) static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0};
+  static constexpr bool kFlushesSubnormals = false;
 
   static Words set(u32 value) { return _mm256_set1_epi32(static_cast<i32>(value)); }
   static Floats set(float value) { return _mm256_set1_ps(value); }
@@ -75,6 +76,7 @@ struct Avx2Isa {
   static Words joined(Words x, Words y, Words mask) { return _mm256_or_si256(x, _mm256_and_si256(y, mask)); }
   static Words chosen(Words mask, Words x, Words y) { return _mm256_blendv_epi8(y, x, mask); }
   static Words lower_halves(Words x, Words y) { return _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xAA); }
+  static Words shifted_right_by(Words x, int count) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(count)); }
   template <int N>
   static Words shifted_left(Words x) {
     return _mm256_slli_epi32(x, N);

@@ -46,6 +46,7 @@ struct Avx512Isa {
   using Floats = __m512;
   static constexpr int kLanes = 16;
   alignas(64) static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0};
+  static constexpr bool kFlushesSubnormals = false;
 
   static Words set(u32 value) { return _mm512_set1_epi32(static_cast<i32>(value)); }
   static Floats set(float value) { return _mm512_set1_ps(value); }
@@ -83,6 +84,7 @@ struct Avx512Isa {
   static Words lower_halves(Words x, Words y) {
     return _mm512_mask_blend_epi16(0xAAAAAAAA, x, _mm512_slli_epi32(y, 16));
   }
+  static Words shifted_right_by(Words x, int count) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(count)); }
   template <int N>
   static Words shifted_left(Words x) {
     return _mm512_slli_epi32(x, N);
@@ -167,12 +169,54 @@ bool supported() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+#if defined(__AVX512BF16__)
+
+// With the conversion to bfloat16 of Zen 4, Sapphire Rapids and newer.
+struct ConvertingIsa : Avx512Isa {
+  static constexpr bool kFlushesSubnormals = true;
+
+  template <bool ADJACENT>
+  static void store_values(Bfloat* first, Bfloat* second, Floats x, Floats y, bool stream) {
+    if constexpr (ADJACENT) return store64(first, (__m512i)_mm512_cvtne2ps_pbh(y, x), stream);
+    store32(first, (__m256i)_mm512_cvtneps_pbh(x), stream);
+    store32(second, (__m256i)_mm512_cvtneps_pbh(y), stream);
+  }
+};
+
+void unpack_converting(const UnpackJob& job, i64 first, i64 last) {
+  if (job.element != Element::kBfloat) return unpack_any<Avx512Isa>(job, first, last);
+  with_bits(job.bits, [&](auto bits) { unpack_units<ConvertingIsa, Bfloat, decltype(bits)::value>(job, first, last); });
+}
+
+void unpack_columns_converting(const UnpackJob& job, i64 first, i64 last) {
+  if (job.element != Element::kBfloat) return unpack_columns_any<Avx512Isa>(job, first, last);
+  with_bits(job.bits, [&](auto bits) { unpack_panels<ConvertingIsa, Bfloat, decltype(bits)::value>(job, first, last); });
+}
+
+constexpr Kernels converting_kernels() {
+  Kernels kernels = make_kernels<Avx512Isa>();
+  kernels.unpack = unpack_converting;
+  kernels.unpack_columns = unpack_columns_converting;
+  return kernels;
+}
+
+const Kernels* best_of_avx512() {
+  static constexpr Kernels kernels = make_kernels<Avx512Isa>(), converting = converting_kernels();
+  return __builtin_cpu_supports("avx512bf16") ? &converting : &kernels;
+}
+
+#else
+
+const Kernels* best_of_avx512() {
+  static constexpr Kernels kernels = make_kernels<Avx512Isa>();
+  return &kernels;
+}
+
+#endif
+
 }  // namespace
 
-const Kernels* avx512_kernels() {
-  static constexpr Kernels kernels = make_kernels<Avx512Isa>();
-  return supported() ? &kernels : nullptr;
-}
+const Kernels* avx512_kernels() { return supported() ? best_of_avx512() : nullptr; }
 
 }  // namespace gact
 

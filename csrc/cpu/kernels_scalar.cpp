@@ -17,6 +17,7 @@ struct ScalarIsa {
   using Floats = EightFloats;
   static constexpr int kLanes = 8;
   static constexpr u32 kPairs[kLanes] = {0, 0, 1, 0, 2, 0, 3, 0};
+  static constexpr bool kFlushesSubnormals = false;
 
   static Words set(u32 value) { return Words{} + value; }
   static Floats set(float value) { return Floats{} + value; }
@@ -46,6 +47,7 @@ struct ScalarIsa {
   static Words joined(Words x, Words y, Words mask) { return x | (y & mask); }
   static Words chosen(Words mask, Words x, Words y) { return (x & mask) | (y & ~mask); }
   static Words lower_halves(Words x, Words y) { return (x & 0xFFFFu) | (y << 16); }
+  static Words shifted_right_by(Words x, int count) { return x >> static_cast<u32>(count); }
   template <int N>
   static Words shifted_left(Words x) {
     return x << N;

@@ -223,8 +223,8 @@ void decode_sets(const u32* words, int group_size, const DecodeArrays& arrays, i
     groups.bases[v] = arrays.base + first;
     groups.masks[v] = arrays.mask + first;
   }
-  decode_tile<Isa, T, BITS>(sets_at<Isa>(words, BITS * kRowElements), groups, arrays.any_dithered ? &noise : nullptr,
-                            sets_at<Isa>(out, kSetElements), stream);
+  decode_blocks<Isa, T, BITS>(sets_at<Isa>(words, BITS * kRowElements), groups, arrays.any_dithered ? &noise : nullptr,
+                              sets_at<Isa>(out, kSetElements), stream, 0, kBlocks);
 }
 
 template <class Isa, class T, int BITS>
@@ -232,14 +232,14 @@ void unpack_chunk(const UnpackJob& job, const RoundKeys& keys, i64 start, int co
   DecodeArrays arrays;
   const int size = job.group_size;
   const i64 first_set = start / kSetElements, first = start / size;
-  read_groups<T>(job.scales + first, job.offsets + first, count / size, arrays);
+  read_groups<Isa, T>(job.scales + first, job.offsets + first, count / size, arrays);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     decode_sets<Isa, T, BITS>(job.words + set * BITS * kRowElements, size, arrays, i / size, noise.at(set),
                               static_cast<T*>(job.out) + start + i, stream);
   }
-  if (arrays.any_special) unpack_special_groups<T>(job, first, count / size);
+  if (arrays.any_rare) unpack_rare_groups<Isa, T>(job, first, count / size);
 }
 
 template <class Isa, class T, int BITS>
@@ -258,11 +258,11 @@ void unpack_rest(const UnpackJob& job, const RoundKeys& keys, i64 start, int cou
                   kRowElements * sizeof(u32));
     });
   }
-  read_groups<T>(job.scales + first, job.offsets + first, group_count, arrays);
+  read_groups<Isa, T>(job.scales + first, job.offsets + first, group_count, arrays);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   decode_sets<Isa, T, BITS>(words, size, arrays, 0, noise.at(first_set), out, false);
   std::memcpy(static_cast<T*>(job.out) + start, out, count * sizeof(T));
-  if (arrays.any_special) unpack_special_groups<T>(job, first, group_count);
+  if (arrays.any_rare) unpack_rare_groups<Isa, T>(job, first, group_count);
 }
 
 template <class Isa, class T, int BITS>

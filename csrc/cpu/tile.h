@@ -10,7 +10,8 @@
 //   load(x), store(out, words)         a vector of elements of any type, of words
 //   store_values<ADJACENT>(first, second, x, y, stream)    two vectors as elements; the second may follow the first
 //   set(x)                             on each lane
-//   add, both, xored, shifted_left<N>, shifted_right<N>      on each lane; both is &, xored has three operands
+//   add, both, xored, shifted_left<N>, shifted_right<N>, shifted_right_by     on each lane; both is &, xored has three
+//                                      operands
 //   without(x, y)                      x & ~y
 //   joined(x, y, mask)                 x | (y & mask)
 //   chosen(mask, x, y)                 bits of x where the mask has ones, of y elsewhere
@@ -20,6 +21,7 @@
 //   edges(fractions), add_edges(x, y), edge_sums(x)    sums of the edge_of of four bytes, in a form that add_edges adds
 //                                      and may saturate, and as integers
 //   sum(x)                             of all lanes
+//   kFlushesSubnormals                 whether store_values makes bfloat16 below the smallest normal number zero
 //   range(x, count)                    of elements in a row, a multiple of 64; one of them is NaN if any element is
 //   byte_bits, bit_bytes               see masks.h
 #pragma once
@@ -182,8 +184,7 @@ GACT_INLINE void add_field(typename Isa::Words word, typename Isa::Words codes[2
 }
 
 template <class Isa, int BITS>
-GACT_INLINE void get_codes(const Rows<const u32>& words, int block, int vector, FieldWords<Isa>& fields,
-                           typename Isa::Words codes[2]) {
+GACT_INLINE void get_codes(const Rows<const u32>& words, int block, int vector, typename Isa::Words codes[2]) {
   codes[0] = codes[1] = Isa::set(0u);
   if constexpr (kHasField<BITS, 8>) {
     codes[0] = Isa::load(words.at(vector, 2 * block));
@@ -191,15 +192,12 @@ GACT_INLINE void get_codes(const Rows<const u32>& words, int block, int vector, 
   }
   if constexpr (kHasField<BITS, 4>) add_field<Isa, BITS, 4>(Isa::load(words.at(vector, block)), codes);
   if constexpr (kHasField<BITS, 2>) {
-    typename Isa::Words& word = fields.of_two[vector];
-    const u32* stored = words.at(vector, field_start(BITS, 2) + block / 2);
-    word = block % 2 == 0 ? Isa::load(stored) : shifted<Isa, -4>(word);
-    add_field<Isa, BITS, 2>(word, codes);
+    const typename Isa::Words word = Isa::load(words.at(vector, field_start(BITS, 2) + block / 2));
+    add_field<Isa, BITS, 2>(Isa::shifted_right_by(word, 4 * (block % 2)), codes);
   }
   if constexpr (kHasField<BITS, 1>) {
-    typename Isa::Words& word = fields.of_one[vector];
-    word = block == 0 ? Isa::load(words.at(vector, field_start(BITS, 1))) : shifted<Isa, -2>(word);
-    add_field<Isa, BITS, 1>(word, codes);
+    const typename Isa::Words word = Isa::load(words.at(vector, field_start(BITS, 1)));
+    add_field<Isa, BITS, 1>(Isa::shifted_right_by(word, 2 * block), codes);
   }
 }
 
@@ -272,18 +270,18 @@ GACT_INLINE void decode_quad(const typename Isa::Words codes[2], int quad, const
   }
 }
 
-// Without noise where none of the groups subtracts it.
+// Blocks first .. last - 1 of a tile, without noise where none of the groups subtracts it.
 template <class Isa, class T, int BITS, class Groups>
-__attribute__((noinline)) void decode_tile(const Rows<const u32> words, const Groups& stored_groups,
-                                           const TileNoise<Isa>* noise, const Rows<T> out, bool stream) {
-  const Groups groups = stored_groups;
-  FieldWords<Isa> fields = {};
+__attribute__((noinline)) void decode_blocks(const Rows<const u32> words, const Groups& stored_groups,
+                                             const TileNoise<Isa>* noise, const Rows<T> out, bool stream, int first,
+                                             int last) {
+  const Groups groups = stored_groups;  // in registers
   typename Isa::Words random[2][2] = {};
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int block = first; block < last; ++block) {
     if (noise != nullptr) noise->words_of(block, random);
     typename Isa::Words codes[2][2];
-    get_codes<Isa, BITS>(words, block, 0, fields, codes[0]);
-    get_codes<Isa, BITS>(words, block, 1, fields, codes[1]);
+    get_codes<Isa, BITS>(words, block, 0, codes[0]);
+    get_codes<Isa, BITS>(words, block, 1, codes[1]);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const typename Isa::Words of_half[2] = {codes[0][half], codes[1][half]};

@@ -275,13 +275,13 @@ def _round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shifts(field_bits: int, device: torch.device) -> Tensor:
-    """Where the rows of a word have their field of p bits: row r at bit 8 * (r % 4) + p * (r / 4), int32 [32 / p, 1]."""
+    """Where the rows of a word have their field of p bits: row r at 8 * (r % 4) + p * (r / 4), int32 [32 / p, 1]."""
     row = torch.arange(32 // field_bits, device=device, dtype=torch.int32).unsqueeze(1)
     return (row % 4) * 8 + (row // 4) * field_bits
 
 
 def words_of(codes: Tensor, bits: int, width: int) -> Tensor:
-    """int32 codes [N] in rows of ``width`` to int32 words [n]: tiles, of which each has its fields one after another."""
+    """int32 codes [N] in rows of ``width`` to int32 words [n]: tile after tile, in each its fields."""
     rows = -(-codes.numel() // width)
     missing = -(-rows // TILE_ROWS) * TILE_ROWS * width - codes.numel()
     tiles = torch.cat([codes, codes.new_zeros(missing)]).view(-1, TILE_ROWS, width)
