@@ -287,8 +287,8 @@ struct DecodeArrays {
   bool any_rare, any_dithered;  // any_rare: of those that unpack_group decodes
 };
 
-// Whether a group can decode to subnormal numbers other than zero. Units are multiples of 2^-125, so only if its offset,
-// of 8 significant bits, is below 2^-119.
+// Whether a group can decode to subnormal numbers other than zero. Units are multiples of 2^-125, so only if its
+// offset, of 8 significant bits, is below 2^-119.
 template <class Isa, class T>
 bool needs_subnormals(u16 stored_offset) {
   if constexpr (!Isa::kFlushesSubnormals || !std::is_same_v<T, Bfloat>) return false;

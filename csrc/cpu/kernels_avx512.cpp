@@ -190,7 +190,8 @@ void unpack_converting(const UnpackJob& job, i64 first, i64 last) {
 
 void unpack_columns_converting(const UnpackJob& job, i64 first, i64 last) {
   if (job.element != Element::kBfloat) return unpack_columns_any<Avx512Isa>(job, first, last);
-  with_bits(job.bits, [&](auto bits) { unpack_panels<ConvertingIsa, Bfloat, decltype(bits)::value>(job, first, last); });
+  with_bits(job.bits,
+            [&](auto bits) { unpack_panels<ConvertingIsa, Bfloat, decltype(bits)::value>(job, first, last); });
 }
 
 constexpr Kernels converting_kernels() {
