@@ -79,8 +79,8 @@ def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: 
         assert torch.equal(raw(decoded), raw(wanted)), bits
 
 
-# Rows and columns: short last blocks, rows that begin within 64 elements, a single row, none.
-ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32))
+# Rows and columns: short last blocks and tiles, a single row, none, and rows of two panels.
+ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32), (66, 1056))
 
 
 @cache
@@ -166,6 +166,21 @@ def test_large_outputs_are_decoded_around_the_cache_to_the_same_bits(isa: str, d
     out = torch.empty_like(x)
     ops.unpack_out(buffer, bits, 256, numel, dtype, SEED, out)
     assert torch.equal(out, ops.unpack(buffer, bits, 256, numel, dtype, SEED))
+
+
+@pytest.mark.parametrize("columns", [1, 32])
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_subnormal_bfloat16_are_decoded_beside_larger_numbers(isa: str, columns: int, bits: int) -> None:
+    """The processor's own conversion to bfloat16 would make them zero."""
+    x = random_tensor(4096, torch.bfloat16).abs() + 1
+    lowest = torch.arange(1, 129, dtype=torch.int16).view(torch.bfloat16)  # up to the smallest normal number
+    x[: 32 * 128 : 32], x[5::64] = lowest, 0.0
+    x[5::64] += lowest[:64]
+    expected = reference.pack(x, bits, 64, SEED, columns)
+    assert torch.equal(ops.pack(x, bits, 64, SEED, columns), expected)
+    decoded = ops.unpack(expected, bits, 64, x.numel(), x.dtype, SEED, columns)
+    assert torch.equal(raw(decoded), raw(reference.unpack(expected, bits, 64, x.numel(), x.dtype, SEED, columns)))
+    assert bool(((decoded != 0) & (decoded.abs() < torch.finfo(x.dtype).smallest_normal)).any())
 
 
 def test_flushing_subnormals_does_not_change_the_stored_bytes(isa: str) -> None:
