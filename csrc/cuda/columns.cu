@@ -275,27 +275,20 @@ using Shape = ColumnTile<Stored, GACT_GROUP>;
 
 }  // namespace gact
 
-#define GACT_COLUMN_KERNELS(BITS)                                                                                     \
-  GACT_KERNEL(gact::Shape::kThreads, gact::Shape::kBlocks)                                                            \
-  pack_columns_##BITS(const gact::Stored* x, gact::i64 rows, gact::i64 columns, gact::u64 seed, gact::u8* buffer,     \
-                      gact::i64 scale_start, gact::i64 offset_start) {                                                \
-    GACT_SHARED gact::ColumnMemory<gact::Shape, BITS> memory;                                                         \
-    gact::pack_columns<gact::Stored, BITS, GACT_GROUP>(x, rows, columns, seed,                                        \
-                                                       gact::sections_of(buffer, scale_start, offset_start), memory); \
-  }                                                                                                                   \
-  GACT_KERNEL(gact::Shape::kThreads, gact::Shape::kBlocks)                                                            \
-  unpack_columns_##BITS(gact::u8* buffer, gact::i64 rows, gact::i64 columns, gact::u64 seed, gact::Stored* out,       \
-                        gact::i64 scale_start, gact::i64 offset_start) {                                              \
-    GACT_SHARED gact::ColumnMemory<gact::Shape, BITS> memory;                                                         \
-    gact::unpack_columns<gact::Stored, BITS, GACT_GROUP>(gact::sections_of(buffer, scale_start, offset_start), rows,  \
-                                                         columns, seed, out, memory);                                 \
-  }
+GACT_KERNEL(gact::Shape::kThreads, gact::Shape::kBlocks)
+pack_columns(const gact::Stored* x, gact::i64 rows, gact::i64 columns, gact::u64 seed, gact::u8* buffer,
+             gact::i64 scale_start, gact::i64 offset_start) {
+  using namespace gact;
+  GACT_SHARED ColumnMemory<Shape, GACT_BITS> memory;
+  pack_columns<Stored, GACT_BITS, GACT_GROUP>(x, rows, columns, seed, sections_of(buffer, scale_start, offset_start),
+                                              memory);
+}
 
-GACT_COLUMN_KERNELS(1)
-GACT_COLUMN_KERNELS(2)
-GACT_COLUMN_KERNELS(3)
-GACT_COLUMN_KERNELS(4)
-GACT_COLUMN_KERNELS(5)
-GACT_COLUMN_KERNELS(6)
-GACT_COLUMN_KERNELS(7)
-GACT_COLUMN_KERNELS(8)
+GACT_KERNEL(gact::Shape::kThreads, gact::Shape::kBlocks)
+unpack_columns(gact::u8* buffer, gact::i64 rows, gact::i64 columns, gact::u64 seed, gact::Stored* out,
+               gact::i64 scale_start, gact::i64 offset_start) {
+  using namespace gact;
+  GACT_SHARED ColumnMemory<Shape, GACT_BITS> memory;
+  unpack_columns<Stored, GACT_BITS, GACT_GROUP>(sections_of(buffer, scale_start, offset_start), rows, columns, seed,
+                                                out, memory);
+}

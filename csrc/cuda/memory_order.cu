@@ -1,6 +1,6 @@
-// CUDA kernels pack and unpack, one module for an element type and a group size: compile with -DGACT_ELEMENT=float,
-// Half or Bfloat and -DGACT_GROUP=64, 128, 256 or 512, with -fmad=false -ftz=false -prec-div=true. A warp takes a tile,
-// or one group of what is left after the last whole tile.
+// CUDA kernels pack and unpack, one module for an element type, a group size and a width: compile with
+// -DGACT_ELEMENT=float, Half or Bfloat, -DGACT_GROUP=64, 128, 256 or 512 and -DGACT_BITS=1 to 8, with -fmad=false
+// -ftz=false -prec-div=true. A warp takes a tile, or one group of what is left after the last whole tile.
 #include "cuda/fast_path.h"
 #include "cuda/group.h"
 
@@ -204,27 +204,18 @@ using Shape = Tile<Stored, GACT_GROUP>;
 
 }  // namespace gact
 
-#define GACT_CODEC_KERNELS(BITS)                                                                                   \
-  GACT_KERNEL(gact::kBlockThreads)                                                                                 \
-  pack_##BITS(const gact::Stored* x, gact::i64 numel, gact::u64 seed, gact::u8* buffer, gact::i64 scale_start,     \
-              gact::i64 offset_start) {                                                                            \
-    GACT_SHARED gact::Vector noise[gact::kBlockWarps][gact::Shape::kNoiseVectors];                                 \
-    gact::pack_warp<gact::Stored, BITS, GACT_GROUP>(x, numel, seed,                                                \
-                                                    gact::sections_of(buffer, scale_start, offset_start), noise);  \
-  }                                                                                                                \
-  GACT_KERNEL(gact::kBlockThreads)                                                                                 \
-  unpack_##BITS(gact::u8* buffer, gact::i64 numel, gact::u64 seed, gact::Stored* out, gact::i64 scale_start,       \
-                gact::i64 offset_start) {                                                                          \
-    GACT_SHARED gact::Vector noise[gact::kBlockWarps][gact::Shape::kNoiseVectors];                                 \
-    gact::unpack_warp<gact::Stored, BITS, GACT_GROUP>(gact::sections_of(buffer, scale_start, offset_start), numel, \
-                                                      seed, out, noise);                                           \
-  }
+GACT_KERNEL(gact::kBlockThreads)
+pack(const gact::Stored* x, gact::i64 numel, gact::u64 seed, gact::u8* buffer, gact::i64 scale_start,
+     gact::i64 offset_start) {
+  using namespace gact;
+  GACT_SHARED Vector noise[kBlockWarps][Shape::kNoiseVectors];
+  pack_warp<Stored, GACT_BITS, GACT_GROUP>(x, numel, seed, sections_of(buffer, scale_start, offset_start), noise);
+}
 
-GACT_CODEC_KERNELS(1)
-GACT_CODEC_KERNELS(2)
-GACT_CODEC_KERNELS(3)
-GACT_CODEC_KERNELS(4)
-GACT_CODEC_KERNELS(5)
-GACT_CODEC_KERNELS(6)
-GACT_CODEC_KERNELS(7)
-GACT_CODEC_KERNELS(8)
+GACT_KERNEL(gact::kBlockThreads)
+unpack(gact::u8* buffer, gact::i64 numel, gact::u64 seed, gact::Stored* out, gact::i64 scale_start,
+       gact::i64 offset_start) {
+  using namespace gact;
+  GACT_SHARED Vector noise[kBlockWarps][Shape::kNoiseVectors];
+  unpack_warp<Stored, GACT_BITS, GACT_GROUP>(sections_of(buffer, scale_start, offset_start), numel, seed, out, noise);
+}

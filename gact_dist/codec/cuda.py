@@ -1,16 +1,14 @@
-"""The operators on NVIDIA GPUs: launches of the kernels of csrc/cuda/, which nvrtc.py compiles at first use.
+"""The operators on NVIDIA GPUs: launches of the kernels of csrc/cuda/, which are compiled at first use.
 
 The results are the bits of reference.py. Kernels run on torch's current stream of the tensor's device, results come
 from torch's allocator, and nothing waits for the device.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from . import format as payload_format
-from .nvrtc import function_of
+from .driver import Kernel, launch
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 
@@ -35,28 +33,6 @@ _MASK_PATTERNS = {
 }
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """A torch stream as CuPy takes it: CuPy reads this attribute; its own classes for it differ between versions."""
-
-    ptr: int
-
-
-def _launch(
-    device: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, threads: int, *arguments: int
-) -> None:
-    """Start a kernel (file, definitions, name) on torch's current stream of ``device``, without waiting for it.
-
-    threads: in a block.
-
-    A launch that the driver refuses raises cupy's CUDADriverError.
-    """
-    with torch.cuda.device(device):
-        function = function_of(device.index, *kernel)
-        stream = _Stream(torch.cuda.current_stream().cuda_stream)
-        function((blocks,), (threads,), arguments, stream=stream)
-
-
 def _blocks(warps: int) -> int:
     return (warps + BLOCK_WARPS - 1) // BLOCK_WARPS
 
@@ -64,8 +40,14 @@ def _blocks(warps: int) -> int:
 # ---- the operators
 
 
-def _kernel(file: str, name: str, dtype: torch.dtype, group_size: int) -> tuple[str, tuple[str, ...], str]:
-    return file, (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}"), name
+def _check_device(tensor: Tensor, name: str, device: torch.device) -> None:
+    """Raise ValueError unless ``tensor`` is on ``device``: a kernel gets its address only."""
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, expected {device}, where the other tensor is")
+
+
+def _definitions(dtype: torch.dtype, group_size: int, *others: str) -> tuple[str, ...]:
+    return (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}", *others)
 
 
 def _codec_blocks(numel: int, dtype: torch.dtype, group_size: int) -> int:
@@ -101,15 +83,16 @@ def _launch_codec(
     source, target = ends if action == "pack" else ends[::-1]
     where = payload_format.sections(numel, bits, group_size, columns)
     starts = where.scale_start_bytes, where.offset_start_bytes
+    definitions = _definitions(dtype, group_size, f"GACT_BITS={bits}")
     if columns == 1:
-        kernel = _kernel("memory_order.cu", f"{action}_{bits}", dtype, group_size)
+        kernel = Kernel("memory_order.cu", action, definitions)
         grid = _codec_blocks(numel, dtype, group_size), BLOCK_THREADS
-        _launch(buffer.device, kernel, *grid, source, numel, seed, target, *starts)
+        launch(buffer.device, kernel, *grid, source, numel, seed, target, *starts)
         return
     rows = numel // columns
-    kernel = _kernel("columns.cu", f"{action}_columns_{bits}", dtype, group_size)
+    kernel = Kernel("columns.cu", f"{action}_columns", definitions)
     grid = _column_grid(rows, columns, dtype, group_size)
-    _launch(buffer.device, kernel, *grid, source, rows, columns, seed, target, *starts)
+    launch(buffer.device, kernel, *grid, source, rows, columns, seed, target, *starts)
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
@@ -128,6 +111,7 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, colu
     payload_format.check_flat(x, "x")
     payload_format.check_columns(x.numel(), columns)
     payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
+    _check_device(out, "out", x.device)
     _launch_codec("pack", x, out, bits, group_size, seed, columns)
 
 
@@ -155,6 +139,7 @@ def unpack_out(
     payload_format.check_columns(numel, columns)
     payload_format.check_buffer(buffer, payload_format.sections(numel, bits, group_size, columns).total_bytes)
     payload_format.check_out(out, numel, dtype)
+    _check_device(out, "out", buffer.device)
     _launch_codec("unpack", out, buffer, bits, group_size, seed, columns)
 
 
@@ -168,10 +153,10 @@ def pack_mask(x: Tensor) -> Tensor:
     payload_format.check_flat(x, "x")
     packed = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
     if x.numel() > 0:
-        kernel = ("masks.cu", (), f"pack_mask_{x.dtype.itemsize}")
+        kernel = Kernel("masks.cu", f"pack_mask_{x.dtype.itemsize}")
         blocks = _mask_blocks(x.numel(), x.dtype.itemsize)
         pattern = _MASK_PATTERNS[x.dtype][0]
-        _launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), x.numel(), pattern, packed.data_ptr())
+        launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), x.numel(), pattern, packed.data_ptr())
     return packed
 
 
@@ -181,10 +166,10 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     payload_format.check_buffer(buffer, (numel + 7) // 8)
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
     if numel > 0:
-        kernel = ("masks.cu", (), f"unpack_mask_{dtype.itemsize}")
+        kernel = Kernel("masks.cu", f"unpack_mask_{dtype.itemsize}")
         blocks = _mask_blocks(numel, dtype.itemsize)
         one = _MASK_PATTERNS[dtype][1]
-        _launch(out.device, kernel, blocks, BLOCK_THREADS, buffer.data_ptr(), numel, one, out.data_ptr())
+        launch(out.device, kernel, blocks, BLOCK_THREADS, buffer.data_ptr(), numel, one, out.data_ptr())
     return out
 
 
@@ -193,6 +178,7 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int =
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     payload_format.check_flat(x, "x")
     payload_format.check_weight(weight, x)
+    _check_device(weight, "weight", x.device)
     payload_format.check_columns(x.numel(), columns)
     if x.numel() == 0:
         return x.new_zeros(payload_format.MAX_BITS, dtype=torch.float64)
@@ -200,6 +186,6 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int =
     blocks = min(_VARIANCE_BLOCKS, _blocks(groups) if columns == 1 else -(-groups // BLOCK_THREADS))
     partial = x.new_empty((blocks * BLOCK_WARPS, payload_format.MAX_BITS), dtype=torch.float64)
     name, size = ("variance", (x.numel(),)) if columns == 1 else ("variance_columns", (x.numel() // columns, columns))
-    kernel = _kernel("variance.cu", name, x.dtype, group_size)
-    _launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), weight.data_ptr(), *size, partial.data_ptr())
+    kernel = Kernel("variance.cu", name, _definitions(x.dtype, group_size))
+    launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), weight.data_ptr(), *size, partial.data_ptr())
     return partial.sum(0)

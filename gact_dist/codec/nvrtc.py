@@ -1,19 +1,19 @@
-"""The CUDA kernels from source to function: found in csrc/, compiled by NVRTC, kept on disk, loaded through CuPy.
+"""The CUDA kernels from source to machine code: found in csrc/, compiled by NVRTC, kept on disk.
 
-What was compiled is kept in ``~/.cache/gact_dist``. Not CuPy's RawModule: it adds -ftz=true to all options, and then
-subnormal numbers would be stored as zeros. ROCm is not supported: the kernels hold PTX instructions and assume warps of
-32 lanes.
+NVRTC is called through ctypes: CUDA builds of torch bring the library, and nothing else is needed. What was compiled is
+kept in ``~/.cache/gact_dist``.
 """
 
+import ctypes
 import functools
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +30,129 @@ class KernelsUnavailableError(RuntimeError):
     """The kernels cannot be used on this machine; the message says why and what to do."""
 
 
+# ---- the library
+
+
+class NvrtcError(RuntimeError):
+    """NVRTC refused; the message has its reason and, for a source, its log."""
+
+
+class Nvrtc:
+    """The functions of NVRTC that compile one source.
+
+    Args:
+        library: as loaded by ctypes; nvrtc.h declares its functions.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise NvrtcError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
+
+    def version(self) -> tuple[int, int]:
+        """Major and minor version."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+
+    def supported_architectures(self) -> tuple[int, ...]:
+        """Compute capabilities times ten, in rising order."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        numbers = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", numbers)
+        return tuple(numbers)
+
+    def compile(
+        self, source: str, file: str, headers: Mapping[str, bytes], options: Sequence[str], output: str
+    ) -> bytes:
+        """Machine code (``output`` "CUBIN") or "PTX" of ``source``, which messages call ``file``.
+
+        Raises NvrtcError with the log where NVRTC refuses the source.
+        """
+        program = ctypes.c_void_p()
+        contents, names = _strings(headers.values()), _strings(name.encode() for name in headers)
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program), source.encode(), file.encode(), len(headers), contents, names,
+        )  # fmt: skip
+        try:
+            flags = _strings(option.encode() for option in options)
+            try:
+                self._call("nvrtcCompileProgram", program, len(options), flags)
+            except NvrtcError as error:
+                raise NvrtcError(f"{error}\n{self._result('ProgramLog', program).decode()}") from error
+            return self._result(output, program)
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _result(self, kind: str, program: ctypes.c_void_p) -> bytes:
+        """What nvrtcGet<kind> writes, all of it: machine code may end in any byte, texts end in a zero."""
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{kind}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{kind}", program, buffer)
+        return buffer.raw if kind == "CUBIN" else buffer.value
+
+
+def _strings(values: Iterator[bytes] | Sequence[bytes] | object) -> ctypes.Array:
+    found = list(values)  # type: ignore[call-overload]
+    return (ctypes.c_char_p * len(found))(*found)
+
+
+def _library_candidates(major: str) -> Iterator[str]:
+    """File names of NVRTC: what is loaded already or the linker finds, NVIDIA's wheels, the CUDA toolkit."""
+    name = f"libnvrtc.so.{major}"
+    yield name
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        for folder in (f"cu{major}", "cuda_nvrtc"):
+            yield str(Path(root, folder, "lib", name))
+    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if root:
+            yield str(Path(root, "lib64", name))
+
+
+def _open(path: str) -> ctypes.CDLL:
+    """NVRTC, after the library of its built-in functions, which it opens by name alone."""
+    if os.sep in path:
+        for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(path)
+
+
+def _found_by_pathfinder() -> str:
+    """NVRTC as cuda.pathfinder finds it, in conda environments too; CuPy 14 and CUDA builds of torch bring that."""
+    return importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib("nvrtc").abs_path
+
+
+@functools.cache
+def find_nvrtc() -> Nvrtc:
+    """NVRTC of the CUDA version that torch was built for. Raises KernelsUnavailableError where there is none."""
+    if torch.version.hip is not None:
+        raise KernelsUnavailableError("its kernels are for NVIDIA GPUs, this torch is built for ROCm")
+    major = (torch.version.cuda or "13").split(".")[0]
+    for candidate in _library_candidates(major):
+        try:
+            return Nvrtc(_open(candidate))
+        except OSError:
+            continue
+    try:
+        return Nvrtc(_open(_found_by_pathfinder()))
+    except (ImportError, RuntimeError, OSError) as error:
+        wheel = "nvidia-cuda-nvrtc-cu12" if major == "12" else "nvidia-cuda-nvrtc"
+        raise KernelsUnavailableError(
+            f"NVRTC, which compiles its kernels, is not found (libnvrtc.so.{major}); pip install {wheel}"
+        ) from error
+
+
+# ---- the kernels
+
+
 def source_folder() -> Path:
     """The folder of common/ and cuda/, which the sources include from: in an installed package, or in the checkout."""
     installed = Path(PACKAGE_ROOT, "csrc")
@@ -42,27 +165,10 @@ def _headers(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-@functools.cache
-def _cupy() -> Any:
-    """The module cupy; importing it waits for the first tensor on a GPU."""
-    if torch.version.hip is not None:
-        raise KernelsUnavailableError("its kernels are for NVIDIA GPUs, this torch is built for ROCm")
-    try:
-        return importlib.import_module("cupy")
-    except ImportError as error:
-        wheel = f"cupy-cuda{(torch.version.cuda or '13').split('.')[0]}x"
-        raise KernelsUnavailableError(f"CuPy is needed for its kernels ({error}); pip install {wheel}") from error
-
-
 def target_of(capability: tuple[int, int], supported: Sequence[int]) -> str:
     """The NVRTC architecture for a device: its own, or the newest that NVRTC knows, as PTX, for a newer device.
-            size of each example's gradient is then remembered and says, when the example comes again, how many bits it
-            gets; other policies have no use for it.
-    ==
-            size of each example's gradient is then remembered, and determines how many bits the example gets when it is
-            seen again; other policies ignore it.
 
-        Raises KernelsUnavailableError for a device that is too old.
+    Raises KernelsUnavailableError for a device that is too old.
     """
     if capability < LEAST_CAPABILITY:
         raise KernelsUnavailableError(
@@ -73,11 +179,11 @@ def target_of(capability: tuple[int, int], supported: Sequence[int]) -> str:
     return f"sm_{number}" if number in supported else f"compute_{max(n for n in supported if n <= number)}"
 
 
-def compile_kernels(nvrtc: Any, file: str, definitions: tuple[str, ...], target: str) -> bytes:
+def compile_kernels(nvrtc: Nvrtc, file: str, definitions: tuple[str, ...], target: str) -> bytes:
     """Machine code (target "sm_90") or PTX ("compute_90") of one file in csrc/cuda/.
 
     Args:
-        nvrtc: the module cupy.cuda.nvrtc.
+        nvrtc: as from find_nvrtc.
         file: name of a .cu file.
         definitions: macros as "NAME=value".
         target: as from target_of.
@@ -92,26 +198,27 @@ def compile_kernels(nvrtc: Any, file: str, definitions: tuple[str, ...], target:
     except OSError as error:
         raise KernelsUnavailableError(f"the source of its kernels is missing ({error}); install it again") from error
     options = (*OPTIONS, f"-arch={target}", *(f"-D{definition}" for definition in definitions))
-    key = hashlib.sha256(repr((nvrtc.getVersion(), options, source, headers)).encode()).hexdigest()
+    key = hashlib.sha256(repr((nvrtc.version(), options, source, headers)).encode()).hexdigest()
     cached = _read_cache(key)
     if cached is not None:
         return cached
-    names = tuple(name.encode() for name in headers)
-    program = nvrtc.createProgram(source, file, tuple(headers.values()), names)
     try:
-        nvrtc.compileProgram(program, options)
-        binary = nvrtc.getCUBIN(program) if target.startswith("sm_") else nvrtc.getPTX(program)
-    except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program)
-        raise KernelsUnavailableError(f"NVRTC does not compile {file} for {target} ({error}): {log}") from error
-    finally:
-        nvrtc.destroyProgram(program)
+        binary = nvrtc.compile(source, file, headers, options, "CUBIN" if target.startswith("sm_") else "PTX")
+    except NvrtcError as error:
+        raise KernelsUnavailableError(f"NVRTC does not compile {file} for {target}: {error}") from error
     _write_cache(key, binary)
     return binary
 
 
+# ---- what was compiled, on disk
+
+
 def _cache_file(key: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Raises OSError for a user without a home, as containers have."""
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
     return Path(root) / "gact_dist" / f"{key}.bin"
 
 
@@ -126,49 +233,21 @@ def _read_cache(key: str) -> bytes | None:
 
 def _write_cache(key: str, binary: bytes) -> None:
     """Keep ``binary``; several ranks may do so at once. If the folder cannot be written, that only costs time."""
-    path = _cache_file(key)
     try:
+        path = _cache_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(binary).digest() + binary)
-        os.replace(file.name, path)
+        _write_whole(path, hashlib.sha256(binary).digest() + binary)
     except OSError as error:
         _logger.info("compiled kernels cannot be kept (%s); every process compiles them again", error)
 
 
-def _load(device_index: int, file: str, definitions: tuple[str, ...]) -> Any:
-    """The module on a device, which has to be the current one."""
-    cupy = _cupy()
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernels of {file} {definitions} are not loaded yet and cannot be while a CUDA graph is captured; run "
-            "one step with the same dtypes before the capture"
-        )
-    nvrtc = cupy.cuda.nvrtc
-    capability = torch.cuda.get_device_capability(device_index)
-    try:
-        module = cupy.cuda.Module()
-        module.load(compile_kernels(nvrtc, file, definitions, target_of(capability, nvrtc.getSupportedArchs())))
-    except KernelsUnavailableError:
-        raise
-    except RuntimeError as error:  # no NVRTC library, or a driver that refuses the binary
-        raise KernelsUnavailableError(f"CuPy cannot load its kernels: {error}") from error
-    return module
-
-
-@functools.cache
-def _loaded(device_index: int, file: str, definitions: tuple[str, ...]) -> Any:
-    """The module, or the error, which is remembered: a second try would cost seconds and fail again."""
-    try:
-        return _load(device_index, file, definitions)
-    except KernelsUnavailableError as error:
-        return error
-
-
-@functools.cache
-def function_of(device_index: int, file: str, definitions: tuple[str, ...], name: str) -> Callable[..., None]:
-    """A kernel, compiled and loaded at first use. Raises KernelsUnavailableError where that cannot be done."""
-    module = _loaded(device_index, file, definitions)
-    if isinstance(module, KernelsUnavailableError):
-        raise module
-    return module.get_function(name)
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file that others see whole or not at all; a full disk leaves nothing behind."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
