@@ -9,16 +9,17 @@ from torch import Tensor
 
 from . import format as payload_format
 from .driver import Kernel, launch
+from .format import TILE_ROWS
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 
-# As in csrc/cuda/tile.h.
+# As in csrc/cuda/group.h.
 BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
-_TILE_BYTES = 4096
 _VECTOR_BYTES = 16
-# As in csrc/cuda/column_tile.h.
-_SLICE_ROWS = 64
+# As in csrc/cuda/tile.h: the elements of a thread, and the threads of a block in memory order.
+_TILE_ELEMENTS = 64
+_MEMORY_ORDER_THREADS = 256
 # Blocks of the variance kernel: enough to fill any GPU, few enough that adding up their sums takes no time.
 _VARIANCE_BLOCKS = 1024
 
@@ -50,18 +51,14 @@ def _definitions(dtype: torch.dtype, group_size: int, *others: str) -> tuple[str
     return (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}", *others)
 
 
-def _codec_blocks(numel: int, dtype: torch.dtype, group_size: int) -> int:
-    """Blocks: a warp for every whole tile, and one for every group after the last whole tile."""
-    tile = _TILE_BYTES // dtype.itemsize
-    groups_left = (numel % tile + group_size - 1) // group_size
-    return _blocks(numel // tile + groups_left)
-
-
-def _column_grid(rows: int, columns: int, dtype: torch.dtype, group_size: int) -> tuple[int, int]:
-    """(blocks, threads in a block): one block for every tile of every ``group_size`` rows."""
-    slices = group_size // _SLICE_ROWS
-    width = min(max(1024 // dtype.itemsize // slices, 64), 256)
-    return -(-rows // group_size) * -(-columns // width), width * slices
+def _grid(numel: int, group_size: int, columns: int) -> tuple[int, int]:
+    """(blocks, threads in a block) of pack and unpack, see csrc/cuda/tile.h."""
+    if columns == 1:
+        threads = _MEMORY_ORDER_THREADS
+        return -(-numel // (_TILE_ELEMENTS * threads)), threads
+    pairs = 64 if group_size <= 128 else 32
+    rows = numel // columns
+    return -(-rows // group_size) * -(-columns // (2 * pairs)), pairs * group_size // TILE_ROWS
 
 
 def _launch_codec(
@@ -71,7 +68,7 @@ def _launch_codec(
     numel, dtype = elements.numel(), elements.dtype
     if numel == 0:
         return
-    if columns > 1 and elements.data_ptr() % 4 != 0:  # words of two 16-bit elements are read and written
+    if elements.data_ptr() % (2 * dtype.itemsize) != 0:  # pairs of elements are read and written
         aligned = elements.clone()
         _launch_codec(action, aligned, buffer, bits, group_size, seed, columns)
         if action == "unpack":
@@ -82,17 +79,11 @@ def _launch_codec(
     ends = elements.data_ptr(), buffer.data_ptr()
     source, target = ends if action == "pack" else ends[::-1]
     where = payload_format.sections(numel, bits, group_size, columns)
+    layout = "InMemoryOrder" if columns == 1 else "ByColumn"
+    kernel = Kernel("codec.cu", action, _definitions(dtype, group_size, f"GACT_BITS={bits}", f"GACT_LAYOUT={layout}"))
     starts = where.scale_start_bytes, where.offset_start_bytes
-    definitions = _definitions(dtype, group_size, f"GACT_BITS={bits}")
-    if columns == 1:
-        kernel = Kernel("memory_order.cu", action, definitions)
-        grid = _codec_blocks(numel, dtype, group_size), BLOCK_THREADS
-        launch(buffer.device, kernel, *grid, source, numel, seed, target, *starts)
-        return
-    rows = numel // columns
-    kernel = Kernel("columns.cu", f"{action}_columns", definitions)
-    grid = _column_grid(rows, columns, dtype, group_size)
-    launch(buffer.device, kernel, *grid, source, rows, columns, seed, target, *starts)
+    size = numel // columns, columns
+    launch(buffer.device, kernel, *_grid(numel, group_size, columns), source, *size, seed, target, *starts)
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:

@@ -14,8 +14,7 @@ from .nvrtc import KernelsUnavailableError, compile_kernels, find_nvrtc, target_
 # The kernels of each file. All are resolved when a module is loaded: under lazy loading, looking one up loads code, which
 # a capture does not allow.
 KERNELS = {
-    "memory_order.cu": ("pack", "unpack"),
-    "columns.cu": ("pack_columns", "unpack_columns"),
+    "codec.cu": ("pack", "unpack"),
     "variance.cu": ("variance", "variance_columns"),
     "masks.cu": tuple(f"{action}_mask_{itemsize}" for itemsize in (1, 2, 4, 8) for action in ("pack", "unpack")),
 }

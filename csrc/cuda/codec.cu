@@ -1,0 +1,505 @@
+// CUDA kernels pack and unpack, one module for an element type, a group size, a width and a layout: compile with
+// -DGACT_ELEMENT=float, Half or Bfloat, -DGACT_GROUP=64, 128, 256 or 512, -DGACT_BITS=1 to 8 and -DGACT_LAYOUT=ByColumn
+// or InMemoryOrder, with -fmad=false -ftz=false -prec-div=true. A thread takes a tile (tile.h), whole ones without rare
+// values in straight code, all others by the definitions of group_codec.h.
+#include "cuda/tile.h"
+
+namespace gact {
+
+// ---- ranges
+
+// The range of the elements of a group that a thread has; of 16-bit types the lowest element and the highest, negated.
+template <class T>
+struct Ends {
+  u32 pair;
+};
+
+template <>
+struct alignas(8) Ends<float> {
+  float low, high;
+};
+
+GACT_FN Ends<float> no_ends(float) { return Ends<float>{float_of(kInfinityBits), -float_of(kInfinityBits)}; }
+
+GACT_FN Ends<Bfloat> no_ends(Bfloat) { return Ends<Bfloat>{0x7F807F80u}; }
+
+GACT_FN Ends<Half> no_ends(Half) { return Ends<Half>{0x7C007C00u}; }
+
+GACT_FN Ends<float> joined(Ends<float> a, Ends<float> b) {
+  return Ends<float>{smaller(a.low, b.low), larger(a.high, b.high)};
+}
+
+template <class T>
+GACT_FN Ends<T> joined(Ends<T> a, Ends<T> b) {
+  return Ends<T>{smaller_pair(a.pair, b.pair, T{})};
+}
+
+GACT_FN void widen(Ends<float> ends, float* low, float* high) {
+  *low = ends.low;
+  *high = ends.high;
+}
+
+template <class T>
+GACT_FN void widen(Ends<T> ends, float* low, float* high) {
+  *low = value_of(Row<T>{ends.pair}, 0);
+  *high = -value_of(Row<T>{ends.pair}, 1);
+}
+
+GACT_FN Ends<float> ends_of(float value) { return Ends<float>{value, value}; }
+
+template <class T>
+GACT_FN Ends<T> ends_of(T value) {
+  return Ends<T>{value.bits | static_cast<u32>(value.bits ^ 0x8000u) << 16};
+}
+
+// Of rows first .. last - 1, each column for itself.
+GACT_FN void ends_of_rows(const Row<float>* rows, int first, int last, Ends<float> ends[2]) {
+#pragma unroll
+  for (int column = 0; column < 2; ++column) {
+    ends[column] = ends_of(rows[first].values[column]);
+#pragma unroll
+    for (int i = first + 1; i < last; ++i) ends[column] = joined(ends[column], ends_of(rows[i].values[column]));
+  }
+}
+
+template <class T>
+GACT_FN void ends_of_rows(const Row<T>* rows, int first, int last, Ends<T> ends[2]) {
+  u32 low = rows[first].pair, high = rows[first].pair;
+#pragma unroll
+  for (int i = first + 1; i < last; ++i) {
+    low = smaller_pair(low, rows[i].pair, T{});
+    high = larger_pair(high, rows[i].pair, T{});
+  }
+  high ^= 0x80008000u;
+  ends[0] = Ends<T>{select_bytes(low, high, 0x5410u)};
+  ends[1] = Ends<T>{select_bytes(low, high, 0x7632u)};
+}
+
+template <class T, int GROUP>
+GACT_FN void ends_of_tile(const Row<T>* rows, ByColumn<GROUP>, Ends<T> ends[2]) {
+  ends_of_rows(rows, 0, kTileRows, ends);
+}
+
+template <class T, int GROUP>
+GACT_FN void ends_of_tile(const Row<T>* rows, InMemoryOrder<GROUP>, Ends<T>* ends) {
+  constexpr int kRows = GROUP / 16;
+#pragma unroll
+  for (int group = 0; group < static_cast<int>(kTileRows) / kRows; ++group) {
+    Ends<T> both[2];
+    ends_of_rows(rows, group * kRows, (group + 1) * kRows, both);
+    ends[group] = joined(both[0], both[1]);
+  }
+}
+
+// ---- what the threads of a block exchange
+
+// What rounding an element needs of its group.
+struct alignas(8) Steps {
+  float offset, inverse;
+};
+
+// Flags above the limit of a group: rare values, for which the definitions are needed; Group::special and dead.
+constexpr u32 kSlow = 1u << 29, kSpecial = 1u << 30, kDead = 1u << 31;
+constexpr u32 kLimit = kSlow - 1u;
+
+template <class T, class Layout>
+struct alignas(16) Memory {
+  // Four words more than groups, so that threads that write different parts use different banks.
+  Ends<T> ends[Layout::kParts][Layout::kGroups + 4];
+  u32 edges[Layout::kParts][Layout::kGroups + 4];
+  Steps steps[Layout::kGroups];
+  u32 limits[Layout::kGroups];
+};
+
+// ---- the description of a group, by one thread
+
+// What is kept of it until the sum of its edges is known.
+struct Described {
+  u16 stored_scale;
+  bool may_dither;
+};
+
+template <class T>
+GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
+  Extent extent = no_extent();
+#pragma unroll 1
+  for (u32 i = 0; i < place.count; ++i) extend(extent, to_float(x[place.first + wide_product(i, place.stride)]));
+  return finished(extent);
+}
+
+template <class T, int BITS, class Layout>
+GACT_FN Described describe_group(const T* x, const GroupPlace& place, u32 index, const Buffer& buffer,
+                                 Memory<T, Layout>& memory) {
+  Ends<T> ends = memory.ends[0][index];
+#pragma unroll
+  for (u32 part = 1; part < Layout::kParts; ++part) ends = joined(ends, memory.ends[part][index]);
+  float low, high;
+  widen(ends, &low, &high);
+  constexpr u32 kTop = (1u << BITS) - 1u;
+  constexpr float kLevels = static_cast<float>(kTop);
+  const PlainGroup plain = plain_group(finest_grid(low + 0.0f, high, kLevels, T{}), low, high, kLevels, T{});
+  Grid grid = plain.grid;
+  u32 limit = kTop << 8;
+  Described described{static_cast<u16>(bits_of(grid.scale) >> 16), plain.may_dither};
+  if (place.count == 0) return described;
+  if (plain.slow) {
+    const Group group = describe(extent_of_group(x, place), BITS, T{});
+    grid = group.grid;
+    limit = static_cast<u32>(group.limit) | kSlow | (group.special ? kSpecial : 0u) | (group.dead ? kDead : 0u);
+    described = Described{group.stored_scale, group.may_dither};
+  }
+  memory.steps[index] = Steps{grid.offset, grid.inverse};
+  memory.limits[index] = limit;
+  buffer.offsets[place.number] = static_cast<u16>(grid.stored_offset);
+  return described;
+}
+
+// ---- words of codes
+
+// The words of a pair of columns in one row of words; `wide` where the buffer is aligned to both of them.
+GACT_FN void store_words(const u32 words[2], u32* target, bool wide) {
+  if (wide) {
+    *reinterpret_cast<u64*>(target) = words[0] | static_cast<u64>(words[1]) << 32;
+  } else {
+    target[0] = words[0];
+    target[1] = words[1];
+  }
+}
+
+GACT_FN void load_words(const u32* source, bool wide, u32 words[2]) {
+  if (wide) {
+    const u64 both = *reinterpret_cast<const u64*>(source);
+    words[0] = static_cast<u32>(both);
+    words[1] = static_cast<u32>(both >> 32);
+  } else {
+    words[0] = source[0];
+    words[1] = source[1];
+  }
+}
+
+GACT_FN bool is_wide(const u32* words) { return reinterpret_cast<u64>(words) % 8 == 0; }
+
+// Adds the codes of four rows to the words of their fields, and stores those that are full.
+template <int BITS>
+GACT_FN void join_codes(const u32 codes[2], u32 quad, u32 width, u32 words[][2], u32* target, bool wide) {
+  using Parts = Fields<BITS>;
+#pragma unroll
+  for (int field = 0; field < Parts::kCount; ++field) {
+    const u32 bits = Parts::width(field), quads = 8 / bits, number = quad % quads;
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const u32 part = Parts::kCount == 1 ? codes[column] : codes[column] >> Parts::start(field) & Parts::mask(field);
+      words[field][column] = number == 0 ? part : words[field][column] | part << (bits * number);
+    }
+    if (number == quads - 1) store_words(words[field], rows_after(target, Parts::start(field) + quad / quads, width), wide);
+  }
+}
+
+// The codes of four rows of a column in the bytes of a word, from all words of the tile.
+template <int BITS>
+GACT_FN u32 codes_of(const u32 words[][2], u32 quad, int column) {
+  using Parts = Fields<BITS>;
+  u32 codes = 0;
+#pragma unroll
+  for (int field = 0; field < Parts::kCount; ++field) {
+    const u32 bits = Parts::width(field), quads = 8 / bits;
+    const u32 word = words[Parts::start(field) + quad / quads][column];
+    codes |= (word >> (bits * (quad % quads)) & Parts::mask(field)) << Parts::start(field);
+  }
+  return codes;
+}
+
+// ---- pack
+
+// Rounds four elements of a column that follow each other; their codes in the bytes of a word.
+GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* edges) {
+  u32 scaled[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scaled[i] = bits_of(fused(values[i] - steps.offset, steps.inverse, kMagic));
+  const u32 first = select_bytes(scaled[0], scaled[1], 0x5410u), second = select_bytes(scaled[2], scaled[3], 0x5410u);
+  const u32 first_sum = first + select_bytes(noise, 0u, 0x4140u), second_sum = second + select_bytes(noise, 0u, 0x4342u);
+  *edges = add_byte_distances(select_bytes(first, second, 0x6420u), 0x80808080u, *edges);
+  return select_bytes(first_sum, second_sum, 0x7531u);
+}
+
+template <class T, int BITS, class Layout>
+GACT_FN void pack_whole_tile(const Row<T>* rows, const Place& place, u64 seed, const Steps* steps, u32* target,
+                             u32* edges) {
+  const bool wide = is_wide(target);
+  u32 words[Fields<BITS>::kCount][2];
+#pragma unroll
+  for (u32 quad = 0; quad < kQuads; ++quad) {
+    u32 noise[4], codes[2];
+    philox_at(place.pair, place.octet | quad / 2, seed, noise);
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      float values[4];
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) values[i] = value_of(rows[4 * quad + i], column);
+      const u32 group = Layout::group_of(quad, column);
+      codes[column] = quantise(values, steps[group], noise[2 * (quad % 2) + column], edges + group);
+    }
+    join_codes<BITS>(codes, quad, place.width, words, target, wide);
+  }
+}
+
+// The noise of an element, by the definition.
+GACT_FN u32 noise_of(const Place& place, u32 row, u32 column, u64 seed) {
+  u32 words[4];
+  philox_at(place.pair, place.octet + row / 8, seed, words);
+  const u32 low = column == 0 ? words[0] : words[1], high = column == 0 ? words[2] : words[3];
+  return (row / 4 % 2 == 0 ? low : high) >> (8 * (row % 4)) & 0xFFu;
+}
+
+// Where the word of a row's field is, of a tile that may be short, and where in it the field begins.
+struct FieldPlace {
+  u32 row, shift;
+  bool last;  // row of the word that there is
+};
+
+template <int BITS>
+GACT_FN FieldPlace place_of_field(int field, u32 row, u32 tile_rows) {
+  const u32 bits = Fields<BITS>::width(field);
+  u32 before = 0;
+#pragma unroll
+  for (int i = 0; i < field; ++i) before += (tile_rows * Fields<BITS>::width(i) + 31) / 32;
+  return FieldPlace{before + row * bits / 32, 8 * (row % 4) + bits * (row / 4 % (8 / bits)),
+                    (row + 1) * bits % 32 == 0 || row + 1 == tile_rows};
+}
+
+// Any tile, by the definitions. Leaves its edges in shared memory.
+template <class T, int BITS, class Layout>
+GACT_FN void pack_any_tile(const T* x, const Place& place, u64 seed, u32* target, Memory<T, Layout>& memory) {
+  using Parts = Fields<BITS>;
+  for (u32 group = 0; group < Layout::kThreadGroups; ++group) memory.edges[place.part][place.group + group] = 0;
+#pragma unroll 1
+  for (u32 column = 0; column < 2; ++column) {
+    u32 words[Parts::kCount] = {};
+#pragma unroll 1
+    for (u32 row = 0; row < place.tile_rows; ++row) {
+      u32 code = 0;
+      if (row < place.rows[column]) {
+        const u32 index = place.group + Layout::group_of(row / 4, column);
+        const u32 limit = memory.limits[index];
+        Group group{};
+        group.grid.offset = memory.steps[index].offset;
+        group.grid.inverse = memory.steps[index].inverse;
+        group.limit = static_cast<i32>(limit & kLimit);
+        group.special = (limit & kSpecial) != 0;
+        group.dead = (limit & kDead) != 0;
+        const float value = to_float(x[place.first + wide_product(row, place.width) + column]);
+        i32 scaled;
+        code = code_of(value, group, BITS, noise_of(place, row, column, seed), &scaled);
+        memory.edges[place.part][index] += edge_of(scaled);
+      }
+#pragma unroll
+      for (int field = 0; field < Parts::kCount; ++field) {
+        const FieldPlace at = place_of_field<BITS>(field, row, place.tile_rows);
+        words[field] |= (code >> Parts::start(field) & ((1u << Parts::width(field)) - 1u)) << at.shift;
+        if (!at.last) continue;
+        target[wide_product(at.row, place.width) + column] = words[field];
+        words[field] = 0;
+      }
+    }
+  }
+}
+
+// The range of a tile that is not whole.
+template <class T, class Layout>
+GACT_FN void ends_of_any_tile(const T* x, const Place& place, Memory<T, Layout>& memory) {
+  Ends<T>* ends = memory.ends[place.part] + place.group;
+  for (u32 group = 0; group < Layout::kThreadGroups; ++group) ends[group] = no_ends(T{});
+#pragma unroll 1
+  for (u32 column = 0; column < 2; ++column) {
+#pragma unroll 1
+    for (u32 row = 0; row < place.rows[column]; ++row) {
+      const u32 group = Layout::group_of(row / 4, column);
+      ends[group] = joined(ends[group], ends_of(x[place.first + wide_product(row, place.width) + column]));
+    }
+  }
+}
+
+template <class T, class Layout>
+GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], Memory<T, Layout>& memory) {
+  const T* source = x + place.first;
+#pragma unroll
+  for (u32 i = 0; i < kTileRows; ++i) {
+    rows[i] = *reinterpret_cast<const Row<T>*>(source);
+    source = rows_after(source, 1u, place.width);
+  }
+  Ends<T> ends[Layout::kThreadGroups];
+  ends_of_tile(rows, Layout{}, ends);
+#pragma unroll
+  for (u32 group = 0; group < Layout::kThreadGroups; ++group) memory.ends[place.part][place.group + group] = ends[group];
+}
+
+template <class T, int BITS, class Layout>
+GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buffer& buffer, Memory<T, Layout>& memory) {
+  const Place place = place_of_thread<BITS>(Layout{}, length, columns);
+  Row<T> rows[kTileRows];
+  if (is_whole(place)) {
+    load_tile(x, place, rows, memory);
+  } else {
+    ends_of_any_tile(x, place, memory);
+  }
+  sync_block();
+  const u32 index = thread_of_block();
+  GroupPlace group{};
+  Described described{};
+  if (index < Layout::kGroups) {
+    group = place_of_group(Layout{}, index, length, columns);
+    described = describe_group<T, BITS>(x, group, index, buffer, memory);
+  }
+  sync_block();
+  u32* target = buffer.words + place.first_word;
+  bool by_definition = !is_whole(place);
+  if (is_whole(place)) {
+    Steps steps[Layout::kThreadGroups];
+    u32 edges[Layout::kThreadGroups], limits = 0;
+#pragma unroll
+    for (u32 i = 0; i < Layout::kThreadGroups; ++i) {
+      steps[i] = memory.steps[place.group + i];
+      limits |= memory.limits[place.group + i];
+      edges[i] = 0;
+    }
+    pack_whole_tile<T, BITS, Layout>(rows, place, seed, steps, target, edges);
+#pragma unroll
+    for (u32 i = 0; i < Layout::kThreadGroups; ++i) memory.edges[place.part][place.group + i] = edges[i];
+    by_definition = (limits & kSlow) != 0;
+  }
+  if (by_definition) pack_any_tile<T, BITS>(x, place, seed, target, memory);
+  sync_block();
+  if (index >= Layout::kGroups || group.count == 0) return;
+  u32 edges = 0;
+#pragma unroll
+  for (u32 part = 0; part < Layout::kParts; ++part) edges += memory.edges[part][index];
+  const bool dithered = described.may_dither && dither_pays(edges, static_cast<int>(group.count));
+  buffer.scales[group.number] = static_cast<u16>(described.stored_scale | (dithered ? kDitherFlag : 0));
+}
+
+// ---- unpack
+
+// What decoding the elements of a group needs: a value is base + units * unit, with noise among the units where the mask
+// lets it through.
+struct Decoder {
+  float base, unit;
+  u32 mask;
+};
+
+template <class T>
+GACT_FN Decoder decoder_of(u16 stored, u16 stored_offset, T type) {
+  const float step = step_of(stored), unit = step * kDitherUnit;
+  const float offset = offset_value(stored_offset, step, type);
+  const bool dithered = (stored & kDitherFlag) != 0;
+  return Decoder{dithered ? dithered_base(offset, unit) : offset, unit, dithered ? ~0u : 0u};
+}
+
+// decode() of four elements of a column that follow each other, in a group that is not special.
+GACT_FN void decode_plain(u32 codes, u32 noise, const Decoder& decoder, float values[4]) {
+  const u32 added = ~noise & decoder.mask;
+  const u32 first = select_bytes(added, codes, 0x5140u), second = select_bytes(added, codes, 0x7362u);
+  const u32 units[4] = {select_bytes(first, kMagicBits, 0x7610u), select_bytes(first, kMagicBits, 0x7632u),
+                        select_bytes(second, kMagicBits, 0x7610u), select_bytes(second, kMagicBits, 0x7632u)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i] = fused(float_of(units[i]) - kMagic, decoder.unit, decoder.base);
+}
+
+template <class T, int BITS, class Layout>
+GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders, const Place& place, u64 seed, T* out) {
+  T* target = out + place.first;
+#pragma unroll
+  for (u32 quad = 0; quad < kQuads; ++quad) {
+    u32 noise[4];
+    philox_at(place.pair, place.octet | quad / 2, seed, noise);
+    float values[2][4];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      decode_plain(codes_of<BITS>(words, quad, column), noise[2 * (quad % 2) + column],
+                   decoders[Layout::group_of(quad, column)], values[column]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<Row<T>*>(target) = row_of(values[0][i], values[1][i], T{});
+      target = rows_after(target, 1u, place.width);
+    }
+  }
+}
+
+// Any tile, by the definitions. `first_group` is the number of its first group.
+template <class T, int BITS, class Layout>
+GACT_FN void unpack_any_tile(const Buffer& buffer, const Place& place, u64 first_group, u64 seed, T* out) {
+  using Parts = Fields<BITS>;
+  const u32* source = buffer.words + place.first_word;
+#pragma unroll 1
+  for (u32 column = 0; column < 2; ++column) {
+#pragma unroll 1
+    for (u32 row = 0; row < place.rows[column]; ++row) {
+      u32 code = 0;
+#pragma unroll
+      for (int field = 0; field < Parts::kCount; ++field) {
+        const FieldPlace at = place_of_field<BITS>(field, row, place.tile_rows);
+        const u32 word = source[wide_product(at.row, place.width) + column];
+        code |= (word >> at.shift & ((1u << Parts::width(field)) - 1u)) << Parts::start(field);
+      }
+      const u64 group = first_group + Layout::group_of(row / 4, column);
+      const u16 stored = buffer.scales[group];
+      const float offset = offset_value(buffer.offsets[group], step_of(stored), T{});
+      const float value = decode(code, stored, offset, BITS, noise_of(place, row, column, seed));
+      from_float(value, out + (place.first + wide_product(row, place.width) + column));
+    }
+  }
+}
+
+template <class T, int BITS, class Layout>
+GACT_FN void unpack_block(const Buffer& buffer, u64 length, u32 columns, u64 seed, T* out) {
+  const Place place = place_of_thread<BITS>(Layout{}, length, columns);
+  const u64 first_group = first_group_of(Layout{}, place);
+  if (!is_whole(place)) {
+    unpack_any_tile<T, BITS, Layout>(buffer, place, first_group, seed, out);
+    return;
+  }
+  u32 words[BITS][2];
+  const u32* source = buffer.words + place.first_word;
+  const bool wide = is_wide(source);
+#pragma unroll
+  for (int i = 0; i < BITS; ++i) {
+    load_words(source, wide, words[i]);
+    source = rows_after(source, 1u, place.width);
+  }
+  Decoder decoders[Layout::kThreadGroups];
+  u32 scales = 0;
+#pragma unroll
+  for (u32 i = 0; i < Layout::kThreadGroups; ++i) {
+    const u16 stored = buffer.scales[first_group + i];
+    decoders[i] = decoder_of(stored, buffer.offsets[first_group + i], T{});
+    scales |= stored;
+  }
+  unpack_whole_tile<T, BITS, Layout>(words, decoders, place, seed, out);
+  if ((scales & kSpecialFlag) != 0) unpack_any_tile<T, BITS, Layout>(buffer, place, first_group, seed, out);
+}
+
+using Stored = GACT_ELEMENT;
+using Layout = GACT_LAYOUT<GACT_GROUP>;
+
+// Blocks that should fit on a multiprocessor, by registers: a thread holds 128 bytes of 16-bit elements, 256 of float.
+constexpr int kBlocks = sizeof(Stored) == 2 ? 1024 / Layout::kThreads : 512 / Layout::kThreads;
+
+}  // namespace gact
+
+// length: elements in memory order, rows where groups are columns. columns: of a row, there only.
+GACT_KERNEL(gact::Layout::kThreads, gact::kBlocks)
+pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::u8* buffer,
+     gact::i64 scale_start, gact::i64 offset_start) {
+  using namespace gact;
+  GACT_SHARED Memory<Stored, Layout> memory;
+  pack_block<Stored, GACT_BITS>(x, length, static_cast<u32>(columns), seed,
+                                sections_of(buffer, scale_start, offset_start), memory);
+}
+
+GACT_KERNEL(gact::Layout::kThreads, gact::kBlocks)
+unpack(gact::u8* buffer, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::Stored* out,
+       gact::i64 scale_start, gact::i64 offset_start) {
+  using namespace gact;
+  unpack_block<Stored, GACT_BITS, Layout>(sections_of(buffer, scale_start, offset_start), length,
+                                          static_cast<u32>(columns), seed, out);
+}
