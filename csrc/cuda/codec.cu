@@ -123,7 +123,7 @@ template <class T>
 GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
   Extent extent = no_extent();
 #pragma unroll 1
-  for (u32 i = 0; i < place.count; ++i) extend(extent, to_float(x[place.first + wide_product(i, place.stride)]));
+  for (int i = 0; i < place.count; ++i) extend(extent, to_float(x[place.first + wide_product(static_cast<u32>(i), place.stride)]));
   return finished(extent);
 }
 
@@ -156,6 +156,9 @@ GACT_FN Described describe_group(const T* x, const GroupPlace& place, u32 index,
 
 // ---- words of codes
 
+// The bits of a field at the lowest place in each of four bytes.
+GACT_FN constexpr u32 field_mask(int bits) { return ((1u << bits) - 1u) * 0x01010101u; }
+
 // The words of a pair of columns in one row of words; `wide` where the buffer is aligned to both of them.
 GACT_FN void store_words(const u32 words[2], u32* target, bool wide) {
   if (wide) {
@@ -181,35 +184,75 @@ GACT_FN bool is_wide(const u32* words) { return reinterpret_cast<u64>(words) % 8
 
 // Adds the codes of four rows to the words of their fields, and stores those that are full.
 template <int BITS>
-GACT_FN void join_codes(const u32 codes[2], u32 quad, u32 width, u32 words[][2], u32* target, bool wide) {
-  using Parts = Fields<BITS>;
+GACT_FN void join_codes(const u32 codes[2], int quad, u32 width, u32 words[kFields][2], u32* target, bool wide) {
 #pragma unroll
-  for (int field = 0; field < Parts::kCount; ++field) {
-    const u32 bits = Parts::width(field), quads = 8 / bits, number = quad % quads;
+  for (int field = 0; field < kFields; ++field) {
+    const int bits = field_bits(field), quads = 8 / bits, start = field_start(BITS, bits);
+    if ((BITS & bits) == 0) continue;
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      const u32 part = Parts::kCount == 1 ? codes[column] : codes[column] >> Parts::start(field) & Parts::mask(field);
-      words[field][column] = number == 0 ? part : words[field][column] | part << (bits * number);
+      const u32 part = BITS == bits ? codes[column] : codes[column] >> start & field_mask(bits);
+      words[field][column] = quad % quads == 0 ? part : words[field][column] | part << field_shift(4 * quad, bits);
     }
-    if (number == quads - 1) store_words(words[field], rows_after(target, Parts::start(field) + quad / quads, width), wide);
+    if (quad % quads != quads - 1) continue;
+    store_words(words[field], rows_after(target, static_cast<u32>(start + quad / quads), width), wide);
   }
 }
 
 // The codes of four rows of a column in the bytes of a word, from all words of the tile.
 template <int BITS>
-GACT_FN u32 codes_of(const u32 words[][2], u32 quad, int column) {
-  using Parts = Fields<BITS>;
+GACT_FN u32 codes_of(const u32 words[BITS][2], int quad, int column) {
   u32 codes = 0;
 #pragma unroll
-  for (int field = 0; field < Parts::kCount; ++field) {
-    const u32 bits = Parts::width(field), quads = 8 / bits;
-    const u32 word = words[Parts::start(field) + quad / quads][column];
-    codes |= (word >> (bits * (quad % quads)) & Parts::mask(field)) << Parts::start(field);
+  for (int field = 0; field < kFields; ++field) {
+    const int bits = field_bits(field), start = field_start(BITS, bits);
+    if ((BITS & bits) == 0) continue;
+    const u32 word = words[start + quad * bits / 8][column];
+    codes |= (word >> field_shift(4 * quad, bits) & field_mask(bits)) << start;
   }
   return codes;
 }
 
+// The place of the word that has a field of a row, of a tile that may be short, from the first word of the tile on.
+GACT_FN u64 word_of(int bits, int field, int row, const Place& place) {
+  const int word_row = first_word_row(bits, field, place.tile_rows) + row * field / 32;
+  return wide_product(static_cast<u32>(word_row), place.width);
+}
+
+// ---- noise
+
+GACT_FN PhiloxPair pair_of(const Place& place, u64 seed) {
+  return philox_pair(place.pair, high_half(place.block), seed);
+}
+
+// That of eight rows, the first of which are in `quad`.
+GACT_FN void make_noise(const PhiloxPair& pair, const Place& place, int quad, u64 seed, u32 words[4]) {
+  const u32 block = low_half(place.block) | static_cast<u32>(quad / 2);  // a multiple of 4, and at most 3
+  philox(pair, philox_block(block, seed), seed, words);
+}
+
+// That of one element. Not indexed, as the words would have to be in memory for that.
+GACT_FN u32 noise_at(const Place& place, int row, int column, u64 seed) {
+  u32 words[4];
+  make_noise(pair_of(place, seed), place, row / 4, seed, words);
+  const u32 first = column == 0 ? words[0] : words[1], second = column == 0 ? words[2] : words[3];
+  return (row / 4 % 2 == 0 ? first : second) >> (8 * (row % 4)) & 0xFFu;
+}
+
 // ---- pack
+
+// A group as the definitions take it.
+template <class T, class Layout>
+GACT_FN Group group_in(const Memory<T, Layout>& memory, u32 index) {
+  const u32 limit = memory.limits[index];
+  Group group{};
+  group.grid.offset = memory.steps[index].offset;
+  group.grid.inverse = memory.steps[index].inverse;
+  group.limit = static_cast<i32>(limit & kLimit);
+  group.special = (limit & kSpecial) != 0;
+  group.dead = (limit & kDead) != 0;
+  return group;
+}
 
 // Rounds four elements of a column that follow each other; their codes in the bytes of a word.
 GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* edges) {
@@ -226,16 +269,17 @@ template <class T, int BITS, class Layout>
 GACT_FN void pack_whole_tile(const Row<T>* rows, const Place& place, u64 seed, const Steps* steps, u32* target,
                              u32* edges) {
   const bool wide = is_wide(target);
-  u32 words[Fields<BITS>::kCount][2];
+  const PhiloxPair pair = pair_of(place, seed);
+  u32 words[kFields][2], noise[4];
 #pragma unroll
-  for (u32 quad = 0; quad < kQuads; ++quad) {
-    u32 noise[4], codes[2];
-    philox_at(place.pair, place.octet | quad / 2, seed, noise);
+  for (int quad = 0; quad < kQuads; ++quad) {
+    u32 codes[2];
+    if (quad % 2 == 0) make_noise(pair, place, quad, seed, noise);
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       float values[4];
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) values[i] = value_of(rows[4 * quad + i], column);
+      for (int i = 0; i < 4; ++i) values[i] = value_of(rows[4 * quad + i], column);
       const u32 group = Layout::group_of(quad, column);
       codes[column] = quantise(values, steps[group], noise[2 * (quad % 2) + column], edges + group);
     }
@@ -243,61 +287,30 @@ GACT_FN void pack_whole_tile(const Row<T>* rows, const Place& place, u64 seed, c
   }
 }
 
-// The noise of an element, by the definition.
-GACT_FN u32 noise_of(const Place& place, u32 row, u32 column, u64 seed) {
-  u32 words[4];
-  philox_at(place.pair, place.octet + row / 8, seed, words);
-  const u32 low = column == 0 ? words[0] : words[1], high = column == 0 ? words[2] : words[3];
-  return (row / 4 % 2 == 0 ? low : high) >> (8 * (row % 4)) & 0xFFu;
-}
-
-// Where the word of a row's field is, of a tile that may be short, and where in it the field begins.
-struct FieldPlace {
-  u32 row, shift;
-  bool last;  // row of the word that there is
-};
-
-template <int BITS>
-GACT_FN FieldPlace place_of_field(int field, u32 row, u32 tile_rows) {
-  const u32 bits = Fields<BITS>::width(field);
-  u32 before = 0;
-#pragma unroll
-  for (int i = 0; i < field; ++i) before += (tile_rows * Fields<BITS>::width(i) + 31) / 32;
-  return FieldPlace{before + row * bits / 32, 8 * (row % 4) + bits * (row / 4 % (8 / bits)),
-                    (row + 1) * bits % 32 == 0 || row + 1 == tile_rows};
-}
-
 // Any tile, by the definitions. Leaves its edges in shared memory.
 template <class T, int BITS, class Layout>
 GACT_FN void pack_any_tile(const T* x, const Place& place, u64 seed, u32* target, Memory<T, Layout>& memory) {
-  using Parts = Fields<BITS>;
-  for (u32 group = 0; group < Layout::kThreadGroups; ++group) memory.edges[place.part][place.group + group] = 0;
+  for (u32 i = 0; i < Layout::kThreadGroups; ++i) memory.edges[place.part][place.group + i] = 0;
 #pragma unroll 1
-  for (u32 column = 0; column < 2; ++column) {
-    u32 words[Parts::kCount] = {};
+  for (int column = 0; column < 2; ++column) {
+    u32 words[kFields] = {};
 #pragma unroll 1
-    for (u32 row = 0; row < place.tile_rows; ++row) {
+    for (int row = 0; row < place.tile_rows; ++row) {
       u32 code = 0;
-      if (row < place.rows[column]) {
+      if (row < (column == 0 ? place.rows : place.second_rows)) {
         const u32 index = place.group + Layout::group_of(row / 4, column);
-        const u32 limit = memory.limits[index];
-        Group group{};
-        group.grid.offset = memory.steps[index].offset;
-        group.grid.inverse = memory.steps[index].inverse;
-        group.limit = static_cast<i32>(limit & kLimit);
-        group.special = (limit & kSpecial) != 0;
-        group.dead = (limit & kDead) != 0;
-        const float value = to_float(x[place.first + wide_product(row, place.width) + column]);
+        const float value = to_float(x[place.first + wide_product(static_cast<u32>(row), place.width) + column]);
         i32 scaled;
-        code = code_of(value, group, BITS, noise_of(place, row, column, seed), &scaled);
+        code = code_of(value, group_in(memory, index), BITS, noise_at(place, row, column, seed), &scaled);
         memory.edges[place.part][index] += edge_of(scaled);
       }
 #pragma unroll
-      for (int field = 0; field < Parts::kCount; ++field) {
-        const FieldPlace at = place_of_field<BITS>(field, row, place.tile_rows);
-        words[field] |= (code >> Parts::start(field) & ((1u << Parts::width(field)) - 1u)) << at.shift;
-        if (!at.last) continue;
-        target[wide_product(at.row, place.width) + column] = words[field];
+      for (int field = 0; field < kFields; ++field) {
+        const int bits = field_bits(field);
+        if ((BITS & bits) == 0) continue;
+        words[field] |= (code >> field_start(BITS, bits) & ((1u << bits) - 1u)) << field_shift(row, bits);
+        if ((row + 1) * bits % 32 != 0 && row + 1 != place.tile_rows) continue;
+        target[word_of(BITS, bits, row, place) + column] = words[field];
         words[field] = 0;
       }
     }
@@ -310,11 +323,12 @@ GACT_FN void ends_of_any_tile(const T* x, const Place& place, Memory<T, Layout>&
   Ends<T>* ends = memory.ends[place.part] + place.group;
   for (u32 group = 0; group < Layout::kThreadGroups; ++group) ends[group] = no_ends(T{});
 #pragma unroll 1
-  for (u32 column = 0; column < 2; ++column) {
+  for (int column = 0; column < 2; ++column) {
 #pragma unroll 1
-    for (u32 row = 0; row < place.rows[column]; ++row) {
+    for (int row = 0; row < (column == 0 ? place.rows : place.second_rows); ++row) {
       const u32 group = Layout::group_of(row / 4, column);
-      ends[group] = joined(ends[group], ends_of(x[place.first + wide_product(row, place.width) + column]));
+      const T value = x[place.first + wide_product(static_cast<u32>(row), place.width) + column];
+      ends[group] = joined(ends[group], ends_of(value));
     }
   }
 }
@@ -323,7 +337,7 @@ template <class T, class Layout>
 GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], Memory<T, Layout>& memory) {
   const T* source = x + place.first;
 #pragma unroll
-  for (u32 i = 0; i < kTileRows; ++i) {
+  for (int i = 0; i < kTileRows; ++i) {
     rows[i] = *reinterpret_cast<const Row<T>*>(source);
     source = rows_after(source, 1u, place.width);
   }
@@ -373,7 +387,7 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
   u32 edges = 0;
 #pragma unroll
   for (u32 part = 0; part < Layout::kParts; ++part) edges += memory.edges[part][index];
-  const bool dithered = described.may_dither && dither_pays(edges, static_cast<int>(group.count));
+  const bool dithered = described.may_dither && dither_pays(edges, group.count);
   buffer.scales[group.number] = static_cast<u16>(described.stored_scale | (dithered ? kDitherFlag : 0));
 }
 
@@ -388,11 +402,13 @@ struct Decoder {
 
 template <class T>
 GACT_FN Decoder decoder_of(u16 stored, u16 stored_offset, T type) {
-  const float step = step_of(stored), unit = step * kDitherUnit;
+  const float step = step_of(stored), unit = step * kUnit;
   const float offset = offset_value(stored_offset, step, type);
   const bool dithered = (stored & kDitherFlag) != 0;
   return Decoder{dithered ? dithered_base(offset, unit) : offset, unit, dithered ? ~0u : 0u};
 }
+
+constexpr u32 kMagicBits = 0x4B000000u;
 
 // decode() of four elements of a column that follow each other, in a group that is not special.
 GACT_FN void decode_plain(u32 codes, u32 noise, const Decoder& decoder, float values[4]) {
@@ -406,11 +422,12 @@ GACT_FN void decode_plain(u32 codes, u32 noise, const Decoder& decoder, float va
 
 template <class T, int BITS, class Layout>
 GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders, const Place& place, u64 seed, T* out) {
+  const PhiloxPair pair = pair_of(place, seed);
   T* target = out + place.first;
+  u32 noise[4];
 #pragma unroll
-  for (u32 quad = 0; quad < kQuads; ++quad) {
-    u32 noise[4];
-    philox_at(place.pair, place.octet | quad / 2, seed, noise);
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if (quad % 2 == 0) make_noise(pair, place, quad, seed, noise);
     float values[2][4];
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
@@ -428,24 +445,24 @@ GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders
 // Any tile, by the definitions. `first_group` is the number of its first group.
 template <class T, int BITS, class Layout>
 GACT_FN void unpack_any_tile(const Buffer& buffer, const Place& place, u64 first_group, u64 seed, T* out) {
-  using Parts = Fields<BITS>;
   const u32* source = buffer.words + place.first_word;
 #pragma unroll 1
-  for (u32 column = 0; column < 2; ++column) {
+  for (int column = 0; column < 2; ++column) {
 #pragma unroll 1
-    for (u32 row = 0; row < place.rows[column]; ++row) {
+    for (int row = 0; row < (column == 0 ? place.rows : place.second_rows); ++row) {
       u32 code = 0;
 #pragma unroll
-      for (int field = 0; field < Parts::kCount; ++field) {
-        const FieldPlace at = place_of_field<BITS>(field, row, place.tile_rows);
-        const u32 word = source[wide_product(at.row, place.width) + column];
-        code |= (word >> at.shift & ((1u << Parts::width(field)) - 1u)) << Parts::start(field);
+      for (int field = 0; field < kFields; ++field) {
+        const int bits = field_bits(field);
+        if ((BITS & bits) == 0) continue;
+        const u32 word = source[word_of(BITS, bits, row, place) + column];
+        code |= (word >> field_shift(row, bits) & ((1u << bits) - 1u)) << field_start(BITS, bits);
       }
       const u64 group = first_group + Layout::group_of(row / 4, column);
       const u16 stored = buffer.scales[group];
       const float offset = offset_value(buffer.offsets[group], step_of(stored), T{});
-      const float value = decode(code, stored, offset, BITS, noise_of(place, row, column, seed));
-      from_float(value, out + (place.first + wide_product(row, place.width) + column));
+      const float value = decode(code, stored, offset, BITS, noise_at(place, row, column, seed));
+      from_float(value, out + (place.first + wide_product(static_cast<u32>(row), place.width) + column));
     }
   }
 }
@@ -482,12 +499,12 @@ using Stored = GACT_ELEMENT;
 using Layout = GACT_LAYOUT<GACT_GROUP>;
 
 // Blocks that should fit on a multiprocessor, by registers: a thread holds 128 bytes of 16-bit elements, 256 of float.
-constexpr int kBlocks = sizeof(Stored) == 2 ? 1024 / Layout::kThreads : 512 / Layout::kThreads;
+constexpr int kResidentBlocks = sizeof(Stored) == 2 ? 1024 / Layout::kThreads : 512 / Layout::kThreads;
 
 }  // namespace gact
 
 // length: elements in memory order, rows where groups are columns. columns: of a row, there only.
-GACT_KERNEL(gact::Layout::kThreads, gact::kBlocks)
+GACT_KERNEL(gact::Layout::kThreads, gact::kResidentBlocks)
 pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::u8* buffer,
      gact::i64 scale_start, gact::i64 offset_start) {
   using namespace gact;
@@ -496,7 +513,7 @@ pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed,
                                 sections_of(buffer, scale_start, offset_start), memory);
 }
 
-GACT_KERNEL(gact::Layout::kThreads, gact::kBlocks)
+GACT_KERNEL(gact::Layout::kThreads, gact::kResidentBlocks)
 unpack(gact::u8* buffer, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::Stored* out,
        gact::i64 scale_start, gact::i64 offset_start) {
   using namespace gact;

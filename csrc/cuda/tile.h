@@ -10,9 +10,11 @@
 
 namespace gact {
 
-constexpr u32 kTileRows = 32;
-constexpr u32 kQuads = 8;   // of four rows, in a tile
-constexpr u32 kOctets = 4;  // of eight rows
+constexpr int kQuads = kTileRows / 4;            // of four rows, in a tile
+constexpr int kBlocks = kTileRows / kPhiloxRows;  // of eight rows, which share their noise
+constexpr int kFields = 4;                        // of 8, 4, 2 and 1 bits; a code has those whose bit its width has
+
+GACT_FN constexpr int field_bits(int field) { return 8 >> field; }
 
 // Groups are columns. A block has GROUP rows of some columns; its threads are in rows, one tile below the other.
 template <int GROUP>
@@ -25,47 +27,52 @@ struct ByColumn {
   static constexpr u32 kWidth = 0;  // of a row: known to the launch only
 
   // Of the groups of a thread, the one that has column 0 or 1 of four rows.
-  GACT_FN constexpr u32 group_of(u32, u32 column) { return column; }
+  GACT_FN constexpr u32 group_of(int, int column) { return static_cast<u32>(column); }
 };
 
 // Groups are GROUP elements in a row, some rows of 16 elements. Eight threads have 32 rows.
 template <int GROUP>
 struct InMemoryOrder {
-  static constexpr u32 kWidth = 16;
+  static constexpr u32 kWidth = kRowElements;
   static constexpr u32 kParts = kWidth / 2;
   static constexpr u32 kThreads = 256;
   static constexpr u32 kThreadGroups = kTileRows * kWidth / GROUP;
   static constexpr u32 kGroups = kThreads / kParts * kThreadGroups;
 
-  GACT_FN constexpr u32 group_of(u32 quad, u32) { return 4u * quad * kWidth / GROUP; }
+  GACT_FN constexpr u32 group_of(int quad, int) { return static_cast<u32>(4 * quad * kRowElements / GROUP); }
 };
 
 // The tile of a thread.
 struct Place {
   u64 first;         // number of its first element
   u64 first_word;    // of its first column, in row of words 0 of the tile
-  u64 octet;         // number of its first 8 rows, a multiple of 4
+  u64 block;         // number of its first 8 rows, a multiple of 4
   u32 pair;          // number of its two columns
   u32 width;         // of a row
   u32 part, group;   // of its groups it has part `part`; the first of them, in the block
-  u32 tile_rows;     // in the matrix, at most 32
-  u32 rows[2];       // in each column
+  int tile_rows;     // in the matrix, at most 32
+  int rows, second_rows;  // in each of its columns
 };
 
-GACT_FN bool is_whole(const Place& place) { return place.rows[0] == kTileRows && place.rows[1] == kTileRows; }
+// The second column never has more rows than the first.
+GACT_FN bool is_whole(const Place& place) { return place.second_rows == kTileRows; }
 
 // One group of the block, for the thread that describes it.
 struct GroupPlace {
   u64 number;  // in the sections of scales and offsets
   u64 first;   // number of its first element
   u32 stride;
-  u32 count;  // of its elements; 0 where there is no such group
+  int count;  // of its elements; 0 where there is no such group
 };
 
-GACT_FN u32 at_most(u64 value, u32 limit) { return value < limit ? static_cast<u32>(value) : limit; }
-
 // How much of `length` lies from `start` on, at most `limit`.
-GACT_FN u32 rest(u64 length, u64 start, u32 limit) { return start < length ? at_most(length - start, limit) : 0u; }
+GACT_FN int rest(u64 length, u64 start, int limit) {
+  const u64 left = start < length ? length - start : 0u;
+  return left < static_cast<u64>(limit) ? static_cast<int>(left) : limit;
+}
+
+// Rows of 16 elements, the last of which may be short.
+GACT_FN int rows_of(int elements) { return (elements + kRowElements - 1) / kRowElements; }
 
 template <int BITS, int GROUP>
 GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
@@ -80,11 +87,10 @@ GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
   const u32 tile = down * Layout::kParts + place.part;
   const u64 row = static_cast<u64>(tile) * kTileRows;
   place.pair = column / 2;
-  place.octet = static_cast<u64>(tile) * kOctets;
+  place.block = static_cast<u64>(tile) * kBlocks;
   place.first = row * columns + column;
   place.first_word = static_cast<u64>(tile) * BITS * columns + column;
-  place.tile_rows = column < columns ? rest(rows, row, kTileRows) : 0u;
-  place.rows[0] = place.rows[1] = place.tile_rows;
+  place.tile_rows = place.rows = place.second_rows = column < columns ? rest(rows, row, kTileRows) : 0;
   return place;
 }
 
@@ -99,15 +105,13 @@ GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32) {
                    thread_of_block() / Layout::kParts;
   const u64 start = tile * (kTileRows * Layout::kWidth);
   place.pair = place.part;
-  place.octet = tile * kOctets;
+  place.block = tile * kBlocks;
   place.first = start + 2 * place.pair;
   place.first_word = tile * (BITS * Layout::kWidth) + 2 * place.pair;
-  place.tile_rows = (rest(numel, start, kTileRows * Layout::kWidth) + Layout::kWidth - 1) / Layout::kWidth;
-#pragma unroll
-  for (u32 column = 0; column < 2; ++column) {
-    const u32 left = rest(numel, place.first + column, kTileRows * Layout::kWidth);
-    place.rows[column] = (left + Layout::kWidth - 1) / Layout::kWidth;
-  }
+  constexpr int kElements = kTileRows * kRowElements;
+  place.tile_rows = rows_of(rest(numel, start, kElements));
+  place.rows = rows_of(rest(numel, place.first, kElements));
+  place.second_rows = rows_of(rest(numel, place.first + 1, kElements));
   return place;
 }
 
@@ -120,7 +124,7 @@ GACT_FN GroupPlace place_of_group(ByColumn<GROUP>, u32 index, u64 rows, u32 colu
   const u32 column = (block_of_grid() - down * across) * Layout::kGroups + index;
   const u64 row = static_cast<u64>(down) * GROUP;
   return GroupPlace{static_cast<u64>(down) * columns + column, row * columns + column, columns,
-                    column < columns ? rest(rows, row, GROUP) : 0u};
+                    column < columns ? rest(rows, row, GROUP) : 0};
 }
 
 template <int GROUP>
@@ -132,12 +136,12 @@ GACT_FN GroupPlace place_of_group(InMemoryOrder<GROUP>, u32 index, u64 numel, u3
 // In the sections of scales and offsets.
 template <int GROUP>
 GACT_FN u64 first_group_of(ByColumn<GROUP>, const Place& place) {
-  return place.octet / (GROUP / 8) * place.width + 2 * place.pair;
+  return place.block / (GROUP / 8) * place.width + 2 * place.pair;
 }
 
 template <int GROUP>
 GACT_FN u64 first_group_of(InMemoryOrder<GROUP>, const Place& place) {
-  return place.octet / kOctets * InMemoryOrder<GROUP>::kThreadGroups;
+  return place.block / kBlocks * InMemoryOrder<GROUP>::kThreadGroups;
 }
 
 // ---- a packed buffer
@@ -153,27 +157,6 @@ GACT_FN Buffer sections_of(u8* buffer, i64 scale_start, i64 offset_start) {
                 reinterpret_cast<u16*>(buffer + offset_start)};
 }
 
-// Field number `index` of a code, in parts of 8, 4, 2 and 1 bits, the widest first.
-template <int BITS>
-struct Fields {
-  static constexpr int kCount = (BITS >> 3) + (BITS >> 2 & 1) + (BITS >> 1 & 1) + (BITS & 1);
-
-  GACT_FN constexpr u32 start(int index) {
-    u32 start = 0;
-    for (int i = 0; i < index; ++i) start += width(i);
-    return start;
-  }
-
-  GACT_FN constexpr u32 width(int index) {
-    int left = BITS;
-    for (int i = 0; i < index; ++i) left -= left & 8 ? 8 : (left & 4 ? 4 : (left & 2 ? 2 : 1));
-    return left & 8 ? 8 : (left & 4 ? 4 : (left & 2 ? 2 : 1));
-  }
-
-  // The bits of the field, at its lowest place, in each of four bytes.
-  GACT_FN constexpr u32 mask(int index) { return ((1u << width(index)) - 1u) * 0x01010101u; }
-};
-
 // ---- elements, two of a row at a time
 
 template <class T>
@@ -186,13 +169,13 @@ struct alignas(8) Row<float> {
   float values[2];
 };
 
-GACT_FN float value_of(const Row<float>& row, u32 column) { return row.values[column]; }
+GACT_FN float value_of(const Row<float>& row, int column) { return row.values[column]; }
 
-GACT_FN float value_of(const Row<Bfloat>& row, u32 column) {
+GACT_FN float value_of(const Row<Bfloat>& row, int column) {
   return float_of(column == 0 ? row.pair << 16 : row.pair & 0xFFFF0000u);
 }
 
-GACT_FN float value_of(const Row<Half>& row, u32 column) {
+GACT_FN float value_of(const Row<Half>& row, int column) {
   return to_float(Half{static_cast<u16>(column == 0 ? row.pair : row.pair >> 16)});
 }
 
