@@ -109,15 +109,12 @@ struct alignas(16) Memory {
   u32 edges[Layout::kParts][Layout::kGroups + 4];
   Steps steps[Layout::kGroups];
   u32 limits[Layout::kGroups];
+  u32 scales[Layout::kGroups];  // as stored, without the flag of dithering, and above it whether that may be set
 };
 
 // ---- the description of a group, by one thread
 
-// What is kept of it until the sum of its edges is known.
-struct Described {
-  u16 stored_scale;
-  bool may_dither;
-};
+constexpr u32 kMayDither = 1u << 16;
 
 template <class T>
 GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
@@ -128,8 +125,8 @@ GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
 }
 
 template <class T, int BITS, class Layout>
-GACT_FN Described describe_group(const T* x, const GroupPlace& place, u32 index, const Buffer& buffer,
-                                 Memory<T, Layout>& memory) {
+GACT_FN void describe_group(const T* x, const GroupPlace& place, u32 index, const Buffer& buffer,
+                            Memory<T, Layout>& memory) {
   Ends<T> ends = memory.ends[0][index];
 #pragma unroll
   for (u32 part = 1; part < Layout::kParts; ++part) ends = joined(ends, memory.ends[part][index]);
@@ -140,18 +137,18 @@ GACT_FN Described describe_group(const T* x, const GroupPlace& place, u32 index,
   const PlainGroup plain = plain_group(finest_grid(low + 0.0f, high, kLevels, T{}), low, high, kLevels, T{});
   Grid grid = plain.grid;
   u32 limit = kTop << 8;
-  Described described{static_cast<u16>(bits_of(grid.scale) >> 16), plain.may_dither};
-  if (place.count == 0) return described;
+  u32 scale = bits_of(grid.scale) >> 16 | (plain.may_dither ? kMayDither : 0u);
+  if (place.count == 0) return;
   if (plain.slow) {
     const Group group = describe(extent_of_group(x, place), BITS, T{});
     grid = group.grid;
     limit = static_cast<u32>(group.limit) | kSlow | (group.special ? kSpecial : 0u) | (group.dead ? kDead : 0u);
-    described = Described{group.stored_scale, group.may_dither};
+    scale = group.stored_scale | (group.may_dither ? kMayDither : 0u);
   }
   memory.steps[index] = Steps{grid.offset, grid.inverse};
   memory.limits[index] = limit;
+  memory.scales[index] = scale;
   buffer.offsets[place.number] = static_cast<u16>(grid.stored_offset);
-  return described;
 }
 
 // ---- words of codes
@@ -265,26 +262,37 @@ GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* 
   return select_bytes(first_sum, second_sum, 0x7531u);
 }
 
+// A whole tile of groups without rare values; whether all of them were. Leaves its edges in shared memory.
 template <class T, int BITS, class Layout>
-GACT_FN void pack_whole_tile(const Row<T>* rows, const Place& place, u64 seed, const Steps* steps, u32* target,
-                             u32* edges) {
+GACT_FN bool pack_whole_tile(const Row<T> rows[kTileRows], const Place& place, u64 seed, u32* target,
+                             Memory<T, Layout>& memory) {
   const bool wide = is_wide(target);
   const PhiloxPair pair = pair_of(place, seed);
-  u32 words[kFields][2], noise[4];
+  Steps steps[Layout::kThreadGroups];
+  u32 edges[Layout::kThreadGroups], limits = 0, words[kFields][2], noise[4];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     u32 codes[2];
     if (quad % 2 == 0) make_noise(pair, place, quad, seed, noise);
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
+      const u32 group = Layout::group_of(quad, column);
+      if (Layout::begins(quad, column)) {
+        steps[group] = memory.steps[place.group + group];
+        edges[group] = 0;
+      }
       float values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[i] = value_of(rows[4 * quad + i], column);
-      const u32 group = Layout::group_of(quad, column);
-      codes[column] = quantise(values, steps[group], noise[2 * (quad % 2) + column], edges + group);
+      codes[column] = quantise(values, steps[group], noise[2 * (quad % 2) + column], &edges[group]);
+      if (Layout::ends(quad, column)) {
+        memory.edges[place.part][place.group + group] = edges[group];
+        limits |= memory.limits[place.group + group];
+      }
     }
     join_codes<BITS>(codes, quad, place.width, words, target, wide);
   }
+  return (limits & kSlow) == 0;
 }
 
 // Any tile, by the definitions. Leaves its edges in shared memory.
@@ -358,37 +366,23 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
   }
   sync_block();
   const u32 index = thread_of_block();
-  GroupPlace group{};
-  Described described{};
   if (index < Layout::kGroups) {
-    group = place_of_group(Layout{}, index, length, columns);
-    described = describe_group<T, BITS>(x, group, index, buffer, memory);
+    describe_group<T, BITS>(x, place_of_group(Layout{}, index, length, columns), index, buffer, memory);
   }
   sync_block();
   u32* target = buffer.words + place.first_word;
-  bool by_definition = !is_whole(place);
-  if (is_whole(place)) {
-    Steps steps[Layout::kThreadGroups];
-    u32 edges[Layout::kThreadGroups], limits = 0;
-#pragma unroll
-    for (u32 i = 0; i < Layout::kThreadGroups; ++i) {
-      steps[i] = memory.steps[place.group + i];
-      limits |= memory.limits[place.group + i];
-      edges[i] = 0;
-    }
-    pack_whole_tile<T, BITS, Layout>(rows, place, seed, steps, target, edges);
-#pragma unroll
-    for (u32 i = 0; i < Layout::kThreadGroups; ++i) memory.edges[place.part][place.group + i] = edges[i];
-    by_definition = (limits & kSlow) != 0;
-  }
-  if (by_definition) pack_any_tile<T, BITS>(x, place, seed, target, memory);
+  const bool done = is_whole(place) && pack_whole_tile<T, BITS>(rows, place, seed, target, memory);
+  if (!done) pack_any_tile<T, BITS>(x, place, seed, target, memory);
   sync_block();
-  if (index >= Layout::kGroups || group.count == 0) return;
+  if (index >= Layout::kGroups) return;
+  const GroupPlace group = place_of_group(Layout{}, index, length, columns);
+  if (group.count == 0) return;
   u32 edges = 0;
 #pragma unroll
   for (u32 part = 0; part < Layout::kParts; ++part) edges += memory.edges[part][index];
-  const bool dithered = described.may_dither && dither_pays(edges, group.count);
-  buffer.scales[group.number] = static_cast<u16>(described.stored_scale | (dithered ? kDitherFlag : 0));
+  const u32 scale = memory.scales[index];
+  const bool dithered = (scale & kMayDither) != 0 && dither_pays(edges, group.count);
+  buffer.scales[group.number] = static_cast<u16>(scale | (dithered ? kDitherFlag : 0));
 }
 
 // ---- unpack

@@ -26,8 +26,10 @@ struct ByColumn {
   static constexpr u32 kThreadGroups = 2;
   static constexpr u32 kWidth = 0;  // of a row: known to the launch only
 
-  // Of the groups of a thread, the one that has column 0 or 1 of four rows.
+  // Of the groups of a thread, the one that has column 0 or 1 of four rows; whether it begins, or ends, with them.
   GACT_FN constexpr u32 group_of(int, int column) { return static_cast<u32>(column); }
+  GACT_FN constexpr bool begins(int quad, int) { return quad == 0; }
+  GACT_FN constexpr bool ends(int quad, int) { return quad == kQuads - 1; }
 };
 
 // Groups are GROUP elements in a row, some rows of 16 elements. Eight threads have 32 rows.
@@ -40,6 +42,8 @@ struct InMemoryOrder {
   static constexpr u32 kGroups = kThreads / kParts * kThreadGroups;
 
   GACT_FN constexpr u32 group_of(int quad, int) { return static_cast<u32>(4 * quad * kRowElements / GROUP); }
+  GACT_FN constexpr bool begins(int quad, int column) { return column == 0 && 4 * quad * kRowElements % GROUP == 0; }
+  GACT_FN constexpr bool ends(int quad, int column) { return column == 1 && 4 * (quad + 1) * kRowElements % GROUP == 0; }
 };
 
 // The tile of a thread.

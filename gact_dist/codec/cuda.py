@@ -51,6 +51,13 @@ def _definitions(dtype: torch.dtype, group_size: int, *others: str) -> tuple[str
     return (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}", *others)
 
 
+def codec_kernel(action: str, dtype: torch.dtype, bits: int, group_size: int, columns: int) -> Kernel:
+    """The kernel "pack" or "unpack" of one format."""
+    layout = "InMemoryOrder" if columns == 1 else "ByColumn"
+    others = f"GACT_BITS={bits}", f"GACT_LAYOUT={layout}"
+    return Kernel("codec.cu", action, _definitions(dtype, group_size, *others))
+
+
 def _grid(numel: int, group_size: int, columns: int) -> tuple[int, int]:
     """(blocks, threads in a block) of pack and unpack, see csrc/cuda/tile.h."""
     if columns == 1:
@@ -79,8 +86,7 @@ def _launch_codec(
     ends = elements.data_ptr(), buffer.data_ptr()
     source, target = ends if action == "pack" else ends[::-1]
     where = payload_format.sections(numel, bits, group_size, columns)
-    layout = "InMemoryOrder" if columns == 1 else "ByColumn"
-    kernel = Kernel("codec.cu", action, _definitions(dtype, group_size, f"GACT_BITS={bits}", f"GACT_LAYOUT={layout}"))
+    kernel = codec_kernel(action, dtype, bits, group_size, columns)
     starts = where.scale_start_bytes, where.offset_start_bytes
     size = numel // columns, columns
     launch(buffer.device, kernel, *_grid(numel, group_size, columns), source, *size, seed, target, *starts)

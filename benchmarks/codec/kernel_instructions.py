@@ -1,0 +1,246 @@
+"""How many instructions do the CUDA kernels execute for an element? Counted in the machine code, without a GPU.
+
+    python -m benchmarks.codec.kernel_instructions
+    python -m benchmarks.codec.kernel_instructions --json benchmarks/results/kernel_instructions.json
+
+NVRTC compiles, nvdisasm (the wheel nvidia-cuda-nvdisasm) lists the instructions. Whole tiles without rare values run
+through code without loops, and all other code has loops. So the count is that of the longest path through the code that
+is in no loop: what a thread executes at most for its 64 elements, as a warp issues an instruction once for all lanes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gact_dist.codec import nvrtc
+from gact_dist.codec.cuda import codec_kernel
+
+THREAD_ELEMENTS = 64
+LAYOUTS = {"by column": 32, "in memory order": 1}
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+# Integer, logic, comparison and conversion instructions, which issue at half the rate of the others on sm_80 to sm_100.
+_HALF_RATE = (
+    "LOP3 PRMT ISETP SEL SHF IADD3 VIADD LEA FMNMX FSETP FSEL VIMNMX HMNMX2 VHMNMX VABSDIFF4 PLOP3 IABS F2FP SGXT BMSK "
+    "MOV R2P P2R FMNMX3 VIMNMX3"
+).split()
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a listing."""
+
+    opcode: str
+    guarded: bool
+    target: int | None
+    """number of the instruction that a branch goes to"""
+
+    @property
+    def is_branch(self) -> bool:
+        """Of all lanes; BRA.DIV is for warps that have parted."""
+        return self.opcode.split(".")[0] == "BRA" and not self.opcode.startswith("BRA.DIV")
+
+    @property
+    def is_half_rate(self) -> bool:
+        """Whether a scheduler issues it every second cycle only."""
+        return self.opcode.split(".")[0] in _HALF_RATE or self.opcode.startswith("IMAD.WIDE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """Of one kernel, for an element."""
+
+    kernel: str
+    layout: str
+    dtype: str
+    bits: int
+    instructions: float
+    half_rate: float
+
+
+@cache
+def disassembler() -> Path:
+    """nvdisasm. Raises FileNotFoundError where it is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        for found in Path(root).glob("*/bin/nvdisasm"):
+            return found
+    raise FileNotFoundError("nvdisasm is not installed; pip install nvidia-cuda-nvdisasm")
+
+
+def listing(binary: bytes) -> str:
+    """What nvdisasm prints of machine code."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernels.cubin")
+        path.write_bytes(binary)
+        return subprocess.run([disassembler(), "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def functions_of(text: str) -> dict[str, list[Instruction]]:
+    """The kernels of a listing, by name."""
+    found = {}
+    for section in re.split(r"^\s*\.section\s+\.text\.", text, flags=re.MULTILINE)[1:]:
+        found[section[: section.index(",")]] = _instructions_of(section)
+    return found
+
+
+def _instructions_of(section: str) -> list[Instruction]:
+    labels: dict[str, int] = {}
+    matches: list[re.Match[str]] = []
+    for line in section.splitlines():
+        label = re.match(r"^([.$]\w+):", line)
+        if label:
+            labels[label[1]] = len(matches)
+        match = _INSTRUCTION.match(line)
+        if match:
+            matches.append(match)
+    found = []
+    for match in matches:
+        target = _TARGET.search(match[5]) if match[4].startswith("BRA") else None
+        guarded = match[3] is not None or re.match(r"!?U?P\d", match[5]) is not None
+        found.append(Instruction(match[4], guarded, labels[target[1]] if target else None))
+    return found
+
+
+def _successors(code: Sequence[Instruction], number: int) -> list[int]:
+    instruction = code[number]
+    ends = instruction.opcode in ("EXIT", "RET") or instruction.opcode.startswith("RET.")
+    following = [number + 1] if number + 1 < len(code) else []
+    if instruction.is_branch and instruction.target is not None:
+        return [instruction.target, *following] if instruction.guarded else [instruction.target]
+    return following if instruction.guarded or not ends else []
+
+
+def _in_loops(code: Sequence[Instruction]) -> set[int]:
+    """Instructions from which a path leads back to themselves (Tarjan's algorithm, without recursion)."""
+    order: dict[int, int] = {}
+    lowest: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: set[int] = set()
+    work = [(0, iter(_successors(code, 0)))]
+    order[0] = lowest[0] = 0
+    stack.append(0)
+    on_stack.add(0)
+    while work:
+        number, following = work[-1]
+        for successor in following:
+            if successor not in order:
+                order[successor] = lowest[successor] = len(order)
+                stack.append(successor)
+                on_stack.add(successor)
+                work.append((successor, iter(_successors(code, successor))))
+                break
+            if successor in on_stack:
+                lowest[number] = min(lowest[number], order[successor])
+        else:
+            work.pop()
+            if work:
+                lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[number])
+            if lowest[number] == order[number]:
+                component = stack[stack.index(number) :]
+                del stack[-len(component) :]
+                on_stack.difference_update(component)
+                if len(component) > 1:
+                    found.update(component)
+    return found
+
+
+def longest_path(code: Sequence[Instruction]) -> list[Instruction]:
+    """The longest way through ``code`` from its beginning to an end that enters no loop."""
+    loops = _in_loops(code)
+    length: dict[int, int] = {}
+    following: dict[int, int | None] = {}
+    work = [0]
+    while work:
+        number = work[-1]
+        ahead = [s for s in _successors(code, number) if s not in loops]
+        missing = [s for s in ahead if s not in length]
+        if missing:
+            work += missing
+            continue
+        work.pop()
+        best = max(ahead, key=lambda s: length[s], default=None)
+        # What only leads into loops is no way to an end.
+        reachable = best is not None or code[number].opcode == "EXIT"
+        length[number] = (1 if reachable else -(10**6)) + (length[best] if best is not None else 0)
+        following[number] = best
+    path, at = [], 0
+    while True:
+        path.append(code[at])
+        ahead_of_it = following[at]
+        if ahead_of_it is None:
+            return [instruction for instruction in path if instruction.opcode != "NOP"]
+        at = ahead_of_it
+
+
+def counts(dtype: torch.dtype, bits: int, layout: str, group_size: int = 128, architecture: int = 90) -> list[Count]:
+    """Of pack and of unpack."""
+    definitions = codec_kernel("pack", dtype, bits, group_size, LAYOUTS[layout]).definitions
+    binary = nvrtc.compile_kernels(nvrtc.find_nvrtc(), "codec.cu", definitions, f"sm_{architecture}")
+    found = []
+    for name, code in sorted(functions_of(listing(binary)).items()):
+        path = longest_path(code)
+        found.append(
+            Count(
+                kernel=name,
+                layout=layout,
+                dtype=str(dtype).removeprefix("torch."),
+                bits=bits,
+                instructions=round(len(path) / THREAD_ELEMENTS, 2),
+                half_rate=round(sum(instruction.is_half_rate for instruction in path) / THREAD_ELEMENTS, 2),
+            )
+        )
+    return found
+
+
+def table(rows: Iterable[Count]) -> str:
+    """Markdown: a line for each dtype and width, pack and unpack of both layouts; in brackets those at half rate."""
+    cells: dict[tuple[str, int], dict[tuple[str, str], str]] = {}
+    for row in rows:
+        text = f"{row.instructions:.1f} ({row.half_rate:.1f})"
+        cells.setdefault((row.dtype, row.bits), {})[row.kernel, row.layout] = text
+    columns = [(kernel, layout) for layout in LAYOUTS for kernel in ("pack", "unpack")]
+    lines = ["| | bits | " + " | ".join(f"{kernel} {layout}" for kernel, layout in columns) + " |"]
+    lines.append("|---" * (len(columns) + 2) + "|")
+    for (dtype, bits), found in cells.items():
+        lines.append(f"| {dtype} | {bits} | " + " | ".join(found.get(column, "") for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", type=int, default=90, help="compute capability x 10")
+    parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--json", type=Path, help="write the counts there")
+    options = parser.parse_args(arguments)
+    rows = [
+        count
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for bits in options.bits
+        for layout in LAYOUTS
+        for count in counts(dtype, bits, layout, architecture=options.architecture)
+    ]
+    print(table(rows))
+    if options.json:
+        version = ".".join(map(str, nvrtc.find_nvrtc().version()))
+        report = {"nvrtc": version, "architecture": options.architecture, "counts": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
