@@ -238,6 +238,15 @@ GACT_FN u32 noise_at(const Place& place, int row, int column, u64 seed) {
 
 // ---- pack
 
+// Whether one of the groups of a thread has rare values.
+template <class T, class Layout>
+GACT_FN bool is_slow(const Place& place, const Memory<T, Layout>& memory) {
+  u32 limits = 0;
+#pragma unroll
+  for (u32 i = 0; i < Layout::kThreadGroups; ++i) limits |= memory.limits[place.group + i];
+  return (limits & kSlow) != 0;
+}
+
 // A group as the definitions take it.
 template <class T, class Layout>
 GACT_FN Group group_in(const Memory<T, Layout>& memory, u32 index) {
@@ -262,14 +271,14 @@ GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* 
   return select_bytes(first_sum, second_sum, 0x7531u);
 }
 
-// A whole tile of groups without rare values; whether all of them were. Leaves its edges in shared memory.
+// A whole tile of groups without rare values. Leaves its edges in shared memory.
 template <class T, int BITS, class Layout>
-GACT_FN bool pack_whole_tile(const Row<T> rows[kTileRows], const Place& place, u64 seed, u32* target,
+GACT_FN void pack_whole_tile(const Row<T> rows[kTileRows], const Place& place, u64 seed, u32* target,
                              Memory<T, Layout>& memory) {
   const bool wide = is_wide(target);
   const PhiloxPair pair = pair_of(place, seed);
   Steps steps[Layout::kThreadGroups];
-  u32 edges[Layout::kThreadGroups], limits = 0, words[kFields][2], noise[4];
+  u32 edges[Layout::kThreadGroups], words[kFields][2], noise[4];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     u32 codes[2];
@@ -285,14 +294,10 @@ GACT_FN bool pack_whole_tile(const Row<T> rows[kTileRows], const Place& place, u
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[i] = value_of(rows[4 * quad + i], column);
       codes[column] = quantise(values, steps[group], noise[2 * (quad % 2) + column], &edges[group]);
-      if (Layout::ends(quad, column)) {
-        memory.edges[place.part][place.group + group] = edges[group];
-        limits |= memory.limits[place.group + group];
-      }
+      if (Layout::ends(quad, column)) memory.edges[place.part][place.group + group] = edges[group];
     }
     join_codes<BITS>(codes, quad, place.width, words, target, wide);
   }
-  return (limits & kSlow) == 0;
 }
 
 // Any tile, by the definitions. Leaves its edges in shared memory.
@@ -371,8 +376,11 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
   }
   sync_block();
   u32* target = buffer.words + place.first_word;
-  const bool done = is_whole(place) && pack_whole_tile<T, BITS>(rows, place, seed, target, memory);
-  if (!done) pack_any_tile<T, BITS>(x, place, seed, target, memory);
+  if (is_whole(place) && !is_slow(place, memory)) {
+    pack_whole_tile<T, BITS>(rows, place, seed, target, memory);
+  } else {
+    pack_any_tile<T, BITS>(x, place, seed, target, memory);
+  }
   sync_block();
   if (index >= Layout::kGroups) return;
   const GroupPlace group = place_of_group(Layout{}, index, length, columns);
@@ -465,40 +473,42 @@ template <class T, int BITS, class Layout>
 GACT_FN void unpack_block(const Buffer& buffer, u64 length, u32 columns, u64 seed, T* out) {
   const Place place = place_of_thread<BITS>(Layout{}, length, columns);
   const u64 first_group = first_group_of(Layout{}, place);
-  if (!is_whole(place)) {
-    unpack_any_tile<T, BITS, Layout>(buffer, place, first_group, seed, out);
-    return;
-  }
-  u32 words[BITS][2];
-  const u32* source = buffer.words + place.first_word;
-  const bool wide = is_wide(source);
-#pragma unroll
-  for (int i = 0; i < BITS; ++i) {
-    load_words(source, wide, words[i]);
-    source = rows_after(source, 1u, place.width);
-  }
+  u32 words[BITS][2], scales = 0;
   Decoder decoders[Layout::kThreadGroups];
-  u32 scales = 0;
+  if (is_whole(place)) {
+    const u32* source = buffer.words + place.first_word;
+    const bool wide = is_wide(source);
 #pragma unroll
-  for (u32 i = 0; i < Layout::kThreadGroups; ++i) {
-    const u16 stored = buffer.scales[first_group + i];
-    decoders[i] = decoder_of(stored, buffer.offsets[first_group + i], T{});
-    scales |= stored;
+    for (int i = 0; i < BITS; ++i) {
+      load_words(source, wide, words[i]);
+      source = rows_after(source, 1u, place.width);
+    }
+#pragma unroll
+    for (u32 i = 0; i < Layout::kThreadGroups; ++i) {
+      const u16 stored = buffer.scales[first_group + i];
+      decoders[i] = decoder_of(stored, buffer.offsets[first_group + i], T{});
+      scales |= stored;
+    }
   }
-  unpack_whole_tile<T, BITS, Layout>(words, decoders, place, seed, out);
-  if ((scales & kSpecialFlag) != 0) unpack_any_tile<T, BITS, Layout>(buffer, place, first_group, seed, out);
+  if (is_whole(place) && (scales & kSpecialFlag) == 0) {
+    unpack_whole_tile<T, BITS, Layout>(words, decoders, place, seed, out);
+  } else {
+    unpack_any_tile<T, BITS, Layout>(buffer, place, first_group, seed, out);
+  }
 }
 
 using Stored = GACT_ELEMENT;
 using Layout = GACT_LAYOUT<GACT_GROUP>;
 
-// Blocks that should fit on a multiprocessor, by registers: a thread holds 128 bytes of 16-bit elements, 256 of float.
-constexpr int kResidentBlocks = sizeof(Stored) == 2 ? 1024 / Layout::kThreads : 512 / Layout::kThreads;
+// Blocks that should fit on a multiprocessor, which limits registers: pack holds 128 bytes of 16-bit elements a thread
+// or 256 of float, unpack what is stored of them.
+constexpr int kPackBlocks = (sizeof(Stored) == 2 ? 1024 : 512) / Layout::kThreads;
+constexpr int kUnpackBlocks = 768 / Layout::kThreads;
 
 }  // namespace gact
 
 // length: elements in memory order, rows where groups are columns. columns: of a row, there only.
-GACT_KERNEL(gact::Layout::kThreads, gact::kResidentBlocks)
+GACT_KERNEL(gact::Layout::kThreads, gact::kPackBlocks)
 pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::u8* buffer,
      gact::i64 scale_start, gact::i64 offset_start) {
   using namespace gact;
@@ -507,7 +517,7 @@ pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed,
                                 sections_of(buffer, scale_start, offset_start), memory);
 }
 
-GACT_KERNEL(gact::Layout::kThreads, gact::kResidentBlocks)
+GACT_KERNEL(gact::Layout::kThreads, gact::kUnpackBlocks)
 unpack(gact::u8* buffer, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::Stored* out,
        gact::i64 scale_start, gact::i64 offset_start) {
   using namespace gact;

@@ -1,5 +1,5 @@
 // CUDA kernels pack_mask and unpack_mask, named by the bytes of an element. A thread takes 16 bytes of elements.
-#include "cuda/tile.h"
+#include "cuda/blocks.h"
 
 namespace gact {
 
@@ -8,6 +8,12 @@ struct alignas(16) MaskVector {
   static constexpr int kElements = 16 / sizeof(Word);
   Word elements[kElements];
 };
+
+// Whether vectors can be read and written whole; otherwise elements are, one at a time.
+template <class Word>
+GACT_FN bool is_aligned(const Word* x) {
+  return reinterpret_cast<u64>(x) % 16 == 0;
+}
 
 template <class Word>
 GACT_FN i64 first_element_of_thread() {

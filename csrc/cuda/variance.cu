@@ -1,16 +1,48 @@
-// CUDA kernels variance and variance_columns, one module for an element type and a group size as in memory_order.cu.
+// CUDA kernels variance and variance_columns, one module for an element type and a group size.
 // Each warp sums its groups; the caller sums the rows of `partial`, so the order of additions is fixed.
-#include "cuda/group.h"
+#include "cuda/blocks.h"
 
 namespace gact {
 
 constexpr int kWidths = 8;
 
 // Lane l computes for l % 8 + 1 bits wherever the work is not per element.
-struct Widths {
-  static constexpr int kSlots = kWidths;
-  static constexpr int kSegment = kWarpLanes;
-};
+
+// Joins the values of all lanes, width by width; lane l gets the result of width l % 8 + 1.
+template <class Join>
+GACT_FN u32 reduce_widths(u32 values[kWidths], Join join) {
+#pragma unroll
+  for (int mask = 1; mask < kWarpLanes; mask *= 2) {
+    if (mask >= kWidths) {
+      values[0] = join(values[0], shuffle_xor(values[0], static_cast<u32>(mask)));
+      continue;
+    }
+    const bool odd = (lane_id() & static_cast<u32>(mask)) != 0;
+#pragma unroll
+    for (int i = 0; i < kWidths / (2 * mask); ++i) {
+      const u32 kept = odd ? values[2 * i + 1] : values[2 * i];
+      const u32 sent = odd ? values[2 * i] : values[2 * i + 1];
+      values[i] = join(kept, shuffle_xor(sent, static_cast<u32>(mask)));
+    }
+  }
+  return values[0];
+}
+
+// The range of a group, known to all lanes of the warp.
+template <class T>
+GACT_FN Extent extent_of_group(const T* x, int count) {
+  Extent extent = no_extent();
+  for (int i = static_cast<int>(lane_id()); i < count; i += kWarpLanes) extend(extent, to_float(x[i]));
+#pragma unroll
+  for (u32 mask = 1; mask < kWarpLanes; mask *= 2) {
+    extent.low = smaller(extent.low, float_of(shuffle_xor(bits_of(extent.low), mask)));
+    extent.high = larger(extent.high, float_of(shuffle_xor(bits_of(extent.high), mask)));
+  }
+  extent.has_nan = any_lane(extent.has_nan);
+  extent.has_minus = any_lane(extent.has_minus);
+  extent.has_plus = any_lane(extent.has_plus);
+  return finished(extent);
+}
 
 GACT_FN u32 add_floats(u32 a, u32 b) { return bits_of(float_of(a) + float_of(b)); }
 
@@ -20,11 +52,10 @@ GACT_FN float sum_of_lane_values(float value) {
   return value;
 }
 
-// scale^2 times the sum of weight * f * (1 - f) with f = fraction / 65536, `plain` in units of 2^-32, or of weight
-// / 12.
+// scale^2 times the sum of weight * f * (1 - f) with f = fraction / 256, `plain` in units of 2^-16, or of weight / 12.
 GACT_FN double scaled_variance(float scale, bool dithered, float plain, float weights) {
   const double square = static_cast<double>(scale) * static_cast<double>(scale);
-  return dithered ? square * static_cast<double>(weights) / 12.0 : square * static_cast<double>(plain) / 4294967296.0;
+  return dithered ? square * static_cast<double>(weights) / 12.0 : square * static_cast<double>(plain) / 65536.0;
 }
 
 // What rounding one group adds at this lane's number of bits.
@@ -56,14 +87,14 @@ GACT_FN double variance_of_group(const T* x, const float* weight, int count) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const i32 scaled = scaled_value(values[i], offset, inverse, limit);
-      const i32 fraction = scaled & 0xFFFF;
-      sum += weights[i] * static_cast<float>(fraction * (65536 - fraction));
+      const i32 fraction = scaled & 0xFF;
+      sum += weights[i] * static_cast<float>(fraction * (256 - fraction));
       edges[width] += lane + i * kWarpLanes < count ? edge_of(scaled) : 0u;
     }
     sums[width] = bits_of(sum);
   }
-  const float plain = float_of(reduce_slots<Widths>(sums, add_floats));
-  const bool pays = dither_pays(reduce_slots<Widths>(edges, [](u32 a, u32 b) { return a + b; }), count);
+  const float plain = float_of(reduce_widths(sums, add_floats));
+  const bool pays = dither_pays(reduce_widths(edges, [](u32 a, u32 b) { return a + b; }), count);
   const float all_weights = sum_of_lane_values(weight_sum);
   if (!any_lane(weighted)) return 0.0;
   if (owned.special) return static_cast<double>(float_of(kInfinityBits));
@@ -101,8 +132,8 @@ GACT_FN void add_variance_of_column(const T* x, const float* weight, int rows, i
     for (int width = 0; width < kWidths; ++width) {
       const Group& group = groups[width];
       const i32 scaled = scaled_value(value, group.grid.offset, group.grid.inverse, group.limit);
-      const i32 fraction = scaled & 0xFFFF;
-      sums[width] += row_weight * static_cast<float>(fraction * (65536 - fraction));
+      const i32 fraction = scaled & 0xFF;
+      sums[width] += row_weight * static_cast<float>(fraction * (256 - fraction));
       edges[width] += edge_of(scaled);
     }
   }

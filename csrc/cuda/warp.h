@@ -22,12 +22,7 @@ GACT_FN u32 blocks_of_grid() { return gridDim.x; }
 // Read from one lane, so that the compiler knows that a warp does not diverge where it depends on this.
 GACT_FN u32 warp_of_block() { return __shfl_sync(kAllLanes, threadIdx.x / 32u, 0); }
 
-GACT_FN void sync_warp() { __syncwarp(); }
-
 GACT_FN void sync_block() { __syncthreads(); }
-
-// Bit l of the result is the value of lane l.
-GACT_FN u32 ballot(bool value) { return __ballot_sync(kAllLanes, value); }
 
 GACT_FN bool any_lane(bool value) { return __any_sync(kAllLanes, value); }
 
@@ -93,17 +88,6 @@ GACT_FN u32 larger_pair(u32 a, u32 b, Half) {
   u32 result;
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
   return result;
-}
-
-GACT_FN void widen_pair(u32 pair, Bfloat, float* low, float* high) {
-  *low = float_of(pair << 16);
-  *high = float_of(pair & 0xFFFF0000u);
-}
-
-GACT_FN void widen_pair(u32 pair, Half, float* low, float* high) {
-  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-      : "=f"(*low), "=f"(*high)
-      : "r"(pair));
 }
 
 // Rounded to nearest even, for values that are not NaN.

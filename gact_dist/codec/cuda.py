@@ -13,7 +13,7 @@ from .format import TILE_ROWS
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 
-# As in csrc/cuda/group.h.
+# As in csrc/cuda/blocks.h.
 BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
 _VECTOR_BYTES = 16

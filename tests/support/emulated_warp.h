@@ -109,18 +109,14 @@ inline u32 blocks_of_grid() { return machine.blocks; }
 
 inline u32 warp_of_block() { return machine.thread / kLanes; }
 
-inline void sync_warp() { meet("sync_warp", 0); }
-
 inline void sync_block() { meet(kSyncBlock, 0); }
 
-inline u32 ballot(bool value) {
-  const u32* values = meet("ballot", value);
-  u32 lanes = 0;
-  for (int lane = 0; lane < kLanes; ++lane) lanes |= values[lane] << lane;
-  return lanes;
+inline bool any_lane(bool value) {
+  const u32* values = meet("any_lane", value);
+  u32 any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= values[lane];
+  return any != 0;
 }
-
-inline bool any_lane(bool value) { return ballot(value) != 0; }
 
 inline u32 shuffle(u32 value, u32 source_lane) { return meet("shuffle", value)[source_lane % kLanes]; }
 
@@ -139,7 +135,7 @@ inline double shuffle_xor(double value, u32 mask) {
 
 template <class T>
 T* rows_after(T* pointer, u32 rows, u32 columns) {
-  return pointer + wide_product(rows, columns);
+  return pointer + static_cast<i64>(rows) * columns;
 }
 
 inline u32 select_bytes(u32 low, u32 high, u32 selector) {
@@ -167,7 +163,7 @@ inline float larger(float a, float b) {
 }
 
 template <class T>
-void widen_pair(u32 pair, T, float* low, float* high) {
+void widen_halves(u32 pair, T, float* low, float* high) {
   *low = to_float(T{static_cast<u16>(pair)});
   *high = to_float(T{static_cast<u16>(pair >> 16)});
 }
@@ -183,16 +179,16 @@ u32 narrow_pair(float low, float high, T) {
 template <class T>
 u32 smaller_pair(u32 a, u32 b, T type) {
   float of_a[2], of_b[2];
-  widen_pair(a, type, &of_a[0], &of_a[1]);
-  widen_pair(b, type, &of_b[0], &of_b[1]);
+  widen_halves(a, type, &of_a[0], &of_a[1]);
+  widen_halves(b, type, &of_b[0], &of_b[1]);
   return narrow_pair(smaller(of_a[0], of_b[0]), smaller(of_a[1], of_b[1]), type);
 }
 
 template <class T>
 u32 larger_pair(u32 a, u32 b, T type) {
   float of_a[2], of_b[2];
-  widen_pair(a, type, &of_a[0], &of_a[1]);
-  widen_pair(b, type, &of_b[0], &of_b[1]);
+  widen_halves(a, type, &of_a[0], &of_a[1]);
+  widen_halves(b, type, &of_b[0], &of_b[1]);
   return narrow_pair(larger(of_a[0], of_b[0]), larger(of_a[1], of_b[1]), type);
 }
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gact_dist.codec.driver import Kernel
+
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("emulated_warp.h")
 ARGUMENTS = 7  # of a kernel at most, as in emulated_warp.h
@@ -18,7 +20,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emu
 
 
 def emulated_launch(folder: Path) -> Callable[..., None]:
-    """What takes the place of cuda._launch; libraries go to ``folder``."""
+    """What takes the place of cuda.launch; libraries go to ``folder``."""
 
     @cache
     def library(file: str, definitions: tuple[str, ...]) -> ctypes.CDLL:
@@ -29,12 +31,9 @@ def emulated_launch(folder: Path) -> Callable[..., None]:
         subprocess.run(["g++", *flags, "-o", path, "-x", "c++", ROOT / "csrc/cuda" / file], check=True)
         return ctypes.CDLL(str(path))
 
-    def launch(
-        _: torch.device, kernel: tuple[str, tuple[str, ...], str], blocks: int, threads: int, *arguments: int
-    ) -> None:
-        file, definitions, name = kernel
-        loaded = library(file, definitions)
-        address = ctypes.cast(getattr(loaded, name), ctypes.c_void_p)
+    def launch(_: torch.device, kernel: Kernel, blocks: int, threads: int, *arguments: int) -> None:
+        loaded = library(kernel.file, kernel.definitions)
+        address = ctypes.cast(getattr(loaded, kernel.name), ctypes.c_void_p)
         padded = (ctypes.c_int64 * ARGUMENTS)(*arguments)
         loaded.launch(address, ctypes.c_int64(blocks), ctypes.c_int64(threads), padded)
 
