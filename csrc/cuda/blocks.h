@@ -11,6 +11,6 @@ constexpr int kBlockThreads = kBlockWarps * kWarpLanes;
 
 GACT_FN u32 lane_id() { return thread_of_block() % kWarpLanes; }
 
-GACT_FN i64 warp_of_grid() { return static_cast<i64>(block_of_grid()) * kBlockWarps + warp_of_block(); }
+GACT_FN i64 warp_of_grid() { return static_cast<i64>(block_of_grid()) * kBlockWarps + thread_of_block() / kWarpLanes; }
 
 }  // namespace gact

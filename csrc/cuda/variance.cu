@@ -161,15 +161,15 @@ GACT_KERNEL(gact::kBlockThreads)
 variance(const gact::Stored* x, const float* weight, gact::i64 numel, double* partial) {
   using namespace gact;
   const i64 groups = (numel + GACT_GROUP - 1) / GACT_GROUP;
-  const i64 warps = static_cast<i64>(blocks_of_grid()) * kBlockWarps;
+  const i64 warp = warp_of_grid(), warps = static_cast<i64>(blocks_of_grid()) * kBlockWarps;
   double total = 0.0;
-  for (i64 group = warp_of_grid(); group < groups; group += warps) {
+  for (i64 group = warp; group < groups; group += warps) {
     const i64 start = group * GACT_GROUP;
     const i64 left = numel - start;
     const int count = static_cast<int>(left < GACT_GROUP ? left : GACT_GROUP);
     total += variance_of_group<Stored, GACT_GROUP>(x + start, weight + start, count);
   }
-  if (lane_id() < kWidths) partial[warp_of_grid() * kWidths + lane_id()] = total;
+  if (lane_id() < kWidths) partial[warp * kWidths + lane_id()] = total;
 }
 
 // A thread takes a column of a row block, neighbouring threads neighbouring columns. partial: as above.

@@ -19,9 +19,6 @@ GACT_FN u32 block_of_grid() { return blockIdx.x; }
 
 GACT_FN u32 blocks_of_grid() { return gridDim.x; }
 
-// Read from one lane, so that the compiler knows that a warp does not diverge where it depends on this.
-GACT_FN u32 warp_of_block() { return __shfl_sync(kAllLanes, threadIdx.x / 32u, 0); }
-
 GACT_FN void sync_block() { __syncthreads(); }
 
 GACT_FN bool any_lane(bool value) { return __any_sync(kAllLanes, value); }

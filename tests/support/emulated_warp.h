@@ -107,8 +107,6 @@ inline u32 block_of_grid() { return machine.block; }
 
 inline u32 blocks_of_grid() { return machine.blocks; }
 
-inline u32 warp_of_block() { return machine.thread / kLanes; }
-
 inline void sync_block() { meet(kSyncBlock, 0); }
 
 inline bool any_lane(bool value) {
