@@ -1,11 +1,12 @@
-"""The emulated CUDA kernels, compiled once a session for each element type and group size."""
+"""The CUDA kernels on a CPU: from their source by the emulation, and from their PTX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from emulation import emulated_launch
 
-from gact_dist.codec import cuda
+from gact_dist.codec import cuda, nvrtc
+from tools.ptx.machine import Machine
 
 
 @pytest.fixture(scope="session")
@@ -16,4 +17,22 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., None]:
 @pytest.fixture
 def kernels(emulated: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators of cuda.py take CPU tensors and run in the emulation."""
-    monkeypatch.setattr(cuda, "_launch", emulated)
+    monkeypatch.setattr(cuda, "launch", emulated)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> nvrtc.Nvrtc:
+    """NVRTC, which needs no GPU. tools/requirements-test.txt has its wheel."""
+    try:
+        return nvrtc.find_nvrtc()
+    except nvrtc.KernelsUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def machine(compiler: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """The operators of cuda.py take CPU tensors and run their PTX; no thread may race with another."""
+    machine = Machine()
+    monkeypatch.setattr(cuda, "launch", machine.launch)
+    yield machine
+    assert machine.findings.races == 0, machine.findings.reports[:3]

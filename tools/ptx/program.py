@@ -53,6 +53,7 @@ class _Kernel:
 
     name: str
     registers: dict[str, int] = field(default_factory=dict)
+    declared: set[str] = field(default_factory=lambda: {"_", *_SPECIALS})
     constants: dict[int, int] = field(default_factory=dict)
     variables: dict[str, int] = field(default_factory=dict)
     """addresses in shared and in local memory"""
@@ -147,8 +148,9 @@ def _translate(kernel: _Kernel, scope: str, statement: str) -> None:
         kernel.place(variable[1], int(variable[2]), variable[3], int(variable[4]))
     elif statement.startswith(".reg"):
         for name in re.sub(r"^\.reg\s+\.\w+", "", statement).split(","):
-            if "<" not in name:
-                kernel.register(scope + name.strip())
+            prefix, _, count = name.strip().partition("<")
+            numbers = range(int(count.rstrip(">"))) if count else [""]
+            kernel.declared.update(f"{scope}{prefix}{number}" for number in numbers)
     elif not statement.startswith(".pragma"):
         _translate_instruction(kernel, scope, statement)
 
@@ -204,13 +206,14 @@ def _value(kernel: _Kernel, scope: str, text: str) -> int:
         return kernel.constant(int(text.rstrip("U"), 0))
     if text in kernel.variables:
         return kernel.constant(kernel.variables[text])
-    if text == "_" or text.startswith("%") or scope + text in kernel.registers:
+    if text == "_" or text.startswith("%") or scope + text in kernel.declared:
         return _register(kernel, scope, text)
     return 0  # a label, which the caller keeps by name
 
 
 def _register(kernel: _Kernel, scope: str, name: str) -> int:
-    if name.startswith("%") and "." in name and name not in _SPECIALS:
-        raise PtxError(f"{kernel.name}: special register {name}")
-    inner = scope + name
-    return kernel.registers[inner] if inner in kernel.registers else kernel.register(name)
+    """One that the innermost scope declares, or the kernel."""
+    for declared in (scope + name, name):
+        if declared in kernel.declared:
+            return kernel.register(declared)
+    raise PtxError(f"{kernel.name}: register {name} is not declared, or a special one that program.py does not know")
