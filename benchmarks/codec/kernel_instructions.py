@@ -6,6 +6,8 @@
 NVRTC compiles, nvdisasm (the wheel nvidia-cuda-nvdisasm) lists the instructions. Whole tiles without rare values run
 through code without loops, and all other code has loops. So the count is that of the longest path through the code that
 is in no loop: what a thread executes at most for its 64 elements, as a warp issues an instruction once for all lanes.
+pack has three barriers; what lies between the first two, and what follows the last, is done once for a group, by as
+many threads as there are groups (64 of group_size), and counts accordingly.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ THREAD_ELEMENTS = 64
 LAYOUTS = {"by column": 32, "in memory order": 1}
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-# Integer, logic, comparison and conversion instructions, which issue at half the rate of the others on sm_80 to sm_100.
-_HALF_RATE = (
-    "LOP3 PRMT ISETP SEL SHF IADD3 VIADD LEA FMNMX FSETP FSEL VIMNMX HMNMX2 VHMNMX VABSDIFF4 PLOP3 IABS F2FP SGXT BMSK "
-    "MOV R2P P2R FMNMX3 VIMNMX3"
-).split()
+# Integer, logic, comparison and conversion instructions, which issue at half the rate of the others.
+_HALF_RATE = re.compile(
+    r"(LOP3|PRMT|ISETP|SEL|SHF|IADD3|VIADD|LEA|FMNMX3?|FSETP|FSEL|VIMNMX3?|V?HMNMX2?|VABSDIFF4|PLOP3|IABS|F2FP|SGXT|"
+    r"BMSK|MOV|R2P|P2R|IMAD\.WIDE)(\.|$)"
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Instruction:
     @property
     def is_half_rate(self) -> bool:
         """Whether a scheduler issues it every second cycle only."""
-        return self.opcode.split(".")[0] in _HALF_RATE or self.opcode.startswith("IMAD.WIDE")
+        return _HALF_RATE.match(self.opcode) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,21 +188,30 @@ def longest_path(code: Sequence[Instruction]) -> list[Instruction]:
         at = ahead_of_it
 
 
+def weighted(path: Sequence[Instruction], share: float) -> list[tuple[Instruction, float]]:
+    """Instructions with the share of the threads that execute them, which is ``share`` where threads have groups."""
+    found, barriers = [], 0
+    for instruction in path:
+        found.append((instruction, share if barriers in (1, 3) else 1.0))
+        barriers += instruction.opcode.startswith("BAR.SYNC")
+    return found
+
+
 def counts(dtype: torch.dtype, bits: int, layout: str, group_size: int = 128, architecture: int = 90) -> list[Count]:
     """Of pack and of unpack."""
     definitions = codec_kernel("pack", dtype, bits, group_size, LAYOUTS[layout]).definitions
     binary = nvrtc.compile_kernels(nvrtc.find_nvrtc(), "codec.cu", definitions, f"sm_{architecture}")
     found = []
     for name, code in sorted(functions_of(listing(binary)).items()):
-        path = longest_path(code)
+        path = weighted(longest_path(code), THREAD_ELEMENTS / group_size)
         found.append(
             Count(
                 kernel=name,
                 layout=layout,
                 dtype=str(dtype).removeprefix("torch."),
                 bits=bits,
-                instructions=round(len(path) / THREAD_ELEMENTS, 2),
-                half_rate=round(sum(instruction.is_half_rate for instruction in path) / THREAD_ELEMENTS, 2),
+                instructions=round(sum(weight for _, weight in path) / THREAD_ELEMENTS, 2),
+                half_rate=round(sum(weight for step, weight in path if step.is_half_rate) / THREAD_ELEMENTS, 2),
             )
         )
     return found

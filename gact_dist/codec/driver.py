@@ -11,8 +11,8 @@ import torch
 
 from .nvrtc import KernelsUnavailableError, compile_kernels, find_nvrtc, target_of
 
-# The kernels of each file. All are resolved when a module is loaded: under lazy loading, looking one up loads code, which
-# a capture does not allow.
+# The kernels of each file. All are resolved when a module is loaded: under lazy loading, looking one up loads code,
+# which a capture does not allow.
 KERNELS = {
     "codec.cu": ("pack", "unpack"),
     "variance.cu": ("variance", "variance_columns"),

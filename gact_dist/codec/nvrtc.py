@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -99,8 +99,8 @@ class Nvrtc:
         return buffer.raw if kind == "CUBIN" else buffer.value
 
 
-def _strings(values: Iterator[bytes] | Sequence[bytes] | object) -> ctypes.Array:
-    found = list(values)  # type: ignore[call-overload]
+def _strings(values: Iterable[bytes]) -> ctypes.Array:
+    found = list(values)
     return (ctypes.c_char_p * len(found))(*found)
 
 
@@ -109,12 +109,12 @@ def _library_candidates(major: str) -> Iterator[str]:
     name = f"libnvrtc.so.{major}"
     yield name
     spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations or () if spec else ():
+    for wheels in spec.submodule_search_locations or () if spec else ():
         for folder in (f"cu{major}", "cuda_nvrtc"):
-            yield str(Path(root, folder, "lib", name))
-    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if root:
-            yield str(Path(root, "lib64", name))
+            yield str(Path(wheels, folder, "lib", name))
+    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if toolkit:
+            yield str(Path(toolkit, "lib64", name))
 
 
 def _open(path: str) -> ctypes.CDLL:

@@ -1,31 +1,38 @@
-"""The CUDA kernels from source to function: compilers take them, what was compiled is kept, modules are loaded once."""
+"""The CUDA kernels from source to machine code: compilers take them, and what was compiled is kept."""
 
 import re
 import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from emulation import ROOT
 
-from gact_dist.codec import cuda, nvrtc
+from gact_dist.codec import nvrtc
+from gact_dist.codec.driver import KERNELS
 
 CSRC = ROOT / "csrc"
 
+
+def codec(element: str, group_size: int, bits: int, layout: str) -> tuple[str, tuple[str, ...]]:
+    return "codec.cu", (
+        f"GACT_ELEMENT={element}", f"GACT_GROUP={group_size}", f"GACT_BITS={bits}", f"GACT_LAYOUT={layout}",
+    )  # fmt: skip
+
+
 # Each architecture with another element type: all modules for all of them take minutes. docs/gpu.md has more.
 MODULES = [
-    (80, "memory_order.cu", ("GACT_ELEMENT=float", "GACT_GROUP=512")),
-    (90, "memory_order.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=256")),
-    (100, "memory_order.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=64")),
-    (80, "columns.cu", ("GACT_ELEMENT=float", "GACT_GROUP=256")),
-    (90, "columns.cu", ("GACT_ELEMENT=Bfloat", "GACT_GROUP=128")),
-    (100, "columns.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=64")),
+    (80, *codec("float", 512, 8, "InMemoryOrder")),
+    (90, *codec("Bfloat", 256, 4, "InMemoryOrder")),
+    (100, *codec("Half", 64, 7, "InMemoryOrder")),
+    (80, *codec("float", 256, 1, "ByColumn")),
+    (90, *codec("Bfloat", 128, 4, "ByColumn")),
+    (100, *codec("Half", 64, 3, "ByColumn")),
     (80, "variance.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=256")),
     (90, "masks.cu", ()),
 ]
@@ -41,73 +48,92 @@ def compile_with_nvcc(source: Path, architecture: int, definitions: tuple[str, .
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("architecture", "file", "definitions"), [MODULES[0], MODULES[4], *MODULES[6:]])
-def test_nvcc_compiles_the_narrowest_and_the_widest(
-    architecture: int, file: str, definitions: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Of the kernels that there are for each number of bits those for 1 and 8: each takes half a second."""
-    source = (CSRC / "cuda" / file).read_text()
-    (tmp_path / file).write_text(re.sub(r"^GACT_(CODEC|COLUMN)_KERNELS\([2-7]\)$", "", source, flags=re.MULTILINE))
-    compile_with_nvcc(tmp_path / file, architecture, definitions, tmp_path)
-
-
-@needs_nvcc
-@pytest.mark.large
 @pytest.mark.parametrize(("architecture", "file", "definitions"), MODULES)
 def test_nvcc_compiles_the_kernels(architecture: int, file: str, definitions: tuple[str, ...], tmp_path: Path) -> None:
     compile_with_nvcc(CSRC / "cuda" / file, architecture, definitions, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "file", "definitions"),
-    [MODULES[0], *(pytest.param(*module, marks=pytest.mark.large) for module in MODULES[1:])],
-)
+@pytest.mark.parametrize(("architecture", "file", "definitions"), MODULES)
 def test_nvrtc_compiles_the_kernels(
-    architecture: int, file: str, definitions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: nvrtc.Nvrtc,
+    architecture: int,
+    file: str,
+    definitions: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Through the function that compiles on a GPU machine; NVRTC needs no GPU."""
-    compiler = pytest.importorskip("cupy", reason="CuPy, which calls NVRTC, is not installed").cuda.nvrtc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     binary = nvrtc.compile_kernels(compiler, file, definitions, f"sm_{architecture}")
     assert binary[:4] == b"\x7fELF"
+    assert len(binary) >= end_of_tables(binary)
+    ptx = nvrtc.compile_kernels(compiler, file, definitions, f"compute_{architecture}")
+    assert set(re.findall(rb"\.entry (\w+)", ptx)) == {name.encode() for name in KERNELS[file]}
+
+
+def end_of_tables(elf: bytes) -> int:
+    """Where the tables of segments and sections of a 64-bit ELF file end, which are last in what NVRTC emits."""
+    segments_at, sections_at = struct.unpack_from("<QQ", elf, 32)
+    segment_size, segments, section_size, sections = struct.unpack_from("<HHHH", elf, 54)
+    return max(segments_at + segment_size * segments, sections_at + section_size * sections)
+
+
+def test_nvrtc_says_what_it_refuses(compiler: nvrtc.Nvrtc) -> None:
+    assert compiler.version() >= (12, 0)
+    assert {80, 90, 100} <= set(compiler.supported_architectures())
+    with pytest.raises(nvrtc.NvrtcError, match=r"NVRTC_ERROR_COMPILATION\n(.|\n)*name\.cu\(1\): error"):
+        compiler.compile("int f( { }", "name.cu", {}, ["-arch=sm_90"], "CUBIN")
+    with pytest.raises(nvrtc.NvrtcError, match="NVRTC_ERROR_INVALID_OPTION"):
+        compiler.compile("", "name.cu", {}, ["-what"], "PTX")
+
+
+@pytest.mark.parametrize("version", ["12.8", "13.0"])
+def test_without_nvrtc_one_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(nvrtc, "_library_candidates", lambda major: iter([f"/nowhere/libnvrtc.so.{major}"]))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    wheel = {"12.8": "nvidia-cuda-nvrtc-cu12", "13.0": "nvidia-cuda-nvrtc$"}[version]
+    with pytest.raises(nvrtc.KernelsUnavailableError, match=f"not found .*; pip install {wheel}"):
+        nvrtc.find_nvrtc.__wrapped__()
+
+
+def test_nvrtc_is_found_where_pathfinder_finds_it(compiler: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy 14 and CUDA builds of torch bring cuda.pathfinder, which knows conda environments too."""
+    path = next(path for path in nvrtc._library_candidates("13") if Path(path).is_file())
+    pathfinder = SimpleNamespace(load_nvidia_dynamic_lib=lambda name: SimpleNamespace(abs_path={"nvrtc": path}[name]))
+    monkeypatch.setattr(nvrtc, "_library_candidates", lambda major: iter([]))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
+    assert nvrtc.find_nvrtc.__wrapped__().version() == compiler.version()
+
+
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(nvrtc.KernelsUnavailableError, match="this torch is built for ROCm"):
+        nvrtc.find_nvrtc.__wrapped__()
 
 
 class FakeNvrtc:
-    """In place of cupy.cuda.nvrtc: it counts, and refuses sources with the given option."""
-
-    class NVRTCError(RuntimeError):
-        pass
+    """In place of Nvrtc: it counts, and refuses sources with the given option."""
 
     def __init__(self, refused_option: str = "") -> None:
         self.refused_option = refused_option
         self.compilations = 0
 
-    def getSupportedArchs(self) -> tuple[int, ...]:
-        return 80, 90, 100
-
-    def getVersion(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         return 13, 0
 
-    def createProgram(self, source: str, name: str, headers: tuple, names: tuple) -> int:
-        assert "GACT_KERNEL" in source
-        assert dict(zip(names, headers, strict=True)) == {
-            path.relative_to(CSRC).as_posix().encode(): path.read_bytes() for path in CSRC.glob("c[ou]*/*.h")
-        }
-        return 1
+    def supported_architectures(self) -> tuple[int, ...]:
+        return 80, 90, 100
 
-    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
+    def compile(
+        self, source: str, file: str, headers: Mapping[str, bytes], options: Sequence[str], output: str
+    ) -> bytes:
+        assert "GACT_KERNEL" in source
+        assert headers == {path.relative_to(CSRC).as_posix(): path.read_bytes() for path in CSRC.glob("c[ou]*/*.h")}
         self.compilations += 1
         if self.refused_option in options:
-            raise self.NVRTCError("status 6")
-
-    def getCUBIN(self, program: int) -> bytes:
+            raise nvrtc.NvrtcError(f"nvrtcCompileProgram: NVRTC_ERROR_COMPILATION\n{file}(7): error: no such thing")
         return b"machine code"
-
-    def getProgramLog(self, program: int) -> str:
-        return "memory_order.cu(7): error: no such thing"
-
-    def destroyProgram(self, program: int) -> None:
-        pass
 
 
 def test_what_was_compiled_is_kept_on_disk_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -117,7 +143,7 @@ def test_what_was_compiled_is_kept_on_disk_and_checked(monkeypatch: pytest.Monke
         assert nvrtc.compile_kernels(compiler, "masks.cu", (), "sm_90") == b"machine code"
     assert compiler.compilations == 1
     nvrtc.compile_kernels(compiler, "masks.cu", (), "sm_80")
-    nvrtc.compile_kernels(compiler, "memory_order.cu", (), "sm_80")
+    nvrtc.compile_kernels(compiler, "codec.cu", (), "sm_80")
     assert compiler.compilations == 3
     for path in (tmp_path / "gact_dist").iterdir():
         path.write_bytes(path.read_bytes()[:-1])
@@ -131,9 +157,33 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.Monk
     assert nvrtc.compile_kernels(FakeNvrtc(), "masks.cu", (), "sm_90") == b"machine code"
 
 
+def test_a_user_without_a_home_does_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as users that no list has."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    compiler = FakeNvrtc()
+    for _ in range(2):
+        assert nvrtc.compile_kernels(compiler, "masks.cu", (), "sm_90") == b"machine code"
+    assert compiler.compilations == 2
+
+
+def test_a_full_disk_leaves_no_file_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc.os, "replace", full)
+    assert nvrtc.compile_kernels(FakeNvrtc(), "masks.cu", (), "sm_90") == b"machine code"
+    assert list((tmp_path / "gact_dist").iterdir()) == []
+
+
 def test_a_refused_source_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(nvrtc.KernelsUnavailableError, match=r"masks\.cu for sm_90.*no such thing"):
+    with pytest.raises(nvrtc.KernelsUnavailableError, match=r"(?s)masks\.cu for sm_90.*no such thing"):
         nvrtc.compile_kernels(FakeNvrtc("-ftz=false"), "masks.cu", (), "sm_90")
     assert list(tmp_path.iterdir()) == []
 
@@ -143,75 +193,6 @@ def test_the_target_is_the_device_or_ptx_for_a_newer_one() -> None:
     assert nvrtc.target_of((12, 1), (75, 80, 90, 100, 120)) == "compute_120"
     with pytest.raises(nvrtc.KernelsUnavailableError, match=r"8\.0 or higher, this GPU has 7\.5"):
         nvrtc.target_of((7, 5), (75, 80, 90))
-
-
-class FakeModule:
-    """In place of cupy.cuda.Module: it and its functions write down how and under which device they are called."""
-
-    loads: ClassVar[list[int]] = []
-    calls: ClassVar[list[tuple]] = []
-
-    def load(self, binary: bytes) -> None:
-        self.loads.append(torch.cuda.current_device())
-
-    def get_function(self, name: str) -> Callable[..., None]:
-        def function(grid: tuple, block: tuple, arguments: tuple, stream: Any) -> None:
-            self.calls.append((torch.cuda.current_device(), name, grid, block, arguments, stream.ptr))
-
-        return function
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeNvrtc]:
-    """A machine with GPUs, as far as cuda.py can see; number 0 is the current one, and their streams are 70, 71, ..."""
-    compiler, current = FakeNvrtc(), [0]
-
-    @contextmanager
-    def device(entered: torch.device) -> Iterator[None]:
-        current.append(entered.index)
-        yield
-        current.pop()
-
-    fake = SimpleNamespace(cuda=SimpleNamespace(nvrtc=compiler, Module=FakeModule))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "_cupy", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=70 + current[-1]))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    FakeModule.loads.clear()
-    FakeModule.calls.clear()
-    yield compiler
-    nvrtc.function_of.cache_clear()
-    nvrtc._loaded.cache_clear()
-
-
-def test_a_launch_is_on_the_current_stream_of_its_device_where_a_module_is_loaded_once(compiler: FakeNvrtc) -> None:
-    kernel = ("masks.cu", (), "pack_mask_1")
-    for index in (0, 1, 1, 2, 0):
-        cuda._launch(torch.device("cuda", index), kernel, 5, 96, 11, 12)
-    called = ("pack_mask_1", (5,), (96,), (11, 12))
-    assert FakeModule.calls == [(index, *called, 70 + index) for index in (0, 1, 1, 2, 0)]
-    assert FakeModule.loads == [0, 1, 2]
-    assert compiler.compilations == 1
-
-
-def test_a_failure_is_remembered(compiler: FakeNvrtc) -> None:
-    compiler.refused_option = "-ftz=false"
-    for _ in range(3):
-        with pytest.raises(nvrtc.KernelsUnavailableError, match="no such thing"):
-            cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
-    assert compiler.compilations == 1
-
-
-def test_nothing_is_loaded_during_a_capture(compiler: FakeNvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="run one step with the same dtypes before the capture"):
-        cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cuda._launch(torch.device("cuda", 0), ("masks.cu", (), "pack_mask_1"), 5, 96, 11, 12)
-    assert FakeModule.loads == [0]
 
 
 def test_the_source_is_part_of_an_installed_package(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tools.ptx.cases import (
     differences,
     formats,
     mask_differences,
-    rare_variance_differences,
     variance_differences,
 )
 from tools.ptx.check_kernels import Mutations, check_barriers, run
@@ -39,7 +38,6 @@ def test_masks_are_the_bits_of_the_reference(machine: Machine, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 def test_the_rounding_variance_is_that_of_the_reference(machine: Machine, dtype: torch.dtype) -> None:
     assert list(variance_differences(dtype, GROUP_SIZE)) == []
-    assert list(rare_variance_differences(dtype, GROUP_SIZE)) == []
 
 
 @pytest.mark.parametrize("layout", ["by column", "in memory order"])
@@ -151,15 +149,19 @@ def test_lanes_exchange_as_the_manual_says() -> None:
     assert result_of("shfl.sync.idx.b32 %r9|%p1, %r1, 7, 31, -1;")[0] == [7] * 32
     segments = "shfl.sync.idx.b32 %r9|%p1, %r1, 3, 0x181F, -1;"  # of eight lanes
     assert result_of(segments)[0] == [lane // 8 * 8 + 3 for lane in range(32)]
-    assert result_of("shfl.sync.up.b32 %r9, %r1, 2, 0, -1;")[0] == [max(lane - 2, lane % 2 * (lane < 2)) for lane in range(32)]
+    assert result_of("shfl.sync.up.b32 %r9, %r1, 2, 0, -1;")[0] == [0, 1, *range(30)]
     odd = "and.b32 %r2, %r1, 1; setp.eq.s32 %p1, %r2, 1;"
     assert result_of(f"{odd} vote.sync.ballot.b32 %r9, %p1, -1;")[0] == [0xAAAAAAAA] * 32
     assert result_of(f"{odd} vote.sync.any.pred %p2, %p1, -1; selp.u32 %r9, 1, 0, %p2;")[0] == [1] * 32
     assert result_of(f"{odd} vote.sync.all.pred %p2, %p1, -1; selp.u32 %r9, 1, 0, %p2;")[0] == [0] * 32
 
 
-SWAP = "shl.b32 %r2, %r1, 2; mov.u32 %r3, memory; add.s32 %r3, %r3, %r2; st.shared.u32 [%r3], %r1; {} xor.b32 %r4, %r2, {};" \
-    " mov.u32 %r5, memory; add.s32 %r5, %r5, %r4; ld.shared.u32 %r9, [%r5];"  # fmt: skip
+# Each thread writes a word, and after something in between reads one at some distance.
+SWAP = """
+    shl.b32 %r2, %r1, 2;  mov.u32 %r3, memory;  add.s32 %r3, %r3, %r2;  st.shared.u32 [%r3], %r1;
+    {}
+    xor.b32 %r4, %r2, {};  mov.u32 %r5, memory;  add.s32 %r5, %r5, %r4;  ld.shared.u32 %r9, [%r5];
+"""
 
 
 @pytest.mark.parametrize(
@@ -187,19 +189,21 @@ def test_blocks_that_touch_the_same_memory_race() -> None:
     assert "of block 1" in report
 
 
+FEW = "setp.lt.u32 %p1, %r1, 9;"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("setp.lt.u32 %p1, %r1, 9; @%p1 bra L; bar.warp.sync -1; L: mov.u32 %r9, 0; shfl.sync.bfly.b32 %r9, %r9, 1, 31, -1;",
-         "lanes wait for others that do not come"),
-        ("setp.lt.u32 %p1, %r1, 9; @%p1 ret; bar.sync 0;", "has ended and others wait at bar.sync"),
-        ("setp.lt.u32 %p1, %r1, 9; @%p1 ret; shfl.sync.idx.b32 %r9, %r1, 3, 31, -1;", "a lane that takes no part"),
+        (f"{FEW} @%p1 bra L; bar.warp.sync -1; L: shfl.sync.bfly.b32 %r9, %r1, 1, 31, -1;", "lanes wait for others"),
+        (f"{FEW} @%p1 ret; bar.sync 0;", "has ended and others wait at bar.sync"),
+        (f"{FEW} @%p1 ret; shfl.sync.idx.b32 %r9, %r1, 3, 31, -1;", "a lane that takes no part"),
         ("add.s64 %rd1, %rd1, 2; ld.global.u32 %r9, [%rd1];", "not aligned"),
         ("ld.shared.u32 %r9, [memory+256];", "beyond shared memory"),
         ("add.ftz.f32 %f1, 0f00000000, 0f00000000;", "unknown instruction add.ftz.f32"),
         ("mov.u32 %r9, %clock;", "register %clock is not declared"),
     ],
-)  # fmt: skip
+)
 def test_what_a_gpu_would_not_do_is_an_error(body: str, message: str) -> None:
     with pytest.raises((MachineError, PtxError), match=message):
         result_of(body)

@@ -150,9 +150,10 @@ def variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[str]:
         found = cuda.rounding_variance(x, weight, group_size, columns)
         if not torch.allclose(found, expected, rtol=rtol, atol=0):
             yield f"variance of {numel} elements of {dtype}, {columns} columns: {found} in place of {expected}"
+    yield from _rare_variance_differences(dtype, group_size)
 
 
-def rare_variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[str]:
+def _rare_variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[str]:
     """Groups with rare values count as infinite where they have a weight."""
     for columns in (1, 96):
         x = random_tensor(2 * group_size * 96, dtype)
@@ -164,5 +165,3 @@ def rare_variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[s
         weight.view(-1, 96)[:group_size, 9] = 0
         if not bool(torch.isfinite(cuda.rounding_variance(x, weight, group_size, columns)).all()):
             yield f"variance of {dtype}, {columns} columns: an infinity without weight counts"
-
-
