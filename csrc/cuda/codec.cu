@@ -35,7 +35,8 @@ template <class T>
 GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
   Extent extent = no_extent();
 #pragma unroll 1
-  for (int i = 0; i < place.count; ++i) extend(extent, to_float(x[place.first + wide_product(static_cast<u32>(i), place.stride)]));
+  for (int i = 0; i < place.count; ++i)
+    extend(extent, to_float(x[place.first + wide_product(static_cast<u32>(i), place.stride)]));
   return finished(extent);
 }
 
@@ -181,7 +182,8 @@ GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* 
 #pragma unroll
   for (int i = 0; i < 4; ++i) scaled[i] = bits_of(fused(values[i] - steps.offset, steps.inverse, kMagic));
   const u32 first = select_bytes(scaled[0], scaled[1], 0x5410u), second = select_bytes(scaled[2], scaled[3], 0x5410u);
-  const u32 first_sum = first + select_bytes(noise, 0u, 0x4140u), second_sum = second + select_bytes(noise, 0u, 0x4342u);
+  const u32 first_sum = first + select_bytes(noise, 0u, 0x4140u),
+            second_sum = second + select_bytes(noise, 0u, 0x4342u);
   *edges = add_byte_distances(select_bytes(first, second, 0x6420u), 0x80808080u, *edges);
   return select_bytes(first_sum, second_sum, 0x7531u);
 }
@@ -272,11 +274,13 @@ GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], M
   Ends<T> ends[Layout::kThreadGroups];
   ends_of_tile(rows, Layout{}, ends);
 #pragma unroll
-  for (u32 group = 0; group < Layout::kThreadGroups; ++group) memory.ends[place.part][place.group + group] = ends[group];
+  for (u32 group = 0; group < Layout::kThreadGroups; ++group)
+    memory.ends[place.part][place.group + group] = ends[group];
 }
 
 template <class T, int BITS, class Layout>
-GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buffer& buffer, Memory<T, Layout>& memory) {
+GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buffer& buffer,
+                        Memory<T, Layout>& memory) {
   const Place place = place_of_thread<BITS>(Layout{}, length, columns);
   Row<T> rows[kTileRows];
   if (is_whole(place)) {
@@ -310,8 +314,8 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
 
 // ---- unpack
 
-// What decoding the elements of a group needs: a value is base + units * unit, with noise among the units where the mask
-// lets it through.
+// What decoding the elements of a group needs: a value is base + units * unit, with noise among the units where the
+// mask lets it through.
 struct Decoder {
   float base, unit;
   u32 mask;
@@ -338,7 +342,8 @@ GACT_FN void decode_plain(u32 codes, u32 noise, const Decoder& decoder, float va
 }
 
 template <class T, int BITS, class Layout>
-GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders, const Place& place, u64 seed, T* out) {
+GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders, const Place& place, u64 seed,
+                               T* out) {
   const PhiloxPair pair = pair_of(place, seed);
   T* target = out + place.first;
   u32 noise[4];
@@ -433,8 +438,8 @@ pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed,
 }
 
 GACT_KERNEL(gact::Layout::kThreads, gact::kUnpackBlocks)
-unpack(gact::u8* buffer, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::Stored* out,
-       gact::i64 scale_start, gact::i64 offset_start) {
+unpack(gact::u8* buffer, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::Stored* out, gact::i64 scale_start,
+       gact::i64 offset_start) {
   using namespace gact;
   unpack_block<Stored, GACT_BITS, Layout>(sections_of(buffer, scale_start, offset_start), length,
                                           static_cast<u32>(columns), seed, out);

@@ -1,16 +1,17 @@
 // Which elements a thread has, and where they are in a packed buffer (docs/codec.md).
 //
-// Codes are a matrix: the rows of the tensor where groups are columns, rows of 16 elements in memory order. A thread has
-// a tile of it, two adjacent columns of 32 rows: these are whole words of codes at every width, and a Philox counter
-// makes the noise of 8 rows of two columns, so that threads exchange nothing but the ranges of their groups. The two
-// layouts differ in which rows and columns of a tile belong to which group; of a group several threads have a part.
+// Codes are a matrix: the rows of the tensor where groups are columns, rows of 16 elements in memory order. A thread
+// has a tile of it, two adjacent columns of 32 rows: these are whole words of codes at every width, and a Philox
+// counter makes the noise of 8 rows of two columns, so that threads exchange nothing but the ranges of their groups.
+// The two layouts differ in which rows and columns of a tile belong to which group; of a group several threads have a
+// part.
 #pragma once
 
 #include "cuda/warp.h"
 
 namespace gact {
 
-constexpr int kQuads = kTileRows / 4;            // of four rows, in a tile
+constexpr int kQuads = kTileRows / 4;             // of four rows, in a tile
 constexpr int kBlocks = kTileRows / kPhiloxRows;  // of eight rows, which share their noise
 constexpr int kFields = 4;                        // of 8, 4, 2 and 1 bits; a code has those whose bit its width has
 
@@ -43,18 +44,20 @@ struct InMemoryOrder {
 
   GACT_FN constexpr u32 group_of(int quad, int) { return static_cast<u32>(4 * quad * kRowElements / GROUP); }
   GACT_FN constexpr bool begins(int quad, int column) { return column == 0 && 4 * quad * kRowElements % GROUP == 0; }
-  GACT_FN constexpr bool ends(int quad, int column) { return column == 1 && 4 * (quad + 1) * kRowElements % GROUP == 0; }
+  GACT_FN constexpr bool ends(int quad, int column) {
+    return column == 1 && 4 * (quad + 1) * kRowElements % GROUP == 0;
+  }
 };
 
 // The tile of a thread.
 struct Place {
-  u64 first;         // number of its first element
-  u64 first_word;    // of its first column, in row of words 0 of the tile
-  u64 block;         // number of its first 8 rows, a multiple of 4
-  u32 pair;          // number of its two columns
-  u32 width;         // of a row
-  u32 part, group;   // of its groups it has part `part`; the first of them, in the block
-  int tile_rows;     // in the matrix, at most 32
+  u64 first;              // number of its first element
+  u64 first_word;         // of its first column, in row of words 0 of the tile
+  u64 block;              // number of its first 8 rows, a multiple of 4
+  u32 pair;               // number of its two columns
+  u32 width;              // of a row
+  u32 part, group;        // of its groups it has part `part`; the first of them, in the block
+  int tile_rows;          // in the matrix, at most 32
   int rows, second_rows;  // in each of its columns
 };
 
@@ -105,8 +108,8 @@ GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32) {
   place.part = thread_of_block() % Layout::kParts;
   place.group = thread_of_block() / Layout::kParts * Layout::kThreadGroups;
   place.width = Layout::kWidth;
-  const u64 tile = static_cast<u64>(block_of_grid()) * (Layout::kThreads / Layout::kParts) +
-                   thread_of_block() / Layout::kParts;
+  const u64 tile =
+      static_cast<u64>(block_of_grid()) * (Layout::kThreads / Layout::kParts) + thread_of_block() / Layout::kParts;
   const u64 start = tile * (kTileRows * Layout::kWidth);
   place.pair = place.part;
   place.block = tile * kBlocks;

@@ -11,7 +11,10 @@ static _Thread_local void* current;
 #define NOTE(...) (snprintf(calls + strlen(calls), sizeof(calls) - strlen(calls), __VA_ARGS__), 0)
 
 const char* fake_calls(void) { return calls; }
-void fake_forget(void) { calls[0] = 0; failure_count = 0; }
+void fake_forget(void) {
+  calls[0] = 0;
+  failure_count = 0;
+}
 /* The next loads fail with these statuses, the last one given first. */
 void fake_fail_load(int status) { failures[failure_count++] = status; }
 
@@ -20,12 +23,27 @@ int cuGetErrorName(int status, const char** text) {
   *text = status == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : status == 222 ? "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" : 0;
   return *text ? 0 : 1;
 }
-int cuCtxGetCurrent(void** context) { *context = current; return 0; }
-int cuCtxSetCurrent(void* context) { current = context; return NOTE("context %ld\n", (long)context); }
-int cuDeviceGet(int* device, int ordinal) { *device = ordinal; return 0; }
-int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(100L + device); return 0; }
+int cuCtxGetCurrent(void** context) {
+  *context = current;
+  return 0;
+}
+int cuCtxSetCurrent(void* context) {
+  current = context;
+  return NOTE("context %ld\n", (long)context);
+}
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = (void*)(100L + device);
+  return 0;
+}
 int cuModuleLoadData(void** module, const void* image) {
-  if (failure_count > 0) { NOTE("load fails\n"); return failures[--failure_count]; }
+  if (failure_count > 0) {
+    NOTE("load fails\n");
+    return failures[--failure_count];
+  }
   *module = (void*)(long)++modules;
   return NOTE("load %s\n", (const char*)image);
 }

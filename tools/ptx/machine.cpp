@@ -152,8 +152,10 @@ void report_race(const char* kind, const Access& before, const Access& now, u64 
   const bool shared = in_shared(address);
   text << kind << " in " << (shared ? "shared" : "global") << " memory at ";
   text << (shared ? address - reinterpret_cast<u64>(machine.shared) : address) << ": thread ";
-  if (before.thread == kMany) text << "several";
-  else text << before.thread;
+  if (before.thread == kMany)
+    text << "several";
+  else
+    text << before.thread;
   text << " of block " << before.block << " in instruction " << before.pc << ", thread " << now.thread << " of block ";
   text << now.block << " in instruction " << now.pc << "\n";
   machine.report += text.str();
@@ -200,7 +202,8 @@ void touch(const Thread& t, u64 address, u32 size, bool write) {
   ++machine.accesses;
   for (u64 at = address; at < address + size; ++at) {
     Cell& cell = cell_at(at);
-    if (cell.written && !ordered(cell.write, now)) report_race(write ? "write, write" : "write, read", cell.write, now, at);
+    if (cell.written && !ordered(cell.write, now))
+      report_race(write ? "write, write" : "write, read", cell.write, now, at);
     if (!write) {
       note_read(cell, now);
       continue;
@@ -378,9 +381,8 @@ void add_bits(const std::string& type) {
 
 template <class T>
 void add_selection(const std::string& type) {
-  add("selp" + type, 4, [](Thread& t, const int* o) {
-    put<T>(t, o[0], (raw(t, o[3]) & 1) != 0 ? get<T>(t, o[1]) : get<T>(t, o[2]));
-  });
+  add("selp" + type, 4,
+      [](Thread& t, const int* o) { put<T>(t, o[0], (raw(t, o[3]) & 1) != 0 ? get<T>(t, o[1]) : get<T>(t, o[2])); });
 }
 
 // Shifts right by more than the width fill with the sign, or with zeros.
@@ -389,8 +391,10 @@ void shift_right(Thread& t, const int* o) {
   constexpr u32 kWidth = 8 * sizeof(T);
   const u32 shift = get<u32>(t, o[2]);
   const T value = get<T>(t, o[1]);
-  if (shift >= kWidth) put<T>(t, o[0], std::is_signed_v<T> && value < 0 ? static_cast<T>(-1) : T{0});
-  else put<T>(t, o[0], static_cast<T>(value >> shift));
+  if (shift >= kWidth)
+    put<T>(t, o[0], std::is_signed_v<T> && value < 0 ? static_cast<T>(-1) : T{0});
+  else
+    put<T>(t, o[0], static_cast<T>(value >> shift));
 }
 
 template <class T>
@@ -440,9 +444,8 @@ void add_wide_products(const std::string& type) {
 // Registers opcode<comparison><type> and the forms that combine the outcome with another predicate.
 template <class T, bool (*COMPARE)(T, T)>
 void add_comparison(const std::string& name, const std::string& type) {
-  add("setp." + name + type, 3, [](Thread& t, const int* o) {
-    put<u8>(t, o[0], COMPARE(get<T>(t, o[1]), get<T>(t, o[2])));
-  });
+  add("setp." + name + type, 3,
+      [](Thread& t, const int* o) { put<u8>(t, o[0], COMPARE(get<T>(t, o[1]), get<T>(t, o[2]))); });
   add("setp." + name + ".and" + type, 4, [](Thread& t, const int* o) {
     put<u8>(t, o[0], COMPARE(get<T>(t, o[1]), get<T>(t, o[2])) && (raw(t, o[3]) & 1) != 0);
   });
@@ -451,15 +454,42 @@ void add_comparison(const std::string& name, const std::string& type) {
   });
 }
 
-template <class T> bool equal(T a, T b) { return a == b; }
-template <class T> bool less(T a, T b) { return a < b; }
-template <class T> bool less_or_equal(T a, T b) { return a <= b; }
-template <class T> bool greater(T a, T b) { return a > b; }
-template <class T> bool greater_or_equal(T a, T b) { return a >= b; }
-template <class T> bool unordered(T a, T b) { return a != a || b != b; }
-template <class T> bool is_number(T a, T b) { return !unordered(a, b); }
-template <class T> bool not_equal(T a, T b) { return is_number(a, b) && a != b; }  // false where one is NaN
-template <class T, bool (*COMPARE)(T, T)> bool or_unordered(T a, T b) { return unordered(a, b) || COMPARE(a, b); }
+template <class T>
+bool equal(T a, T b) {
+  return a == b;
+}
+template <class T>
+bool less(T a, T b) {
+  return a < b;
+}
+template <class T>
+bool less_or_equal(T a, T b) {
+  return a <= b;
+}
+template <class T>
+bool greater(T a, T b) {
+  return a > b;
+}
+template <class T>
+bool greater_or_equal(T a, T b) {
+  return a >= b;
+}
+template <class T>
+bool unordered(T a, T b) {
+  return a != a || b != b;
+}
+template <class T>
+bool is_number(T a, T b) {
+  return !unordered(a, b);
+}
+template <class T>
+bool not_equal(T a, T b) {
+  return is_number(a, b) && a != b;
+}  // false where one is NaN
+template <class T, bool (*COMPARE)(T, T)>
+bool or_unordered(T a, T b) {
+  return unordered(a, b) || COMPARE(a, b);
+}
 
 template <class T>
 void add_comparisons(const std::string& type) {
@@ -474,19 +504,21 @@ void add_comparisons(const std::string& type) {
 template <class F>
 void add_floats(const std::string& type) {
   add("mov" + type, 2, [](Thread& t, const int* o) { put<F>(t, o[0], get<F>(t, o[1])); });
-  add("add.rn" + type, 3, [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a + b); }); });
-  add("sub.rn" + type, 3, [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a - b); }); });
-  add("mul.rn" + type, 3, [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a * b); }); });
-  add("div.rn" + type, 3, [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a / b); }); });
+  add("add.rn" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a + b); }); });
+  add("sub.rn" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a - b); }); });
+  add("mul.rn" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a * b); }); });
+  add("div.rn" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(a / b); }); });
   add("fma.rn" + type, 4, [](Thread& t, const int* o) {
     put<F>(t, o[0], result(std::fma(get<F>(t, o[1]), get<F>(t, o[2]), get<F>(t, o[3]))));
   });
-  add("min" + type, 3, [](Thread& t, const int* o) {
-    put_combined<F>(t, o, [](F a, F b) { return result(smaller(a, b, false)); });
-  });
-  add("max" + type, 3, [](Thread& t, const int* o) {
-    put_combined<F>(t, o, [](F a, F b) { return result(larger(a, b, false)); });
-  });
+  add("min" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(smaller(a, b, false)); }); });
+  add("max" + type, 3,
+      [](Thread& t, const int* o) { put_combined<F>(t, o, [](F a, F b) { return result(larger(a, b, false)); }); });
   add("neg" + type, 2, [](Thread& t, const int* o) { put<F>(t, o[0], -get<F>(t, o[1])); });
   add("abs" + type, 2, [](Thread& t, const int* o) { put<F>(t, o[0], std::fabs(get<F>(t, o[1]))); });
   add_comparisons<F>(type);
@@ -507,14 +539,16 @@ void add_small_floats(const std::string& type, Handler minimum, Handler maximum)
 
 template <Widen WIDEN, Narrow NARROW>
 void smaller_pair(Thread& t, const int* o) {
-  put<u32>(t, o[0], pairwise(get<u32>(t, o[1]), get<u32>(t, o[2]), WIDEN, NARROW,
-                             [](float a, float b) { return smaller(a, b, true); }));
+  put<u32>(t, o[0], pairwise(get<u32>(t, o[1]), get<u32>(t, o[2]), WIDEN, NARROW, [](float a, float b) {
+             return smaller(a, b, true);
+           }));
 }
 
 template <Widen WIDEN, Narrow NARROW>
 void larger_pair(Thread& t, const int* o) {
-  put<u32>(t, o[0], pairwise(get<u32>(t, o[1]), get<u32>(t, o[2]), WIDEN, NARROW,
-                             [](float a, float b) { return larger(a, b, true); }));
+  put<u32>(t, o[0], pairwise(get<u32>(t, o[1]), get<u32>(t, o[2]), WIDEN, NARROW, [](float a, float b) {
+             return larger(a, b, true);
+           }));
 }
 
 template <class TO, class FROM>
@@ -718,9 +752,8 @@ void add_float_instructions() {
   add("cvt.f32.f16", 2, widen<half_value>);
   add("cvt.f32.bf16", 2, widen<bfloat_value>);
   add("cvt.f64.f32", 2, [](Thread& t, const int* o) { put<double>(t, o[0], get<float>(t, o[1])); });
-  add("cvt.rn.f32.f64", 2, [](Thread& t, const int* o) {
-    put<float>(t, o[0], result(static_cast<float>(get<double>(t, o[1]))));
-  });
+  add("cvt.rn.f32.f64", 2,
+      [](Thread& t, const int* o) { put<float>(t, o[0], result(static_cast<float>(get<double>(t, o[1])))); });
 }
 
 void add_conversions() {
@@ -765,25 +798,21 @@ void add_address_spaces() {
   const auto same = [](Thread& t, const int* o) { put<u64>(t, o[0], get<u64>(t, o[1])); };
   add("cvta.to.global.u64", 2, same);
   add("cvta.global.u64", 2, same);
-  add("cvta.shared.u64", 2, [](Thread& t, const int* o) {
-    put<u64>(t, o[0], get<u64>(t, o[1]) + reinterpret_cast<u64>(machine.shared));
-  });
-  add("cvta.to.shared.u64", 2, [](Thread& t, const int* o) {
-    put<u64>(t, o[0], get<u64>(t, o[1]) - reinterpret_cast<u64>(machine.shared));
-  });
-  add("cvta.local.u64", 2, [](Thread& t, const int* o) {
-    put<u64>(t, o[0], get<u64>(t, o[1]) + reinterpret_cast<u64>(t.local));
-  });
-  add("cvta.to.local.u64", 2, [](Thread& t, const int* o) {
-    put<u64>(t, o[0], get<u64>(t, o[1]) - reinterpret_cast<u64>(t.local));
-  });
+  add("cvta.shared.u64", 2,
+      [](Thread& t, const int* o) { put<u64>(t, o[0], get<u64>(t, o[1]) + reinterpret_cast<u64>(machine.shared)); });
+  add("cvta.to.shared.u64", 2,
+      [](Thread& t, const int* o) { put<u64>(t, o[0], get<u64>(t, o[1]) - reinterpret_cast<u64>(machine.shared)); });
+  add("cvta.local.u64", 2,
+      [](Thread& t, const int* o) { put<u64>(t, o[0], get<u64>(t, o[1]) + reinterpret_cast<u64>(t.local)); });
+  add("cvta.to.local.u64", 2,
+      [](Thread& t, const int* o) { put<u64>(t, o[0], get<u64>(t, o[1]) - reinterpret_cast<u64>(t.local)); });
 }
 
 void add_control() {
   add("nop", 0, [](Thread&, const int*) {});
   for (const char* opcode : {"bra", "bra.uni"}) add(opcode, 1, nullptr, Kind::kBranch);
   for (const char* opcode : {"ret", "exit"}) add(opcode, 0, nullptr, Kind::kExit);
-  add("bar.sync", 1, nullptr, Kind::kBlockBarrier);  // the number of the barrier
+  add("bar.sync", 1, nullptr, Kind::kBlockBarrier);      // the number of the barrier
   add("bar.warp.sync", 1, nullptr, Kind::kWarpBarrier);  // lanes
   for (const char* mode : {"bfly", "idx", "up", "down"}) {
     add(std::string("shfl.sync.") + mode + ".b32", 6, nullptr, Kind::kShuffle);  // d, p, a, b, c, lanes
@@ -816,12 +845,18 @@ struct Program {
 
 void read_header(Program& program, const std::string& word, std::istringstream& line) {
   u64 constant;
-  if (word == ".registers") line >> program.registers;
-  else if (word == ".shared") line >> program.shared_bytes;
-  else if (word == ".local") line >> program.local_bytes;
-  else if (word == ".constants") while (line >> constant) program.constants.push_back(constant);
-  else if (word == ".specials") line >> program.thread >> program.block >> program.blocks >> program.threads >> program.lane;
-  else fail("unknown directive " + word);
+  if (word == ".registers")
+    line >> program.registers;
+  else if (word == ".shared")
+    line >> program.shared_bytes;
+  else if (word == ".local")
+    line >> program.local_bytes;
+  else if (word == ".constants")
+    while (line >> constant) program.constants.push_back(constant);
+  else if (word == ".specials")
+    line >> program.thread >> program.block >> program.blocks >> program.threads >> program.lane;
+  else
+    fail("unknown directive " + word);
 }
 
 // "opcode guard operands": the guard is "-", "p4" or "!p4".
@@ -847,8 +882,10 @@ Program* parsed(const char* text) {
     std::istringstream words(line);
     std::string first;
     words >> first;
-    if (first[0] == '.') read_header(*program, first, words);
-    else program->instructions.push_back(instruction_of(first, words));
+    if (first[0] == '.')
+      read_header(*program, first, words);
+    else
+      program->instructions.push_back(instruction_of(first, words));
   }
   if (program->shared_bytes > kSharedBytes) fail("too much shared memory");
   program->executed.assign(program->instructions.size(), 0);

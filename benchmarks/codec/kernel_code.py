@@ -1,7 +1,7 @@
-"""How many instructions do the CUDA kernels execute for an element? Counted in the machine code, without a GPU.
+"""What the compiler makes of the CUDA kernels: instructions for an element, registers and spills, without a GPU.
 
-    python -m benchmarks.codec.kernel_instructions
-    python -m benchmarks.codec.kernel_instructions --json benchmarks/results/kernel_instructions.json
+    python -m benchmarks.codec.kernel_code
+    python -m benchmarks.codec.kernel_code --architectures 80 90 100 --json benchmarks/results/kernel_code.json
 
 NVRTC compiles, nvdisasm (the wheel nvidia-cuda-nvdisasm) lists the instructions. Whole tiles without rare values run
 through code without loops, and all other code has loops. So the count is that of the longest path through the code that
@@ -16,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,12 +27,14 @@ from pathlib import Path
 
 import torch
 
-from gact_dist.codec import nvrtc
+from gact_dist.codec import DEFAULT_GROUP_SIZE, nvrtc
 from gact_dist.codec.cuda import codec_kernel
 
 THREAD_ELEMENTS = 64
 LAYOUTS = {"by column": 32, "in memory order": 1}
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?)(U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+# In .nv.info: entries with their length and a value of that many bytes; the number of registers.
+_SIZED, _REGISTER_COUNT = 0x04, 0x2F
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 # Integer, logic, comparison and conversion instructions, which issue at half the rate of the others.
 _HALF_RATE = re.compile(
@@ -62,7 +65,7 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Count:
-    """Of one kernel, for an element."""
+    """Of one kernel; instructions are those for an element."""
 
     kernel: str
     layout: str
@@ -70,14 +73,21 @@ class Count:
     bits: int
     instructions: float
     half_rate: float
+    """of the instructions, those that a scheduler issues every second cycle only"""
+    registers: int
+    """of a thread"""
+    spills: int
+    """instructions that store or load a thread's own memory, in the whole kernel"""
+    architecture: int
+    """compute capability x 10"""
 
 
 @cache
 def disassembler() -> Path:
     """nvdisasm. Raises FileNotFoundError where it is not installed."""
     spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations or () if spec else ():
-        for found in Path(root).glob("*/bin/nvdisasm"):
+    for wheels in spec.submodule_search_locations or () if spec else ():
+        for found in Path(wheels).glob("*/bin/nvdisasm"):
             return found
     raise FileNotFoundError("nvdisasm is not installed; pip install nvidia-cuda-nvdisasm")
 
@@ -160,6 +170,33 @@ def _in_loops(code: Sequence[Instruction]) -> set[int]:
     return found
 
 
+def registers_of(binary: bytes) -> dict[str, int]:
+    """Registers of a thread, by kernel: attribute EIATTR_REGCOUNT in section .nv.info of the ELF file."""
+    start, *_ = struct.unpack_from("<Q", binary, 40)
+    size, count, names = struct.unpack_from("<HHH", binary, 58)
+    sections = [struct.unpack_from("<IIQQQQII", binary, start + number * size) for number in range(count)]
+
+    def text(table: int, offset: int) -> str:
+        first = sections[table][4] + offset
+        return binary[first : binary.index(b"\0", first)].decode()
+
+    named = {text(names, section[0]): section for section in sections}
+    symbols = named[".symtab"]
+    at, end = named[".nv.info"][4], sum(named[".nv.info"][4:6])
+    found = {}
+    while at < end:
+        form, attribute, length = struct.unpack_from("<BBH", binary, at)
+        at += 4
+        if form != _SIZED:
+            continue
+        if attribute == _REGISTER_COUNT:
+            symbol, registers = struct.unpack_from("<II", binary, at)
+            name, *_ = struct.unpack_from("<I", binary, symbols[4] + 24 * symbol)
+            found[text(symbols[6], name)] = registers
+        at += length
+    return found
+
+
 def longest_path(code: Sequence[Instruction]) -> list[Instruction]:
     """The longest way through ``code`` from its beginning to an end that enters no loop."""
     loops = _in_loops(code)
@@ -197,10 +234,13 @@ def weighted(path: Sequence[Instruction], share: float) -> list[tuple[Instructio
     return found
 
 
-def counts(dtype: torch.dtype, bits: int, layout: str, group_size: int = 128, architecture: int = 90) -> list[Count]:
+def counts(
+    dtype: torch.dtype, bits: int, layout: str, architecture: int = 90, group_size: int = DEFAULT_GROUP_SIZE
+) -> list[Count]:
     """Of pack and of unpack."""
     definitions = codec_kernel("pack", dtype, bits, group_size, LAYOUTS[layout]).definitions
     binary = nvrtc.compile_kernels(nvrtc.find_nvrtc(), "codec.cu", definitions, f"sm_{architecture}")
+    registers = registers_of(binary)
     found = []
     for name, code in sorted(functions_of(listing(binary)).items()):
         path = weighted(longest_path(code), THREAD_ELEMENTS / group_size)
@@ -212,43 +252,52 @@ def counts(dtype: torch.dtype, bits: int, layout: str, group_size: int = 128, ar
                 bits=bits,
                 instructions=round(sum(weight for _, weight in path) / THREAD_ELEMENTS, 2),
                 half_rate=round(sum(weight for step, weight in path if step.is_half_rate) / THREAD_ELEMENTS, 2),
+                registers=registers[name],
+                spills=sum(instruction.opcode.startswith(("STL", "LDL")) for instruction in code),
+                architecture=architecture,
             )
         )
     return found
 
 
 def table(rows: Iterable[Count]) -> str:
-    """Markdown: a line for each dtype and width, pack and unpack of both layouts; in brackets those at half rate."""
-    cells: dict[tuple[str, int], dict[tuple[str, str], str]] = {}
+    """Markdown: a line for each architecture, dtype and width, pack and unpack of both layouts.
+
+    A cell has instructions, of these at half rate in brackets, registers, and spills where there are any.
+    """
+    cells: dict[tuple[int, str, int], dict[tuple[str, str], str]] = {}
     for row in rows:
-        text = f"{row.instructions:.1f} ({row.half_rate:.1f})"
-        cells.setdefault((row.dtype, row.bits), {})[row.kernel, row.layout] = text
+        text = f"{row.instructions:.1f} ({row.half_rate:.1f}), {row.registers}"
+        text += f", {row.spills} spills" if row.spills else ""
+        cells.setdefault((row.architecture, row.dtype, row.bits), {})[row.kernel, row.layout] = text
     columns = [(kernel, layout) for layout in LAYOUTS for kernel in ("pack", "unpack")]
-    lines = ["| | bits | " + " | ".join(f"{kernel} {layout}" for kernel, layout in columns) + " |"]
-    lines.append("|---" * (len(columns) + 2) + "|")
-    for (dtype, bits), found in cells.items():
-        lines.append(f"| {dtype} | {bits} | " + " | ".join(found.get(column, "") for column in columns) + " |")
+    lines = ["| | | bits | " + " | ".join(f"{kernel} {layout}" for kernel, layout in columns) + " |"]
+    lines.append("|---" * (len(columns) + 3) + "|")
+    for (architecture, dtype, bits), found in cells.items():
+        row_cells = " | ".join(found.get(column, "") for column in columns)
+        lines.append(f"| sm_{architecture} | {dtype} | {bits} | {row_cells} |")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architecture", type=int, default=90, help="compute capability x 10")
+    parser.add_argument("--architectures", type=int, nargs="+", default=[90], help="compute capability x 10")
     parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
     parser.add_argument("--json", type=Path, help="write the counts there")
     options = parser.parse_args(arguments)
     rows = [
         count
+        for architecture in options.architectures
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         for bits in options.bits
         for layout in LAYOUTS
-        for count in counts(dtype, bits, layout, architecture=options.architecture)
+        for count in counts(dtype, bits, layout, architecture)
     ]
     print(table(rows))
     if options.json:
         version = ".".join(map(str, nvrtc.find_nvrtc().version()))
-        report = {"nvrtc": version, "architecture": options.architecture, "counts": [asdict(row) for row in rows]}
+        report = {"nvrtc": version, "counts": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
