@@ -35,8 +35,9 @@ template <class T>
 GACT_FN Extent extent_of_group(const T* x, const GroupPlace& place) {
   Extent extent = no_extent();
 #pragma unroll 1
-  for (int i = 0; i < place.count; ++i)
+  for (int i = 0; i < place.count; ++i) {
     extend(extent, to_float(x[place.first + wide_product(static_cast<u32>(i), place.stride)]));
+  }
   return finished(extent);
 }
 
@@ -135,12 +136,12 @@ GACT_FN u64 word_of(int bits, int field, int row, const Place& place) {
 // ---- noise
 
 GACT_FN PhiloxPair pair_of(const Place& place, u64 seed) {
-  return philox_pair(place.pair, high_half(place.block), seed);
+  return philox_pair(place.pair, high_half(first_block(place)), seed);
 }
 
 // That of eight rows, the first of which are in `quad`.
 GACT_FN void make_noise(const PhiloxPair& pair, const Place& place, int quad, u64 seed, u32 words[4]) {
-  const u32 block = low_half(place.block) | static_cast<u32>(quad / 2);  // a multiple of 4, and at most 3
+  const u32 block = low_half(first_block(place)) | static_cast<u32>(quad / 2);  // a multiple of 4, and at most 3
   philox(pair, philox_block(block, seed), seed, words);
 }
 
@@ -176,16 +177,16 @@ GACT_FN Group group_in(const Memory<T, Layout>& memory, u32 index) {
   return group;
 }
 
-// Rounds four elements of a column that follow each other; their codes in the bytes of a word.
+// Rounds four elements of a column that follow each other; their codes in the bytes of a word. The lower halves of the
+// sums with kMagic are what is to be rounded, 8 bits above the noise: two of them take theirs in one addition.
 GACT_FN u32 quantise(const float values[4], const Steps& steps, u32 noise, u32* edges) {
   u32 scaled[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) scaled[i] = bits_of(fused(values[i] - steps.offset, steps.inverse, kMagic));
   const u32 first = select_bytes(scaled[0], scaled[1], 0x5410u), second = select_bytes(scaled[2], scaled[3], 0x5410u);
-  const u32 first_sum = first + select_bytes(noise, 0u, 0x4140u),
-            second_sum = second + select_bytes(noise, 0u, 0x4342u);
   *edges = add_byte_distances(select_bytes(first, second, 0x6420u), 0x80808080u, *edges);
-  return select_bytes(first_sum, second_sum, 0x7531u);
+  const u32 first_noise = select_bytes(noise, 0u, 0x4140u), second_noise = select_bytes(noise, 0u, 0x4342u);
+  return select_bytes(first + first_noise, second + second_noise, 0x7531u);
 }
 
 // A whole tile of groups without rare values. Leaves its edges in shared memory.
@@ -229,7 +230,8 @@ GACT_FN void pack_any_tile(const T* x, const Place& place, u64 seed, u32* target
       u32 code = 0;
       if (row < (column == 0 ? place.rows : place.second_rows)) {
         const u32 index = place.group + Layout::group_of(row / 4, column);
-        const float value = to_float(x[place.first + wide_product(static_cast<u32>(row), place.width) + column]);
+        const float value =
+            to_float(x[first_element(place) + wide_product(static_cast<u32>(row), place.width) + column]);
         i32 scaled;
         code = code_of(value, group_in(memory, index), BITS, noise_at(place, row, column, seed), &scaled);
         memory.edges[place.part][index] += edge_of(scaled);
@@ -247,7 +249,7 @@ GACT_FN void pack_any_tile(const T* x, const Place& place, u64 seed, u32* target
   }
 }
 
-// The range of a tile that is not whole.
+// The ranges of a tile that is not whole.
 template <class T, class Layout>
 GACT_FN void ends_of_any_tile(const T* x, const Place& place, Memory<T, Layout>& memory) {
   Ends<T>* ends = memory.ends[place.part] + place.group;
@@ -257,15 +259,16 @@ GACT_FN void ends_of_any_tile(const T* x, const Place& place, Memory<T, Layout>&
 #pragma unroll 1
     for (int row = 0; row < (column == 0 ? place.rows : place.second_rows); ++row) {
       const u32 group = Layout::group_of(row / 4, column);
-      const T value = x[place.first + wide_product(static_cast<u32>(row), place.width) + column];
+      const T value = x[first_element(place) + wide_product(static_cast<u32>(row), place.width) + column];
       ends[group] = joined(ends[group], ends_of(value));
     }
   }
 }
 
+// A whole tile and the ranges of its groups.
 template <class T, class Layout>
 GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], Memory<T, Layout>& memory) {
-  const T* source = x + place.first;
+  const T* source = x + first_element(place);
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
     rows[i] = *reinterpret_cast<const Row<T>*>(source);
@@ -274,14 +277,13 @@ GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], M
   Ends<T> ends[Layout::kThreadGroups];
   ends_of_tile(rows, Layout{}, ends);
 #pragma unroll
-  for (u32 group = 0; group < Layout::kThreadGroups; ++group)
-    memory.ends[place.part][place.group + group] = ends[group];
+  for (u32 i = 0; i < Layout::kThreadGroups; ++i) memory.ends[place.part][place.group + i] = ends[i];
 }
 
 template <class T, int BITS, class Layout>
 GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buffer& buffer,
                         Memory<T, Layout>& memory) {
-  const Place place = place_of_thread<BITS>(Layout{}, length, columns);
+  const Place place = place_of_thread(Layout{}, length, columns);
   Row<T> rows[kTileRows];
   if (is_whole(place)) {
     load_tile(x, place, rows, memory);
@@ -294,7 +296,7 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
     describe_group<T, BITS>(x, place_of_group(Layout{}, index, length, columns), index, buffer, memory);
   }
   sync_block();
-  u32* target = buffer.words + place.first_word;
+  u32* target = buffer.words + place_of_rows(place, BITS);
   if (is_whole(place) && !is_slow(place, memory)) {
     pack_whole_tile<T, BITS>(rows, place, seed, target, memory);
   } else {
@@ -345,7 +347,7 @@ template <class T, int BITS, class Layout>
 GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders, const Place& place, u64 seed,
                                T* out) {
   const PhiloxPair pair = pair_of(place, seed);
-  T* target = out + place.first;
+  T* target = out + first_element(place);
   u32 noise[4];
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
@@ -367,7 +369,7 @@ GACT_FN void unpack_whole_tile(const u32 words[BITS][2], const Decoder* decoders
 // Any tile, by the definitions. `first_group` is the number of its first group.
 template <class T, int BITS, class Layout>
 GACT_FN void unpack_any_tile(const Buffer& buffer, const Place& place, u64 first_group, u64 seed, T* out) {
-  const u32* source = buffer.words + place.first_word;
+  const u32* source = buffer.words + place_of_rows(place, BITS);
 #pragma unroll 1
   for (int column = 0; column < 2; ++column) {
 #pragma unroll 1
@@ -384,19 +386,19 @@ GACT_FN void unpack_any_tile(const Buffer& buffer, const Place& place, u64 first
       const u16 stored = buffer.scales[group];
       const float offset = offset_value(buffer.offsets[group], step_of(stored), T{});
       const float value = decode(code, stored, offset, BITS, noise_at(place, row, column, seed));
-      from_float(value, out + (place.first + wide_product(static_cast<u32>(row), place.width) + column));
+      from_float(value, out + (first_element(place) + wide_product(static_cast<u32>(row), place.width) + column));
     }
   }
 }
 
 template <class T, int BITS, class Layout>
 GACT_FN void unpack_block(const Buffer& buffer, u64 length, u32 columns, u64 seed, T* out) {
-  const Place place = place_of_thread<BITS>(Layout{}, length, columns);
+  const Place place = place_of_thread(Layout{}, length, columns);
   const u64 first_group = first_group_of(Layout{}, place);
   u32 words[BITS][2], scales = 0;
   Decoder decoders[Layout::kThreadGroups];
   if (is_whole(place)) {
-    const u32* source = buffer.words + place.first_word;
+    const u32* source = buffer.words + place_of_rows(place, BITS);
     const bool wide = is_wide(source);
 #pragma unroll
     for (int i = 0; i < BITS; ++i) {
@@ -422,7 +424,7 @@ using Layout = GACT_LAYOUT<GACT_GROUP>;
 
 // Blocks that should fit on a multiprocessor, which limits registers: pack holds 128 bytes of 16-bit elements a thread
 // or 256 of float, unpack what is stored of them.
-constexpr int kPackBlocks = (sizeof(Stored) == 2 ? 1024 : 512) / Layout::kThreads;
+constexpr int kPackBlocks = (sizeof(Stored) == 2 ? 768 : 512) / Layout::kThreads;
 constexpr int kUnpackBlocks = 768 / Layout::kThreads;
 
 }  // namespace gact

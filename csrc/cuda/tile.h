@@ -20,12 +20,11 @@ GACT_FN constexpr int field_bits(int field) { return 8 >> field; }
 // Groups are columns. A block has GROUP rows of some columns; its threads are in rows, one tile below the other.
 template <int GROUP>
 struct ByColumn {
-  static constexpr u32 kPairs = GROUP <= 128 ? 64 : 32;  // of columns
-  static constexpr u32 kParts = GROUP / kTileRows;       // tiles of a group
+  static constexpr u32 kPairs = GROUP == 64 ? 64 : (GROUP == 512 ? 16 : 32);  // of columns
+  static constexpr u32 kParts = GROUP / kTileRows;                            // tiles of a group
   static constexpr u32 kThreads = kPairs * kParts;
   static constexpr u32 kGroups = 2 * kPairs;  // of a block
   static constexpr u32 kThreadGroups = 2;
-  static constexpr u32 kWidth = 0;  // of a row: known to the launch only
 
   // Of the groups of a thread, the one that has column 0 or 1 of four rows; whether it begins, or ends, with them.
   GACT_FN constexpr u32 group_of(int, int column) { return static_cast<u32>(column); }
@@ -36,10 +35,9 @@ struct ByColumn {
 // Groups are GROUP elements in a row, some rows of 16 elements. Eight threads have 32 rows.
 template <int GROUP>
 struct InMemoryOrder {
-  static constexpr u32 kWidth = kRowElements;
-  static constexpr u32 kParts = kWidth / 2;
-  static constexpr u32 kThreads = 256;
-  static constexpr u32 kThreadGroups = kTileRows * kWidth / GROUP;
+  static constexpr u32 kParts = kRowElements / 2;
+  static constexpr u32 kThreads = 128;
+  static constexpr u32 kThreadGroups = kTileRows * kRowElements / GROUP;
   static constexpr u32 kGroups = kThreads / kParts * kThreadGroups;
 
   GACT_FN constexpr u32 group_of(int quad, int) { return static_cast<u32>(4 * quad * kRowElements / GROUP); }
@@ -51,10 +49,7 @@ struct InMemoryOrder {
 
 // The tile of a thread.
 struct Place {
-  u64 first;              // number of its first element
-  u64 first_word;         // of its first column, in row of words 0 of the tile
-  u64 block;              // number of its first 8 rows, a multiple of 4
-  u32 pair;               // number of its two columns
+  u32 tile, pair;         // its number among 32 rows each, and that of its two columns
   u32 width;              // of a row
   u32 part, group;        // of its groups it has part `part`; the first of them, in the block
   int tile_rows;          // in the matrix, at most 32
@@ -63,6 +58,16 @@ struct Place {
 
 // The second column never has more rows than the first.
 GACT_FN bool is_whole(const Place& place) { return place.second_rows == kTileRows; }
+
+// Number of the first of `rows` rows for each tile, of the thread's first column: of elements, or of words of codes.
+GACT_FN u64 place_of_rows(const Place& place, int rows) {
+  return static_cast<u64>(place.tile) * static_cast<u32>(rows) * place.width + 2u * place.pair;
+}
+
+GACT_FN u64 first_element(const Place& place) { return place_of_rows(place, kTileRows); }
+
+// Number of the first eight rows, a multiple of 4.
+GACT_FN u64 first_block(const Place& place) { return static_cast<u64>(place.tile) * kBlocks; }
 
 // One group of the block, for the thread that describes it.
 struct GroupPlace {
@@ -81,7 +86,7 @@ GACT_FN int rest(u64 length, u64 start, int limit) {
 // Rows of 16 elements, the last of which may be short.
 GACT_FN int rows_of(int elements) { return (elements + kRowElements - 1) / kRowElements; }
 
-template <int BITS, int GROUP>
+template <int GROUP>
 GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
   using Layout = ByColumn<GROUP>;
   const u32 across = (columns + Layout::kGroups - 1) / Layout::kGroups;
@@ -90,35 +95,27 @@ GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
   place.part = thread_of_block() / Layout::kPairs;
   place.group = 2 * (thread_of_block() % Layout::kPairs);
   place.width = columns;
+  place.tile = down * Layout::kParts + place.part;
   const u32 column = (block_of_grid() - down * across) * Layout::kGroups + place.group;
-  const u32 tile = down * Layout::kParts + place.part;
-  const u64 row = static_cast<u64>(tile) * kTileRows;
   place.pair = column / 2;
-  place.block = static_cast<u64>(tile) * kBlocks;
-  place.first = row * columns + column;
-  place.first_word = static_cast<u64>(tile) * BITS * columns + column;
-  place.tile_rows = place.rows = place.second_rows = column < columns ? rest(rows, row, kTileRows) : 0;
+  const int left = column < columns ? rest(rows, static_cast<u64>(place.tile) * kTileRows, kTileRows) : 0;
+  place.tile_rows = place.rows = place.second_rows = left;
   return place;
 }
 
-template <int BITS, int GROUP>
+template <int GROUP>
 GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32) {
   using Layout = InMemoryOrder<GROUP>;
-  Place place;
-  place.part = thread_of_block() % Layout::kParts;
-  place.group = thread_of_block() / Layout::kParts * Layout::kThreadGroups;
-  place.width = Layout::kWidth;
-  const u64 tile =
-      static_cast<u64>(block_of_grid()) * (Layout::kThreads / Layout::kParts) + thread_of_block() / Layout::kParts;
-  const u64 start = tile * (kTileRows * Layout::kWidth);
-  place.pair = place.part;
-  place.block = tile * kBlocks;
-  place.first = start + 2 * place.pair;
-  place.first_word = tile * (BITS * Layout::kWidth) + 2 * place.pair;
   constexpr int kElements = kTileRows * kRowElements;
-  place.tile_rows = rows_of(rest(numel, start, kElements));
-  place.rows = rows_of(rest(numel, place.first, kElements));
-  place.second_rows = rows_of(rest(numel, place.first + 1, kElements));
+  Place place;
+  place.part = place.pair = thread_of_block() % Layout::kParts;
+  place.group = thread_of_block() / Layout::kParts * Layout::kThreadGroups;
+  place.width = kRowElements;
+  place.tile = block_of_grid() * (Layout::kThreads / Layout::kParts) + thread_of_block() / Layout::kParts;
+  const u64 first = first_element(place);
+  place.tile_rows = rows_of(rest(numel, first - 2u * place.pair, kElements));
+  place.rows = rows_of(rest(numel, first, kElements));
+  place.second_rows = rows_of(rest(numel, first + 1, kElements));
   return place;
 }
 
@@ -143,12 +140,12 @@ GACT_FN GroupPlace place_of_group(InMemoryOrder<GROUP>, u32 index, u64 numel, u3
 // In the sections of scales and offsets.
 template <int GROUP>
 GACT_FN u64 first_group_of(ByColumn<GROUP>, const Place& place) {
-  return place.block / (GROUP / 8) * place.width + 2 * place.pair;
+  return static_cast<u64>(place.tile / (GROUP / kTileRows)) * place.width + 2 * place.pair;
 }
 
 template <int GROUP>
 GACT_FN u64 first_group_of(InMemoryOrder<GROUP>, const Place& place) {
-  return place.block / kBlocks * InMemoryOrder<GROUP>::kThreadGroups;
+  return static_cast<u64>(place.tile) * InMemoryOrder<GROUP>::kThreadGroups;
 }
 
 // ---- a packed buffer

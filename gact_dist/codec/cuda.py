@@ -17,9 +17,11 @@ ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bflo
 BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
 _VECTOR_BYTES = 16
-# As in csrc/cuda/tile.h: the elements of a thread, and the threads of a block in memory order.
+# As in csrc/cuda/tile.h: the elements of a thread, the threads of a block in memory order, and the pairs of columns that a
+# block has of each group size.
 _TILE_ELEMENTS = 64
-_MEMORY_ORDER_THREADS = 256
+_MEMORY_ORDER_THREADS = 128
+_COLUMN_PAIRS = {64: 64, 128: 32, 256: 32, 512: 16}
 # Blocks of the variance kernel: enough to fill any GPU, few enough that adding up their sums takes no time.
 _VARIANCE_BLOCKS = 1024
 
@@ -63,8 +65,7 @@ def _grid(numel: int, group_size: int, columns: int) -> tuple[int, int]:
     if columns == 1:
         threads = _MEMORY_ORDER_THREADS
         return -(-numel // (_TILE_ELEMENTS * threads)), threads
-    pairs = 64 if group_size <= 128 else 32
-    rows = numel // columns
+    pairs, rows = _COLUMN_PAIRS[group_size], numel // columns
     return -(-rows // group_size) * -(-columns // (2 * pairs)), pairs * group_size // TILE_ROWS
 
 
