@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup.sh --test
 bin=.venv/bin
-mapfile -t sources < <(find csrc tests/support -name "*.cpp" -o -name "*.cu" -o -name "*.h")
+mapfile -t sources < <(find csrc tests/support tools -name "*.cpp" -o -name "*.cu" -o -name "*.h")
 
 if [[ "${1:-}" == --fix ]]; then
     "$bin/ruff" format --quiet

@@ -11,7 +11,6 @@ With --device cuda: pack_out and unpack_out against copy_ on the device, timed b
 
 import argparse
 import datetime
-import importlib
 import json
 import platform
 import statistics
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gact_dist import codec
-from gact_dist.codec import ops
+from gact_dist.codec import nvrtc, ops
 
 GROUP_SIZE = codec.DEFAULT_GROUP_SIZE
 COLUMNS = 768
@@ -201,7 +200,7 @@ def device_environment() -> dict:
         "multiprocessors": properties.multi_processor_count,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cupy": importlib.import_module("cupy").__version__,
+        "nvrtc": ".".join(map(str, nvrtc.find_nvrtc().version())),
     }
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import importlib.util
 import json
 import platform
 import statistics
@@ -40,6 +39,7 @@ from torch import Tensor, nn
 
 from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
 from benchmarks.step.strategies import STRATEGIES, Run, without_level, without_offload
+from gact_dist.codec import nvrtc
 from gact_dist.report import MemoryReport
 
 WARM_UP_STEPS = 4  # one to learn roles, one to plan offload, one by that plan, one to spare
@@ -280,7 +280,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found |= {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-        found["cupy"] = importlib.import_module("cupy").__version__ if importlib.util.find_spec("cupy") else None
+        found["nvrtc"] = ".".join(map(str, nvrtc.find_nvrtc().version()))
     return found
 
 

@@ -1,5 +1,6 @@
 """The codec on a real GPU: the bytes of the CPU, no waiting for the device, and the jobs around it."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,12 +11,11 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import codec
+from gact_dist.codec import driver, ops, reference
 from gact_dist.codec import format as payload_format
-from gact_dist.codec import nvrtc, ops, reference
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
-pytest.importorskip("cupy", reason="CuPy, which the kernels need, is not installed")
 
 DTYPES = payload_format.PACK_DTYPES
 ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
@@ -193,13 +193,13 @@ def test_elements_beyond_32_bits_are_numbered_right() -> None:
     tail = random_tensor(numel - first * group_size, torch.bfloat16)
     x[first * group_size :] = tail.to(DEVICE)
     buffer = ops.pack(x, bits, group_size, SEED)
-    planes, scale, offset = reference._split(buffer, payload_format.sections(numel, bits, group_size), bits, group_size)
-    stored = [part[first:].cpu() for part in (planes, scale, offset)]
-    start = first * group_size
+    start = first * group_size  # of a tile
+    words, scale, offset = reference._split(buffer, payload_format.sections(numel, bits, group_size))
+    stored = [words[start * bits // 32 :].cpu(), scale[first:].cpu(), offset[first:].cpu()]
     for part, expected in zip(stored, reference.pack_groups(tail, bits, group_size, SEED, start), strict=True):
         assert torch.equal(raw(part), raw(expected))
     decoded = ops.unpack(buffer, bits, group_size, numel, x.dtype, SEED)[start:]
-    wanted = reference.unpack_groups(*stored, bits, SEED, start, x.dtype)[: tail.numel()]
+    wanted = reference.unpack_groups(*stored, bits, group_size, SEED, start, tail.numel(), x.dtype)
     assert torch.equal(decoded.cpu(), wanted)
 
 
@@ -316,12 +316,42 @@ def test_a_cuda_graph_replays_pack_and_unpack() -> None:
 def test_a_module_that_is_not_loaded_during_a_capture_is_a_clear_error() -> None:
     x = torch.zeros(1000, device=DEVICE)
     ops.pack(x, 4, 256, SEED)
-    nvrtc.function_of.cache_clear()
-    nvrtc._loaded.cache_clear()
-    refused = pytest.raises(RuntimeError, match="run one step with the same dtypes before the capture")
+    driver._loaded.cache_clear()
+    refused = pytest.raises(RuntimeError, match="run one step with the same dtypes and bits before the capture")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         ops.pack(x, 4, 256, SEED)
     assert torch.equal(ops.pack(x, 4, 256, SEED).cpu(), ops.pack(x.cpu(), 4, 256, SEED))
+
+
+def test_what_is_loaded_but_was_never_launched_can_be_captured() -> None:
+    x = random_tensor(5000, torch.float32).to(DEVICE)
+    driver._loaded.cache_clear()
+    packed = ops.pack(x, 5, 64, SEED)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoded = ops.unpack(packed, 5, 64, x.numel(), x.dtype, SEED)
+    graph.replay()
+    assert torch.equal(decoded.cpu(), ops.unpack(packed.cpu(), 5, 64, x.numel(), x.dtype, SEED))
+
+
+def test_a_new_thread_has_no_context_yet_and_gets_one() -> None:
+    x = random_tensor(5000, torch.float32)
+    on_gpu, packed = x.to(DEVICE), []
+    thread = threading.Thread(target=lambda: packed.append(ops.pack(on_gpu, 4, 64, SEED)))
+    thread.start()
+    thread.join()
+    assert torch.equal(packed[0].cpu(), ops.pack(x, 4, 64, SEED))
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    x = random_tensor(256, torch.float32).to(DEVICE)
+    packed = ops.pack(x, 4, 64, SEED)
+    with pytest.raises(ValueError, match="out is on cpu, expected cuda:0"):
+        ops.pack_out(x, 4, 64, SEED, packed.cpu())
+    with pytest.raises(ValueError, match="out is on cpu, expected cuda:0"):
+        ops.unpack_out(packed, 4, 64, 256, torch.float32, SEED, x.cpu())
+    with pytest.raises(ValueError, match="weight is on cpu, expected cuda:0"):
+        ops.rounding_variance(x, x.cpu(), 64)
 
 
 def test_pack_and_unpack_allocate_their_results_only() -> None:

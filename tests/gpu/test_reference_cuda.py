@@ -1,4 +1,4 @@
-"""The PyTorch reference on a CUDA device, as where CuPy is absent: the bytes of the CPU, without waiting."""
+"""The PyTorch reference on a CUDA device, as where NVRTC is absent: the bytes of the CPU, without waiting."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from codec_tensors import random_tensor, raw, special_tensors
 from torch import Tensor
 
+from gact_dist.codec import driver, nvrtc, ops
 from gact_dist.codec import format as payload_format
-from gact_dist.codec import nvrtc, ops
 
 DEVICE = "cuda"
 
@@ -21,19 +21,18 @@ SEED = -7_123_456_789_012_345_678
 
 
 def forget_kernels() -> None:
-    nvrtc.function_of.cache_clear()
-    nvrtc._loaded.cache_clear()
+    driver._loaded.cache_clear()
     ops._warned.discard("cuda")
 
 
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CuPy cannot be imported; what is remembered of that is gone before and after."""
+    """NVRTC cannot be found; what is remembered of that is gone before and after."""
 
     def refuse() -> None:
-        raise nvrtc.KernelsUnavailableError("CuPy is needed")
+        raise nvrtc.KernelsUnavailableError("NVRTC is needed")
 
-    monkeypatch.setattr(nvrtc, "_cupy", refuse)
+    monkeypatch.setattr(driver, "find_nvrtc", refuse)
     forget_kernels()
     yield
     assert "cuda" in ops._warned  # so the reference was at work
