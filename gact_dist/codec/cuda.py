@@ -17,8 +17,8 @@ ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bflo
 BLOCK_WARPS = 4
 BLOCK_THREADS = 32 * BLOCK_WARPS
 _VECTOR_BYTES = 16
-# As in csrc/cuda/tile.h: the elements of a thread, the threads of a block in memory order, and the pairs of columns that a
-# block has of each group size.
+# As in csrc/cuda/tile.h: the elements of a thread, the threads of a block in memory order, and by column the pairs of
+# columns that a block has for each group size.
 _TILE_ELEMENTS = 64
 _MEMORY_ORDER_THREADS = 128
 _COLUMN_PAIRS = {64: 64, 128: 32, 256: 32, 512: 16}

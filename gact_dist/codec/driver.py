@@ -66,7 +66,7 @@ class Driver:
             return
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(status, ctypes.byref(text))
-        raise DriverError(status, f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+        raise DriverError(status, f"the driver refused {name}: {(text.value or b'unknown error').decode()} ({status})")
 
     def enter_context(self, device_index: int) -> None:
         """Make the context that torch uses on a device current, in a thread that has none yet.

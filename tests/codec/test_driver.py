@@ -154,7 +154,7 @@ def test_a_refused_source_is_remembered(machine: Machine) -> None:
 
 def test_other_errors_of_the_driver_are_not_remembered(machine: Machine) -> None:
     machine.fake.fail_loads(719)
-    with pytest.raises(driver.DriverError, match=r"cuModuleLoadData: unknown error \(719\)"):
+    with pytest.raises(driver.DriverError, match=r"the driver refused cuModuleLoadData: unknown error \(719\)"):
         launch()
     launch()
     with pytest.raises(driver.DriverError, match="cuLaunchKernel"):
