@@ -6,7 +6,7 @@ import pytest
 from emulation import emulated_launch
 
 from gact_dist.codec import cuda, nvrtc
-from tools.ptx.machine import Machine
+from tools.ptx.machine import CACHE, Machine
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +33,7 @@ def compiler() -> nvrtc.Nvrtc:
 def machine(compiler: nvrtc.Nvrtc, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """The operators of cuda.py take CPU tensors and run their PTX; no thread may race with another."""
     machine = Machine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # of what NVRTC compiles
     monkeypatch.setattr(cuda, "launch", machine.launch)
     yield machine
     assert machine.findings.races == 0, machine.findings.reports[:3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import subprocess
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ from gact_dist.codec.driver import Kernel
 from .program import Program, programs_of
 
 _SOURCE = Path(__file__).with_name("machine.cpp")
+CACHE = Path(__file__).parents[2] / ".cache"
 _FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 
 
@@ -40,8 +40,7 @@ class Findings:
 def _library_path() -> Path:
     """Where the library is kept: it takes seven seconds to compile and changes with its source only."""
     key = hashlib.sha256(_SOURCE.read_bytes() + repr(_FLAGS).encode()).hexdigest()[:16]
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root, "gact_dist", f"ptx-machine-{key}.so")
+    return CACHE / f"ptx-machine-{key}.so"
 
 
 @cache
