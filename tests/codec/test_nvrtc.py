@@ -69,6 +69,7 @@ def test_nvrtc_compiles_the_kernels(
     assert len(binary) >= end_of_tables(binary)
     ptx = nvrtc.compile_kernels(compiler, file, definitions, f"compute_{architecture}")
     assert set(re.findall(rb"\.entry (\w+)", ptx)) == {name.encode() for name in KERNELS[file]}
+    assert set(re.findall(rb"\.param (\.\w+)", ptx)) == {b".u64"}  # what Driver.launch passes
 
 
 def end_of_tables(elf: bytes) -> int:

@@ -84,7 +84,7 @@ def test_torch_finds_no_wait_in_whole_steps(level, checkpointed):
 
 @pytest.mark.parametrize(("level", "checkpointed"), JOBS)
 def test_a_trace_shows_no_wait_in_whole_steps(level, checkpointed):
-    """torch's own check knows torch's calls; this one sees CuPy's and those of the pool as well."""
+    """torch's own check knows torch's calls; this one sees the driver's and those of the pool as well."""
     step, gact = job(level, checkpointed)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
