@@ -105,13 +105,16 @@ def _strings(values: Iterable[bytes]) -> ctypes.Array:
 
 
 def _library_candidates(major: str) -> Iterator[str]:
-    """File names of NVRTC: what is loaded already or the linker finds, NVIDIA's wheels, the CUDA toolkit."""
+    """File names of NVRTC: NVIDIA's wheels, what is loaded already or the linker finds, the CUDA toolkit.
+
+    The wheels come first: their folder has the library of built-in functions, which nothing else may have loaded.
+    """
     name = f"libnvrtc.so.{major}"
-    yield name
     spec = importlib.util.find_spec("nvidia")
     for wheels in spec.submodule_search_locations or () if spec else ():
         for folder in (f"cu{major}", "cuda_nvrtc"):
             yield str(Path(wheels, folder, "lib", name))
+    yield name
     for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if toolkit:
             yield str(Path(toolkit, "lib64", name))
