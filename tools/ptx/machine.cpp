@@ -262,7 +262,7 @@ float float_of(u32 bits) {
 float result(float value) { return std::isnan(value) ? float_of(kCanonicalNan) : value; }
 double result(double value) { return value; }
 
-// The smaller one, with -0.0 below +0.0; a NaN gives way to a number, or with .NaN wins.
+// The smaller one, with -0.0 below +0.0; of a NaN and a number it is the number, or with .NaN the NaN.
 template <class F>
 F smaller(F a, F b, bool nan_wins) {
   if (std::isnan(a) || std::isnan(b)) {
