@@ -139,7 +139,9 @@ def rounding_variance(values: Tensor, weights: Tensor, start: Tensor, step: Tens
     rows = max(CHUNK_ELEMENTS // values.shape[1], 1)
     parts = (tensor.split(rows) for tensor in (values, weights, start, inverse, step, dithered))
     for value, weight, offset, per_step, one_step, may_dither in zip(*parts, strict=True):
-        edge = ((value - offset) * per_step).frac_().sub_(0.5).abs_()
+        # fractions in units of 1/256 of the exact product, as the codec rounds them
+        units = ((value - offset).double() * per_step.double()).mul_(256).round_()
+        edge = units.div_(256).frac_().sub_(0.5).abs_().float()
         dither = may_dither & (edge.mean(1, True) < 3 / 8)
         whole = weight.sum(1, True)
         plain = whole / 4 - (edge.square_() * weight).sum(1, True)

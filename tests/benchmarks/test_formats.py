@@ -33,7 +33,7 @@ def test_the_format_in_use_is_the_codec(shape):
     tensor = saved(uneven(int(np.prod(shape[:-1])), shape[-1]).reshape(shape))
     here, codec = formats.group_format(tensor), formats.codec_format(tensor)
     np.testing.assert_allclose(here.bits, codec.bits)
-    # the codec counts fractions of a step in units of 2^-16
+    # both count fractions of a step in units of 2^-8
     np.testing.assert_allclose(here.variance, codec.variance, rtol=1e-3)
 
 
