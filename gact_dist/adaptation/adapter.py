@@ -2,8 +2,14 @@
 
 [Note: shares] Measured in one step, a batch of 8 examples makes that step 8 times as long as others. So where steps are
 long, an adaptation takes several of them: in each a rank measures one part of that step's examples, in the last the new
-plan is compared with the exact gradient, and only then is it used. Ranks take as many steps as the one with the most
-parts. What was measured so far is in no state: a run whose state is asked for begins anew, as a resumed one does.
+plan is compared with the exact gradient, and only then is it used. A part that is more than half of the batch, as a
+single example is, takes two steps ([Note: two halves] in sensitivity/halfway.py), and until the second a copy of it is
+kept. Ranks take as many steps as the one with the most parts. What was measured so far is in no state: a run whose
+state is asked for begins anew, as a resumed one does.
+
+[Note: first step] Whether steps are long is known from the steps of the job. Before the first one it is seen in the
+first forward of the measurement. If they are, the measurement ends there and begins anew in the second step. The first
+then runs under the default widths, and so it is these that are compared with the exact gradient in it.
 """
 
 from __future__ import annotations
@@ -25,10 +31,13 @@ from ..hooks import Footprint, SavedTensorHooks, has_compiled_parts
 from ..policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
 from ..sensitivity import (
     MeasurementError,
+    Paused,
     ProbeBatch,
     ProbePart,
+    ResumeError,
     Sensitivity,
     blocks_of,
+    kept,
     measure,
     of_whole_batch,
     rounded_moments,
@@ -46,6 +55,8 @@ _LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
 # Size of the average saved tensor in a part of the batch that is worth a measurement of its own, and in a step that is
 # long; with smaller ones most of the time is that of the calls of operators.
 _LEAST_BYTES = 1 << 18
+# Of the batch: a larger part takes two steps.
+_LARGEST = 0.5
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -110,6 +121,20 @@ class Haste(Enum):
     CALIBRATION = "calibrate()"  # at once, and as well as may be
 
 
+class _PausedPart(NamedTuple):
+    """A part of a batch whose measurement goes on in the next step."""
+
+    measurement: Paused
+    examples: Any
+    """a copy of them"""
+    fraction: float
+    """of the batch"""
+
+
+class _SeenEnough(Exception):
+    """Ends a measurement whose forward has shown how long steps are."""
+
+
 class AdaptationInSteps:
     """An adaptation that is under way. See [Note: shares]."""
 
@@ -118,9 +143,19 @@ class AdaptationInSteps:
     step: int
     is_spread: bool
     """whether steps are long, so that it takes several"""
+    is_first: bool
+    """whether that is to be seen; see [Note: first step]"""
+    has_seen = False
+    """whether the measurement ended when it was seen"""
+    pauses: bool | None = None
+    """whether each part takes two steps, as all ranks have agreed; None where that depends on its size"""
+    paused: _PausedPart | None = None
 
-    def __init__(self, adapted: Callable[[AdaptationInSteps], Generator[None, None, Adaptation]]) -> None:
+    def __init__(self, adapted: Callable[[AdaptationInSteps], Generator[None, None, Adaptation]], haste: Haste) -> None:
         """adapted: runs it; it yields at the end of a step and returns the outcome."""
+        self.haste = haste
+        self.stored_exactly: dict[str, str] = {}
+        """tensors that the plan until now must not round, each with the reason"""
         self._run = adapted(self)
 
     def go_on(self, batch: ProbeBatch, step: int) -> Adaptation | None:
@@ -193,19 +228,21 @@ class Adapter:
 
     def adapt(self, haste: Haste) -> AdaptationInSteps:
         """Begin an adaptation."""
-        return AdaptationInSteps(lambda now: self._adapted(now, haste))
+        return AdaptationInSteps(self._adapted, haste)
 
-    def _adapted(self, now: AdaptationInSteps, haste: Haste) -> Generator[None, None, Adaptation]:
+    def _adapted(self, now: AdaptationInSteps) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
-        is_long = self._most_parts() >= 1.0
-        now.is_spread = haste is Haste.NONE and distributed.any_rank([is_long], self._groups)[0]
+        known = [self._most_parts() >= 1.0, self._heaviest_bytes > 0]
+        is_long, any_seen = distributed.any_rank(known, self._groups)
+        now.is_spread, now.is_first = (now.haste is Haste.NONE and condition for condition in (is_long, not any_seen))
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
         step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
         if step_bytes is not None and not self._hooks.plan.bits:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
-        costs, invalid, exact = yield from self._measured_without_faults(now, haste)
+        costs, invalid, exact = yield from self._measured_without_faults(now)
+        exact = {**now.stored_exactly, **exact}
         for name, ranks in invalid.items():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
@@ -300,14 +337,14 @@ class Adapter:
     # -- what must not be rounded -----------------------------------------------------------------------------------
 
     def _measured_without_faults(
-        self, now: AdaptationInSteps, haste: Haste
+        self, now: AdaptationInSteps
     ) -> Generator[None, None, tuple[Costs, dict[str, int], dict[str, str]]]:
         """As _measured(), and the tensors that have to be stored exactly, each with the reason.
 
         Sensitivities are measured under the current plan. If it makes the gradient infinite or NaN, so are the
         sensitivities of many tensors: they are measured anew without the ones that are to blame.
         """
-        costs, invalid = yield from self._measured(now, haste)
+        costs, invalid = yield from self._measured(now)
         if self._verifier is None:
             return costs, invalid, {}
         exact = self._verifier.exact
@@ -316,7 +353,7 @@ class Adapter:
         judged, found, _ = self._verifier.verify(now.batch, self._hooks.plan, now.step)
         if found:
             self._hooks.plan = self._hooks.plan.updated(dict.fromkeys(found))
-            costs, invalid = yield from self._measured(now, haste)
+            costs, invalid = yield from self._measured(now)
         invalid = {name: ranks for name, ranks in invalid.items() if name not in exact}
         lost = [name for name in invalid if name not in costs.names]
         if not judged or not lost:
@@ -337,13 +374,14 @@ class Adapter:
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, now: AdaptationInSteps, haste: Haste) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
+    def _measured(self, now: AdaptationInSteps) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
         on fewer examples at once, then without a second derivative."""
         estimator = self._config.estimator
+        first = (yield from self._in_first_step(now, estimator)) if now.is_first else []
         while True:
             parts = self._parts(now.batch, self._finer)
-            measured = yield from self._in_shares(now, estimator, haste, parts)
+            measured = first.pop() if first else (yield from self._in_shares(now, estimator, parts))
             costs, invalid, fits = self._reduced(None if measured is None else of_whole_batch(measured))
             if fits:
                 return costs, invalid
@@ -373,33 +411,60 @@ class Adapter:
         """How many parts of a batch are worth a measurement of their own, as far as steps were seen."""
         return self._heaviest_bytes / (_LEAST_BYTES * max(1, len(self._hooks.account.rows)))
 
-    def _in_shares(
-        self, now: AdaptationInSteps, estimator: str, haste: Haste, parts: int
-    ) -> Generator[None, None, _Parts | None]:
+    def _in_first_step(self, now: AdaptationInSteps, estimator: str) -> Generator[None, None, list[_Parts | None]]:
+        """What this rank measures before the first step of the job; nothing, if it is to be measured after this.
+
+        See [Note: first step]. Ranks that gather parameters for one another end their measurement in any case to agree.
+        """
+        measured = self._measure(now, estimator, self._parts(now.batch, self._finer))
+        now.is_first = False
+        now.is_spread, ended = distributed.any_rank([now.is_spread, now.has_seen], self._groups)
+        if not now.is_spread:
+            return [] if ended else [measured]
+        if self._verifier is not None:
+            plan = self._hooks.plan
+            now.stored_exactly = self._verifier.verify(now.batch, plan, now.step, provisional=True).found
+            self._hooks.plan = plan.updated(dict.fromkeys(now.stored_exactly))
+        yield
+        return []
+
+    def _in_shares(self, now: AdaptationInSteps, estimator: str, parts: int) -> Generator[None, None, _Parts | None]:
         """What this rank measures of its parts, one of them a step where steps are long. See [Note: shares]."""
         if not now.is_spread:
-            return self._measure(now, estimator, haste, parts)
+            return self._measure(now, estimator, parts)
+        now.pauses = self._all_pause(now.batch, parts)
         found: list[_Parts | None] = []
-        for share in range(-int(distributed.least_of_ranks(-parts, self._groups))):
-            if share > 0:
-                yield
-            # a rank that is done, or failed, still has its place in the collectives
-            done = share > 0 and (not found[-1] or sum(part[1] for part in found[-1]) >= now.batch.fraction)
-            found.append(self._measure(now, estimator, haste, parts, _NO_PART if done else share))
-        return None if None in found else [part for seen in found for part in seen or []]
+        share = 0
+        while True:
+            found.append(self._measure(now, estimator, parts, share))
+            if now.paused is None:
+                seen = found[-1]
+                # a rank that is done, or failed, still has its place in the collectives
+                done = not seen or share + 1 >= parts or sum(part[1] for part in seen) >= now.batch.fraction
+                share = _NO_PART if done else share + 1
+            if not distributed.any_rank([share != _NO_PART], self._groups)[0]:
+                return None if None in found else [part for seen in found for part in seen or []]
+            yield
 
-    def _measure(
-        self, now: AdaptationInSteps, estimator: str, haste: Haste, parts: int, only: int | None = None
-    ) -> _Parts | None:
+    def _all_pause(self, batch: ProbeBatch, parts: int) -> bool | None:
+        """See AdaptationInSteps.pauses. Ranks that gather parameters for one another pause together."""
+        if distributed.sharding(self._model) is None:
+            return None
+        conditions = [batch.fraction / parts > _LARGEST, not batch.can_be_kept]
+        is_large, cannot = distributed.any_rank(conditions, self._groups)
+        return is_large and not cannot
+
+    def _measure(self, now: AdaptationInSteps, estimator: str, parts: int, only: int | None = None) -> _Parts | None:
         """What this rank measures; None if it runs out of memory. only: one of the parts."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
-                return now.batch.measured(
-                    lambda part: measure(
-                        self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
-                        fraction=part.fraction, probes=self._directions(part, haste), estimator=estimator,
-                    ), parts, only,
-                )  # fmt: skip
+                found = self._second_half(now)
+                if found is not None:
+                    return found
+                measured = now.batch.measured(partial(self._measure_part, now, estimator), parts, only)
+                return [(part, fraction) for part, fraction in measured if part is not None]
+            except _SeenEnough:
+                now.has_seen = True
             except torch.OutOfMemoryError as error:
                 # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with
                 # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
@@ -416,7 +481,40 @@ class Adapter:
                 return []
         return None
 
-    def _directions(self, part: ProbePart, haste: Haste) -> int:
+    def _measure_part(self, now: AdaptationInSteps, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
+        """What is measured of one part; None if that goes on in the next step."""
+        pauses = now.is_spread and (part.fraction > _LARGEST if now.pauses is None else now.pauses)
+        pauses = pauses and now.batch.can_be_kept
+        found = measure(
+            self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
+            fraction=part.fraction, probes=self._directions(now.haste, part), estimator=estimator, pauses=pauses,
+            on_saved=partial(self._look, now, part) if now.is_first else None,
+        )  # fmt: skip
+        if isinstance(found, Paused):
+            now.paused = _PausedPart(found, kept(part.examples), part.fraction)
+            return None
+        return found
+
+    def _second_half(self, now: AdaptationInSteps) -> _Parts | None:
+        """The rest of a part, if one is paused; None if there is none, or this step's examples take its place."""
+        paused, now.paused = now.paused, None
+        if paused is None:
+            return None
+        try:
+            found = paused.measurement.resume(partial(now.batch.on_earlier, paused.examples))
+        except ResumeError as error:
+            _log.info("%s: measuring on the examples of this step at once", error)
+            now.pauses = False
+            return None
+        return [(found, paused.fraction)]
+
+    def _look(self, now: AdaptationInSteps, part: ProbePart, saved_bytes: int, tensors: int) -> None:
+        """At what the first forward saved of a part of the batch. See [Note: first step]."""
+        now.is_spread = saved_bytes / part.fraction >= _LEAST_BYTES * max(1, tensors)
+        if now.is_spread or distributed.sharding(self._model) is not None:
+            raise _SeenEnough
+
+    def _directions(self, haste: Haste, part: ProbePart) -> int:
         """How many directions there is time for in a part of the examples.
 
         An error bound gets all of them: with one, a plan of 1.2 bits had twice the variance that it was chosen for.

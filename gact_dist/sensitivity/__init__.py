@@ -1,10 +1,11 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
 from .comparison import Comparison, compared
+from .halfway import ResumeError
 from .isolation import untouched
-from .one_pass import MeasurementError, Sensitivity, measure, of_whole_batch
+from .one_pass import MeasurementError, Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
-from .probe import REFUSALS, Observation, ProbeBatch, ProbePart
+from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, kept
 from .second_moment import rounded_moments
 
 __all__ = [
@@ -12,11 +13,14 @@ __all__ = [
     "Comparison",
     "MeasurementError",
     "Observation",
+    "Paused",
     "ProbeBatch",
     "ProbePart",
+    "ResumeError",
     "Sensitivity",
     "blocks_of",
     "compared",
+    "kept",
     "measure",
     "of_whole_batch",
     "rounded_moments",

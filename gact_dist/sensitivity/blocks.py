@@ -106,6 +106,8 @@ class Visit:
     own: set[Noted] = field(default_factory=set)
     exits: list[tuple[int, Exit]] = field(default_factory=list)
     """(index among the tensors of the outputs, exit)"""
+    shapes: list[tuple[int, torch.Size]] = field(default_factory=list)
+    """the indices of inputs and exits, each with the shape of its tensor"""
     before: Between | None = None
     leaves: list[Any] = field(default_factory=list)
     """keys of the parameters that it uses, see BlockForward.key_of()"""
@@ -304,6 +306,7 @@ class BlockForward:
                 visit = Visit(function, modules, arguments, around, checkpointed)
                 for number, tensor in chosen.items():
                     visit.inputs.append((number, self._kept(tensor, kept), get_gradient_edge(tensor)))
+                    visit.shapes.append((number, tensor.shape))
                 starts = {number: cut(tensor) for number, tensor in chosen.items()}
                 args, kwargs = substituted((args, kwargs), starts)
                 known = len(self.found)
@@ -326,6 +329,7 @@ class BlockForward:
                 edge = get_gradient_edge(start)
                 self._exits[edge.node] = last = Exit(edge)
                 visit.exits.append((number, last))
+                visit.shapes.append((number, tensor.shape))
         return substituted(outputs, ends)
 
     def _note_graph(self, visit: Visit, outputs: Any, starts: Sequence[Tensor], started: int) -> None:

@@ -17,11 +17,14 @@ relative to the squared gradient, the plan from the exact point has a variance o
 from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 0.030 and 0.036 are predicted.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +39,14 @@ from .autograd_graph import scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
+from .halfway import Halfway, ResumeError, saved_by, stop_of
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
 from .parts import OpaqueError, seen_through
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
+from .surroundings import Generators
 from .walk import Measured, Walk
 
 _log = logging.getLogger(__name__)
@@ -120,13 +125,17 @@ def measure(
     fraction: float = 1.0,
     probes: int = 1,
     estimator: str = "one-pass",
-) -> list[Sensitivity]:
+    pauses: bool = False,
+    on_saved: Callable[[int, int], None] | None = None,
+) -> list[Sensitivity] | Paused:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
 
     forward: runs the model and returns the scalar loss, or calls backward on it; run once, with the job left untouched
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's examples that forward sees. probes: random directions to average over, on this rank.
-    estimator: see Config.
+    estimator: see Config. pauses: the measurement stops halfway where it can, and returns what goes on with it; the
+    same on all ranks where parameters are sharded. on_saved(bytes, count): told, if the model is measured block by
+    block, how much the forward saved in how many tensors, before anything is measured; what it raises ends that.
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
@@ -134,10 +143,13 @@ def measure(
         matches = estimator == "one-pass" and sharding(model) is None  # where all ranks must run the same forwards
         return _of_compiled(hooks, model, forward, seed, fraction, probes, matches)
     blocks = blocks_of(model, hooks.config.blocks)
-    whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
+    whole = not blocks or _may_be_whole(model)
+    way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")
     while estimator == "one-pass" or not whole:
         try:
-            return _by_walk(hooks, model, blocks, forward, seed, fraction, probes, estimator)
+            if pauses and not way.perturbs:
+                return way.first_half(blocks, forward)
+            return way.measured(blocks, forward, on_saved)
         except InnerBackwardError as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
@@ -160,6 +172,11 @@ def measure(
     records.clear()
     del root
     return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
+
+
+def _may_be_whole(model: nn.Module) -> bool:
+    """Whether all parameters of a model may be there at once."""
+    return sharding(model) in (None, TENSOR_PARALLELISM)
 
 
 def _of_compiled(
@@ -218,10 +235,11 @@ def _without_compiler(
 ) -> dict[str, Sensitivity]:
     """By name, the sensitivities of the model as it was before torch.compile; none where one pass is not possible."""
     blocks = blocks_of(model, hooks.config.blocks)
+    way = _ByWalk(hooks, model, seed, fraction, probes, columns=columns)
     while True:
         try:
             with torch.compiler.set_stance("force_eager"):
-                walked = _by_walk(hooks, model, blocks, forward, seed, fraction, probes, "one-pass", columns)
+                walked = way.measured(blocks, forward)
             return {item.name: item for item in walked}
         except (InnerBackwardError, CutError, OpaqueError, ReplayError) as error:
             _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
@@ -235,40 +253,124 @@ def _blocks_after(error: Exception, blocks: Sequence[nn.Module]) -> list[nn.Modu
     return [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
 
 
-def _by_walk(
-    hooks: SavedTensorHooks,
-    model: nn.Module,
-    blocks: list[nn.Module],
-    forward: Callable[[], Tensor | None],
-    seed: int,
-    fraction: float,
-    probes: int,
-    estimator: str,
-    columns: Mapping[str, int] | None = None,
-) -> list[Sensitivity]:
-    """The sensitivities of all compressible tensors; by perturbation for those that the directions do not reach.
+@dataclass(frozen=True)
+class _ByWalk:
+    """How a model is measured block by block: all compressible tensors, by perturbation those that the directions do
+    not reach."""
 
-    columns: for a model with compiled regions, by which these group some of the tensors, by name.
-    """
-    mode = MeasuringMode(fits=columns is None)
-    cut = BlockForward(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
-    try:
-        with untouched(model, blocks), measurable(mode), cut.run(forward, fraction):
-            if mode.inner_backward:
-                raise InnerBackwardError
-            walk = Walk(hooks, cut, seed=seed, directions=probes, perturbs=estimator == "perturbation")
+    hooks: SavedTensorHooks
+    model: nn.Module
+    seed: int
+    fraction: float
+    probes: int
+    perturbs: bool = False
+    columns: Mapping[str, int] | None = None
+    """for a model with compiled regions, by which these group some of the tensors, by name"""
+
+    def measured(
+        self,
+        blocks: list[nn.Module],
+        forward: Callable[[], Tensor | None],
+        on_saved: Callable[[int, int], None] | None = None,
+    ) -> list[Sensitivity]:
+        """As measure(), at once."""
+        with self._begun(blocks, forward) as (cut, walk):
+            if on_saved is not None:
+                on_saved(*saved_by(cut))
             walk.first()
-            found, fingerprints = {}, {}
-            for item in walk.second():
-                found[item.first] = _measured(hooks, item, columns or {}, fraction)
-                if cut.groups and item.tensor is not None and item.weight is not None:
-                    fingerprints[item.first.name] = fingerprint(item.tensor)
-            ranks = ranks_sharing(fingerprints, cut.groups)
-            return [_of_all_ranks(found[record], ranks) for record in cut.found if record.compressible]
-    except RuntimeError as error:  # the inner backward may have met the border of a block
-        if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
-            raise InnerBackwardError from error
-        raise
+            return self._noted(walk.second(), cut, _Found()).in_order(cut)
+
+    def first_half(self, blocks: list[nn.Module], forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+        """As measure(), halfway if there are blocks enough."""
+        generators = Generators()
+        with self._begun(blocks, forward) as (cut, walk):
+            stop = stop_of(cut, alike=sharding(self.model) is not None)
+            walk.first()
+            found = self._noted(walk.second(stop), cut, _Found())
+            if stop is None:
+                return found.in_order(cut)
+            return Paused(self, blocks, generators, found, walk.halfway(stop))
+
+    def second_half(
+        self,
+        blocks: list[nn.Module],
+        forward: Callable[[], Tensor | None],
+        generators: Generators,
+        found: _Found,
+        halfway: Halfway,
+    ) -> list[Sensitivity]:
+        """The sensitivities of both halves. found: in the first."""
+        with self._begun(blocks, forward, generators) as (cut, walk):
+            return self._noted(walk.resume(halfway), cut, found).in_order(cut)
+
+    @contextmanager
+    def _begun(
+        self, blocks: list[nn.Module], forward: Callable[[], Tensor | None], generators: Generators | None = None
+    ) -> Iterator[tuple[BlockForward, Walk]]:
+        """Within the context the forward has run, by default with the random numbers that come next."""
+        mode = MeasuringMode(fits=self.columns is None)
+        cut = BlockForward(self.hooks, self.model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=self.seed)
+        try:
+            with untouched(self.model, blocks), measurable(mode):
+                if generators is not None:
+                    generators.restore()
+                with cut.run(forward, self.fraction):
+                    if mode.inner_backward:
+                        raise InnerBackwardError
+                    yield cut, Walk(self.hooks, cut, seed=self.seed, directions=self.probes, perturbs=self.perturbs)
+        except RuntimeError as error:  # the inner backward may have met the border of a block
+            if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
+                raise InnerBackwardError from error
+            raise
+
+    def _noted(self, walked: Iterable[Measured], cut: BlockForward, found: _Found) -> _Found:
+        """What was found before, and what a walk finds now."""
+        for item in walked:
+            name = item.first.name
+            found.by_name[name] = _measured(self.hooks, item, self.columns or {}, self.fraction)
+            if cut.groups and item.tensor is not None and item.weight is not None:
+                found.fingerprints[name] = fingerprint(item.tensor)
+        return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a walk has found so far, by the name of the tensor."""
+
+    by_name: dict[str, Sensitivity] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    """with tensor parallelism, by which its ranks find the tensors that all of them hold"""
+
+    def in_order(self, cut: BlockForward) -> list[Sensitivity]:
+        """In the order of a forward; what only another one saved comes first. With tensor parallelism collective."""
+        ranks = ranks_sharing(self.fingerprints, cut.groups)
+        saved = {record.name: None for record in cut.found if record.compressible and record.name in self.by_name}
+        earlier = [name for name in self.by_name if name not in saved]
+        return [_of_all_ranks(self.by_name[name], ranks) for name in (*earlier, *saved)]
+
+
+class Paused:
+    """A measurement of which the first half is done. See [Note: two halves] in halfway.py."""
+
+    def __init__(
+        self, way: _ByWalk, blocks: list[nn.Module], generators: Generators, found: _Found, halfway: Halfway
+    ) -> None:
+        self._way, self._blocks, self._generators = way, blocks, generators
+        self._found, self._halfway = found, halfway
+
+    def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity]:
+        """The sensitivities, of both halves. Can be called once.
+
+        forward: of measure(), on the same examples; the parameters may have changed.
+        Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
+        MeasurementError where parameters are sharded, torch.OutOfMemoryError.
+        """
+        try:
+            return self._way.second_half(self._blocks, forward, self._generators, self._found, self._halfway)
+        except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError) as error:
+            if not _may_be_whole(self._way.model):
+                raise MeasurementError(str(error)) from error
+            raise ResumeError(str(error)) from error
 
 
 def _of_all_ranks(own: Sensitivity, ranks: Mapping[str, int]) -> Sensitivity:

@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import float32_parts, nodes_below
+from .halfway import ResumeError
 from .one_pass import MeasurementError
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class ProbePart(NamedTuple):
     number: int
     parts: int
     """how many there are"""
+    examples: Any
+    """as the loss function takes them"""
 
 
 class ProbeBatch:
@@ -126,7 +129,7 @@ class ProbeBatch:
                 self.count, error,
             )  # fmt: skip
             self._use_whole()
-        return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1)), 1.0)]
+        return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1, self._batch)), 1.0)]
 
     def beginning(self, measure: Callable[[ProbePart], _T], parts: int) -> tuple[_T, float]:
         """measure(part) of the first of so many parts of the batch, and the fraction of the batch that it is.
@@ -141,21 +144,21 @@ class ProbeBatch:
         while parts > 1:
             part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
             try:
-                found = measure(ProbePart(partial(self._loss_of, part, share), share * known, 0, parts))
+                found = measure(ProbePart(partial(self._loss_of, part, share), share * known, 0, parts, part))
             except _PartRefused:
                 parts //= 2
                 continue
             return found, share * known
-        return measure(ProbePart(self.loss_of_whole, known, 0, 1)), known
+        return measure(ProbePart(self.loss_of_whole, known, 0, 1, self._batch)), known
 
     def _split(self, parts: int) -> Iterator[ProbePart]:
         size = batch_size(_inputs_of(self._part)) if parts > 1 else None
         if size is None:
-            yield ProbePart(partial(self._loss_of, self._part, self.fraction), self.fraction, 0, 1)
+            yield ProbePart(partial(self._loss_of, self._part, self.fraction), self.fraction, 0, 1, self._part)
             return
         for number in range(parts):
             part, share = _examples_of(self._part, size * number // parts, size * (number + 1) // parts)
-            yield ProbePart(partial(self._loss_of, part, share), share * self.fraction, number, parts)
+            yield ProbePart(partial(self._loss_of, part, share), share * self.fraction, number, parts, part)
 
     def _loss_of(self, part: Any, fraction: float) -> Any:
         """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
@@ -167,6 +170,24 @@ class ProbeBatch:
             raise
         except REFUSALS as error:
             raise _PartRefused(error) from error
+
+    @property
+    def can_be_kept(self) -> bool:
+        """Whether its examples can outlast the step: not if it has no tensors, or they have a graph."""
+        tensors = tensors_of(_inputs_of(self._part))
+        return bool(tensors) and all(tensor.grad_fn is None for tensor in tensors)
+
+    def on_earlier(self, examples: Any) -> Any:
+        """Run the model on examples of an earlier step, from kept(); the loss as loss_of_whole() gives it.
+
+        Raises ResumeError if the loss function, which may depend on more of its step, refuses them.
+        """
+        try:
+            return self._loss_fn(examples)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            raise ResumeError(f"the loss function refuses examples of an earlier step: {error}") from error
 
     def _use_whole(self) -> None:
         self._part, self.fraction, self._refuses_parts = self._batch, 1.0, True
@@ -182,6 +203,44 @@ class ProbeBatch:
 
 def _inputs_of(batch: Any) -> Any:
     return batch.inputs if isinstance(batch, Observation) else batch
+
+
+def kept(examples: Any) -> Any:
+    """Examples of a batch for later steps, in memory of their own: a loop may receive the next batch into the same.
+
+    What shares memory among them still does, and is recognised as one tensor.
+    """
+    if isinstance(examples, Observation):
+        return examples.kept()
+    ends: dict[Any, int] = {}
+    starts: dict[Any, int] = {}
+    for tensor in filter(_has_memory, tensors_of(examples)):
+        key, start, end = _memory_of(tensor)
+        starts[key], ends[key] = min(start, starts.get(key, start)), max(end, ends.get(key, end))
+    memory: dict[Any, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not _has_memory(tensor):
+            return _copy(tensor)
+        key, start, _ = _memory_of(tensor)
+        if key not in memory:
+            whole = tensor.detach().as_strided((ends[key] - starts[key],), (1,), starts[key])
+            memory[key] = whole.clone()
+        view = memory[key].as_strided(tensor.shape, tensor.stride(), start - starts[key])
+        return view.detach().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(examples, copied)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, int, int]:
+    """(what stands for its storage; the first of its elements in it, and the one after the last)"""
+    start = int(tensor.storage_offset())
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return (tensor.untyped_storage().data_ptr(), tensor.device, tensor.dtype), start, start + length
 
 
 def _examples_of(batch: Any, start: int, stop: int) -> tuple[Any, float]:
@@ -214,6 +273,13 @@ class Observation:
         part._gradients = {number: part._slice(gradient) for number, gradient in self._gradients.items()}
         part.fraction = share * self.fraction
         return part
+
+    def kept(self) -> "Observation":
+        """The same, without the memory of the other examples of which it is a part."""
+        kept = copy.copy(self)
+        kept.inputs = map_tensors(self.inputs, _without_more)
+        kept._gradients = {number: _without_more(gradient) for number, gradient in self._gradients.items()}
+        return kept
 
     def outputs(self, outputs: Any) -> bool:
         """Watch that forward's outputs until the job's backward reaches them; False if there are none: it raised."""
@@ -335,6 +401,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _without_more(tensor: Tensor) -> Tensor:
+    """The tensor itself unless it lies in memory that holds more."""
+    lies_in_more = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return _copy(tensor) if lies_in_more else tensor
 
 
 def _device_types(inputs: Any) -> list[str]:

@@ -44,6 +44,7 @@ from ..distributed import (
 from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
+from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, once, present, refused, repeated_as, seen_through
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
 from .sections import Section, divided, note_gradients, passed_on
@@ -152,10 +153,7 @@ class Walk:
 
     def first(self) -> None:
         """From the last block to the first: the gradient at each block's outputs."""
-        for item in self._forward.between:
-            number = self._forward.numbers.get(item.first)
-            if number is not None:
-                item.record.replacement = self._rounded(item.record.tensor, item.record.name, number)
+        self._round_between()
         self._flow(self._forward.last, None)
         for visit in reversed(self._forward.visits):
             gradients = [end.gradient for _, end in visit.exits]
@@ -166,6 +164,13 @@ class Walk:
             visit.gradients = [None if gradient is None else self._forward.boundary(gradient) for gradient in gradients]
             if visit.before.tails or visit.before.leaves or visit.before.nodes:
                 self._first_of(visit, visit.before, gradients)
+
+    def _round_between(self) -> None:
+        """What was saved between blocks, as the current plan has it."""
+        for item in self._forward.between:
+            number = self._forward.numbers.get(item.first)
+            if number is not None:
+                item.record.replacement = self._rounded(item.record.tensor, item.record.name, number)
 
     def _first_of(self, visit: Visit, before: Between, gradients: list[Tensor | None]) -> None:
         with self._forward.again(visit, partial(self._keep, False)) as (part, _, _):
@@ -215,22 +220,86 @@ class Walk:
 
     # -- the second walk ----------------------------------------------------------------------------------------------
 
-    def second(self) -> Iterator[Measured]:
-        """From the first block to the last: what was measured of each compressible tensor, as it is complete."""
-        self._count_uses()
-        for visit in self._forward.visits:
+    def second(self, stop: int | None = None) -> Iterator[Measured]:
+        """From the first block to the last: what was measured of each compressible tensor, as it is complete.
+
+        stop: the number of blocks to visit; by default all of them, and what follows the last.
+        """
+        self._tallies = {key: Tally() for key in self._forward.numbers}
+        self._count_uses(0)
+        yield from self._second_from(0, stop)
+
+    def _second_from(self, start: int, stop: int | None) -> Iterator[Measured]:
+        for visit in self._forward.visits[start:stop]:
             if visit.before is not None and visit.gradients:
                 yield from self._second_of(visit, visit.before)
+        if stop is not None:
+            return
         yield from self._second_between(self._forward.last)
         for key in list(self._tallies):  # the loss does not depend on these
             yield Measured(self._forward.firsts[key], None, None, None)
 
-    def _count_uses(self) -> None:
-        self._tallies = {key: Tally() for key in self._forward.numbers}
-        for item in self._forward.between:
-            if item.view is None and item.first in self._tallies:
-                self._tallies[item.first].tensor = item.record.tensor
-        visits = [visit for visit in self._forward.visits if visit.before is not None and visit.gradients]
+    def halfway(self, stop: int) -> Halfway:
+        """After second(stop): what resume() needs to go on in another forward of the same examples."""
+        return Halfway(
+            stop,
+            form_of(self._forward),
+            [self._walked(visit) for visit in self._forward.visits],
+            self._numbers_of(self._forward.last),
+            {
+                (number, place): [self._forward.boundary(tangent) for tangent in end.tangents]
+                for number, visit in enumerate(self._forward.visits[:stop])
+                for place, (_, end) in enumerate(visit.exits)
+                if end.tangents is not None and end.readers
+            },
+            {self._name_of(key): self._open(key, tally) for key, tally in self._tallies.items()},
+        )
+
+    def _walked(self, visit: Visit) -> WalkedVisit | None:
+        if visit.before is None or not visit.gradients:
+            return None
+        return WalkedVisit(visit.gradients, visit.before.entering, self._numbers_of(visit.before))
+
+    def _numbers_of(self, between: Between) -> list[int]:
+        """Of what it reads, in saved_between()."""
+        return [number for number, item in enumerate(saved_between(self._forward)) if item in between.used]
+
+    def _open(self, key: Any, tally: Tally) -> OpenTally:
+        """A tally to which others will add. The next forward has what was saved between blocks itself."""
+        own = None if key in self._between_blocks() else tally.tensor
+        sums = [self._forward.boundary(total) for total in tally.sums]
+        return OpenTally(None if own is None else self._forward.boundary(own), sums)
+
+    def resume(self, halfway: Halfway) -> Iterator[Measured]:
+        """In place of both walks, in another forward of the same examples: the rest of the second walk."""
+        halfway.check(self._forward)
+        self._round_between()
+        visits, between = self._forward.visits, saved_between(self._forward)
+        for visit, walked in zip(visits[halfway.stop :], halfway.visits[halfway.stop :], strict=True):
+            if visit.before is not None and walked is not None:
+                visit.gradients, visit.before.entering = walked.gradients, walked.entering
+                visit.before.used = {between[number] for number in walked.used}
+        self._forward.last.used = {between[number] for number in halfway.used_last}
+        for (number, place), tangents in halfway.tangents.items():
+            visits[number].exits[place][1].tangents = [value_of(tangent) for tangent in tangents]
+        self._tallies = {key: Tally() for key in self._forward.numbers if self._name_of(key) in halfway.tallies}
+        self._count_uses(halfway.stop)
+        for key, tally in self._tallies.items():
+            found = halfway.tallies[self._name_of(key)]
+            tally.sums = [value_of(total) for total in found.sums]
+            tally.tensor = value_of(found.tensor) if tally.tensor is None else tally.tensor
+        yield from self._second_from(halfway.stop, None)
+
+    def _between_blocks(self) -> dict[Any, Tensor]:
+        """What was saved whole between blocks, by what stands for it."""
+        return {item.first: item.record.tensor for item in self._forward.between if item.view is None}
+
+    def _count_uses(self, start: int) -> None:
+        """start: the first block that is still to be visited."""
+        for key, tensor in self._between_blocks().items():
+            if key in self._tallies:
+                self._tallies[key].tensor = tensor
+        visits = [visit for visit in self._forward.visits[start:] if visit.before is not None and visit.gradients]
         between = [self._forward.last, *(visit.before for visit in visits if visit.before is not None)]
         for end in (end for part in between for end in part.tails):
             end.readers += 1

@@ -1,0 +1,110 @@
+"""What the first half of a measurement leaves to the second, which is made in a later step of the job.
+
+[Note: two halves] On a batch of one example a measurement takes longer than a step may. So it stops in the second walk
+(see [Note: block by block] in walk.py), where a part of the blocks has been visited, and goes on in the next step. The
+optimizer changes the parameters in between, and so the graph of the forward is of no use any more: it is dropped, and
+in the second half the forward runs anew on the same examples, with the same random numbers. What was found out at the
+borders of blocks is kept as all tensors there are, in 8 bits: the gradients that the first walk brought, the tangents
+that later blocks will read, and the products of tensors that some of their readers have yet to add to. The second half
+takes the first walk's gradients as they are, those of parameters one step older.
+
+A forward that takes another branch the second time, or in which such tensors have other shapes, cannot use any of this.
+The tensors that a block saves may differ, as those of routed tokens do: they are told apart by their names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..hooks import Replayed
+from .blocks import BlockForward
+
+_SHARE = 0.35
+"""of the second walk that belongs to the first half, which has the first walk as well: in plain steps the forward takes
+0.5, the first walk 1.3 and the second 4.4"""
+
+
+class ResumeError(Exception):
+    """The second half of a measurement cannot follow on its first."""
+
+
+@dataclass(frozen=True)
+class WalkedVisit:
+    """What the first walk found of one block."""
+
+    gradients: list[Any]
+    """boundaries: at its exits"""
+    entering: list[Any]
+    """boundaries: at its inputs"""
+    used: list[int]
+    """the numbers of the tensors of saved_between() that lead to its inputs"""
+
+
+@dataclass(frozen=True)
+class OpenTally:
+    """What is known of a saved tensor whose products are not complete."""
+
+    tensor: Any
+    """its boundary; None if it is not known yet, or saved between blocks"""
+    sums: list[Any]
+    """boundaries of its products so far, one for each direction"""
+
+
+@dataclass(frozen=True)
+class Halfway:
+    """Where a walk has stopped. See [Note: two halves]."""
+
+    stop: int
+    """the number of blocks that were visited twice"""
+    form: tuple[Any, ...]
+    """see form_of()"""
+    visits: list[WalkedVisit | None]
+    """None for a block that no gradient reaches"""
+    used_last: list[int]
+    """the numbers of the tensors of saved_between() that lead to the loss"""
+    tangents: dict[tuple[int, int], list[Any]]
+    """by the number of a block and of its exit, boundaries: one for each direction"""
+    tallies: dict[str, OpenTally]
+    """by the name of the saved tensor"""
+
+    def check(self, forward: BlockForward) -> None:
+        """Raise ResumeError if the walk cannot go on in another forward."""
+        if form_of(forward) != self.form:
+            raise ResumeError("the model ran other blocks, or tensors of other shapes, than the first time")
+
+
+def form_of(forward: BlockForward) -> tuple[Any, ...]:
+    """What two forwards must have in common, so that what is known at the borders of blocks holds for both."""
+    blocks = tuple((tuple(map(id, visit.modules)), tuple(visit.shapes)) for visit in forward.visits)
+    return blocks, tuple((item.record.name, item.record.tensor.shape) for item in saved_between(forward))
+
+
+def saved_between(forward: BlockForward) -> list[Replayed]:
+    """What was saved between blocks and is of any use: neither indices nor constants."""
+    return [item for item in forward.between if item.record.node is not None or item.first in forward.numbers]
+
+
+def stop_of(forward: BlockForward, alike: bool) -> int | None:
+    """The number of blocks that the second walk visits in the first half; None if there are fewer than two.
+
+    alike: blocks count as equal, as they must where several ranks stop at the same one. Otherwise they count as much as
+    they save, unless it is not known of one: what a checkpoint recomputes is not.
+    """
+    weights = [sum(_bytes_of(record) for record in visit.own) for visit in forward.visits]
+    last = sum(_bytes_of(item.record) for item in forward.between)
+    if len(weights) < 2:
+        return None
+    if alike or 0 in weights:
+        weights, last = [1] * len(weights), 1
+    wanted = _SHARE * (sum(weights) + last)
+    return min(range(1, len(weights) + 1), key=lambda stop: abs(sum(weights[:stop]) - wanted))
+
+
+def _bytes_of(record: Any) -> int:
+    return int(record.numel * record.itemsize_bits // 8)
+
+
+def saved_by(forward: BlockForward) -> tuple[int, int]:
+    """(the bytes of all that a forward saved, how many tensors these are)"""
+    return sum(_bytes_of(record) for record in forward.found), len(forward.found)
