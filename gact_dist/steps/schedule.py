@@ -291,10 +291,11 @@ class Schedule:
         if not self.meet("adapting bits"):
             return
         before, adaptation = self.plan.bits, self._share_of_adaptation(self.adapter, batch, haste)
+        if adaptation is None:
+            return
         if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
             malloc.trim()
-        if adaptation is not None:
-            self._use(adaptation, before)
+        self._use(adaptation, before)
 
     def _share_of_adaptation(self, adapter: Adapter, batch: ProbeBatch, haste: Haste) -> Adaptation | None:
         """Go on with the adaptation that is under way, or begin one; its outcome, if it is complete."""
