@@ -1,10 +1,15 @@
-"""An adaptation where steps are long: a part of the examples in each step, the plan changed once at the end."""
+"""An adaptation where steps are long: a part of the examples in each step, the plan changed once at the end.
+
+The first step sees that they are, the next ones measure, and in one more the new plan is compared: it is used from step
+number FIRST on, counted from zero, and INTERVAL steps later the next adaptation begins.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from unittest.mock import patch
+from contextlib import nullcontext
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,8 +21,11 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.adaptation import adapter as adapter_module
 from gact_dist.adaptation.verification import Verifier
+from gact_dist.sensitivity import Paused, ResumeError, halfway, one_pass, walk
 
 INTERVAL, PARTS = 7, 4
+FIRST = 1 + PARTS
+BEGIN = FIRST + INTERVAL
 SPREAD = Config.from_level("L2", adapt_interval=INTERVAL, adapt_tolerance=0, calibration_samples=8, min_numel=16)
 
 
@@ -35,8 +43,9 @@ class Watched:
         self.loss = loss_of(self.model)
         self.gact = gact_dist.attach(self.model, config=config)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
-        self.parts, self.comparisons, self.plans = [], [], []
-        measure, verify = adapter_module.measure, Verifier.verify
+        self.parts, self.halves, self.comparisons, self.plans = [], [], [], []
+        self.halves_in_all = 0
+        measure, verify, resume = adapter_module.measure, Verifier.verify, Paused.resume
 
         def counted(*args, **kwargs):
             if self.parts:
@@ -48,11 +57,19 @@ class Watched:
                 self.comparisons[-1] += 1
             return verify(verifier, *args, **kwargs)
 
+        def resumed(*args, **kwargs):
+            self.halves_in_all += 1
+            if self.halves:
+                self.halves[-1] += 1
+            return resume(*args, **kwargs)
+
         monkeypatch.setattr(adapter_module, "measure", counted)
+        monkeypatch.setattr(Paused, "resume", resumed)
         monkeypatch.setattr(Verifier, "verify", verified)
 
     def step(self):
         self.parts.append(0)
+        self.halves.append(0)
         self.comparisons.append(0)
         with self.gact.step(self.loss, self.batch):
             loss = self.loss(self.batch)
@@ -68,14 +85,67 @@ class Watched:
 
 
 def test_each_step_measures_one_part_and_the_plan_changes_once_at_the_end(long_steps, monkeypatch):
-    job = Watched(monkeypatch, lr=0.1).steps(1 + INTERVAL + PARTS + 1)
-    begin = INTERVAL
-    assert job.parts[0] == PARTS  # at first nothing is known of the job's steps
-    assert job.parts[begin : begin + PARTS + 1] == [1, 1, 1, 1, 0]
-    assert job.comparisons[begin : begin + PARTS + 1] == [0, 0, 0, 0, 1]
-    assert all(plan == job.plans[0] for plan in job.plans[: begin + PARTS])
-    assert job.plans[begin + PARTS] == job.gact.adaptation.plan
-    assert [entry["step"] for entry in job.gact.history] == [1, 1 + begin + PARTS]
+    job = Watched(monkeypatch, lr=0.1).steps(BEGIN + PARTS + 1)
+    assert job.parts[BEGIN : BEGIN + PARTS + 1] == [1, 1, 1, 1, 0]
+    assert job.comparisons[BEGIN : BEGIN + PARTS + 1] == [0, 0, 0, 0, 1]
+    assert not any(job.halves)
+    assert all(plan == job.plans[FIRST] for plan in job.plans[FIRST : BEGIN + PARTS])
+    assert job.plans[BEGIN + PARTS] == job.gact.adaptation.plan
+    assert [entry["step"] for entry in job.gact.history] == [1 + FIRST, 1 + BEGIN + PARTS]
+
+
+def test_the_first_step_compares_the_default_widths_and_the_next_ones_measure(long_steps, monkeypatch):
+    job = Watched(monkeypatch, lr=0.1).steps(1 + FIRST)
+    assert job.parts == [1, 1, 1, 1, 1, 0]  # the first ends when its forward has shown how long steps are
+    assert job.comparisons == [1, 0, 0, 0, 0, 1]
+    assert job.plans[:FIRST] == [{}] * FIRST
+    assert job.plans[FIRST] == job.gact.adaptation.plan
+
+
+def test_what_the_default_widths_would_ruin_is_stored_exactly_from_the_first_step_on(long_steps, monkeypatch):
+    job = Watched(monkeypatch)
+    name = "blocks.0.up:Gelu"
+    verify = Verifier.verify
+
+    def faulty(verifier, batch, plan, step, **options):
+        verdict = verify(verifier, batch, plan, step, **options)
+        if step > 1:
+            return verdict
+        assert options == {"provisional": True}
+        return verdict._replace(found=verifier._store_exactly([name], "a fault", True))
+
+    monkeypatch.setattr(Verifier, "verify", faulty)
+    job.steps(1 + FIRST)
+    assert job.plans[:FIRST] == [{name: None}] * FIRST
+    assert job.plans[FIRST][name] is None
+    assert [entry["stored_exactly"] for entry in job.gact.history] == [{name: "a fault"}]
+
+
+def test_a_budget_in_bytes_holds_before_the_first_plan(long_steps, monkeypatch):
+    usual = Watched(monkeypatch, Config(bits=8, noise_limit=0)).steps(1)
+    budget = usual.gact.report().retained_bytes // 2
+    settings = {"adapt_interval": INTERVAL, "min_numel": 16}
+    job = Watched(monkeypatch, Config(policy="gact", bits=None, retained_bytes=budget, **settings))
+    for _ in range(1 + FIRST):
+        job.step()
+        assert job.gact.report().retained_bytes <= budget
+    assert len(set(job.plans[0].values())) <= 1
+    assert len(set(job.plans[FIRST].values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    # shares of examples are seen in all of them at once, which takes two halves; an error bound is held by later steps
+    [({"policy": "actnn"}, [1, 1, 0, 0]), ({"policy": "acgc", "error": 0.25}, [1, 1, 1, 1, 1, 0])],
+    ids=["actnn", "acgc"],
+)
+def test_other_policies_wait_for_their_first_plan_as_well(settings, steps, long_steps, monkeypatch):
+    config = Config(**settings, adapt_interval=INTERVAL, adapt_tolerance=0, min_numel=16)
+    job = Watched(monkeypatch, config, lr=0.1).steps(len(steps))
+    assert job.parts == steps
+    assert sum(job.halves) == steps.count(0) - 1
+    assert job.plans[:-1] == [{}] * (len(steps) - 1)
+    assert len(job.plans[-1]) > 10
 
 
 def test_small_jobs_adapt_in_one_step(monkeypatch):
@@ -86,14 +156,14 @@ def test_small_jobs_adapt_in_one_step(monkeypatch):
 
 def test_parts_of_several_steps_say_what_those_of_one_step_do(long_steps, monkeypatch):
     monkeypatch.setattr(adapter_module.Adapter, "_seed", lambda *_: 1)
-    spread = Watched(monkeypatch).steps(1 + INTERVAL + PARTS).gact
-    at_once = Watched(monkeypatch).steps(1 + INTERVAL)
+    spread = Watched(monkeypatch).steps(BEGIN + PARTS + 1).gact
+    at_once = Watched(monkeypatch).steps(BEGIN)
     at_once.gact._schedule.adapt(adapter_module.ProbeBatch(at_once.loss, at_once.batch, 8), adapter_module.Haste.FAULT)
     assert spread.adaptation.sensitivity == at_once.gact.adaptation.sensitivity
 
 
 def test_calibrating_and_faults_do_not_wait(long_steps, monkeypatch):
-    job = Watched(monkeypatch).steps(1 + INTERVAL + 1)
+    job = Watched(monkeypatch).steps(BEGIN + 1)
     job.parts.append(0)
     job.comparisons.append(0)
     job.gact.calibrate(job.loss, job.batch)
@@ -104,7 +174,7 @@ def test_calibrating_and_faults_do_not_wait(long_steps, monkeypatch):
 
 def test_a_state_is_that_of_a_run_that_begins_anew(long_steps, monkeypatch):
     config = Config.from_level("L2", adapt_interval=3, adapt_tolerance=0, calibration_samples=8, min_numel=16)
-    straight = Watched(monkeypatch, config, lr=0.1).steps(1 + 3 + 1)
+    straight = Watched(monkeypatch, config, lr=0.1).steps(FIRST + 3 + 1)
     resumed = Watched(monkeypatch, config, lr=0.1)
     resumed.model.load_state_dict(straight.model.state_dict())
     resumed.gact.load_state_dict(straight.gact.state_dict())
@@ -112,13 +182,13 @@ def test_a_state_is_that_of_a_run_that_begins_anew(long_steps, monkeypatch):
     resumed.steps(8)
     assert resumed.plans == straight.plans[-8:]
     assert resumed.gact.history == straight.gact.history
-    assert [entry["step"] for entry in straight.gact.history] == [1, 1 + 3 + 1 + 1 + PARTS]
+    assert [entry["step"] for entry in straight.gact.history] == [1 + FIRST, 1 + FIRST + 3 + 1 + PARTS]
     for name, value in straight.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
 def test_an_error_in_a_share_begins_the_adaptation_anew(long_steps, monkeypatch):
-    job = Watched(monkeypatch).steps(1 + INTERVAL + 1)
+    job = Watched(monkeypatch).steps(BEGIN + 1)
     loss, raises = job.loss, True
 
     def failing(batch):
@@ -135,7 +205,7 @@ def test_an_error_in_a_share_begins_the_adaptation_anew(long_steps, monkeypatch)
 
 
 def test_between_two_shares_nothing_of_a_batch_is_held(long_steps, monkeypatch):
-    job = Watched(monkeypatch).steps(1 + INTERVAL)
+    job = Watched(monkeypatch).steps(BEGIN)
     batch = [tensor.clone() for tensor in job.batch]
     alive = [weakref.ref(tensor) for tensor in batch]
     job.batch = tuple(batch)
@@ -145,6 +215,127 @@ def test_between_two_shares_nothing_of_a_batch_is_held(long_steps, monkeypatch):
     gc.collect()
     assert job.parts[-1] == 1
     assert not any(reference() for reference in alive)
+
+
+# -- a batch of one example ----------------------------------------------------------------------------------------
+
+
+def single(monkeypatch, config=SPREAD, lr=0.0):
+    return Watched(monkeypatch, config, batch=1, lr=lr)
+
+
+def test_a_single_example_takes_two_steps_and_the_comparison_a_third(long_steps, monkeypatch):
+    job = single(monkeypatch, lr=0.1).steps(4 + (INTERVAL - 1) + 3)
+    assert job.parts == [1, 1, 0, 0, *[0] * (INTERVAL - 1), 1, 0, 0]
+    assert job.halves == [0, 0, 1, 0, *[0] * (INTERVAL - 1), 0, 1, 0]
+    assert job.comparisons[:4] == [1, 0, 0, 1]
+    assert job.comparisons[-3:] == [0, 0, 1]
+    assert [entry["step"] for entry in job.gact.history] == [4, 4 + INTERVAL + 2]
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["step", "follow"])
+def test_two_halves_say_what_one_step_does_though_the_loop_reuses_its_memory(follows, long_steps, monkeypatch):
+    """Sums of float32 in another order; every other step has other examples in the same memory."""
+    monkeypatch.setattr(adapter_module.Adapter, "_seed", lambda *_: 1)
+    monkeypatch.setattr(one_pass, "BOUNDARY_BITS", None)
+    job = single(monkeypatch)
+    others = [torch.randint(0, 37, tensor.shape) for tensor in job.batch]
+    own = [tensor.clone() for tensor in job.batch]
+    batch = tuple(tensor.clone() for tensor in own)
+    if follows:
+        job.gact.follow()
+    for step in range(4):
+        for into, source in zip(batch, own if (step < 2 and not follows) or step == 0 else others, strict=True):
+            into.copy_(source)
+        with nullcontext() if follows else job.gact.step(job.loss, batch):
+            loss = job.loss(batch)
+        loss.backward()
+        job.model.zero_grad()
+    assert job.halves_in_all == 1
+    at_once = single(monkeypatch)
+    at_once.gact._schedule.adapt(adapter_module.ProbeBatch(at_once.loss, tuple(own), 8), adapter_module.Haste.FAULT)
+    expected = at_once.gact.adaptation.sensitivity
+    assert job.gact.adaptation.sensitivity == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_forward_in_the_second_step_is_measured_anew_at_once(long_steps, monkeypatch, caplog):
+    job = single(monkeypatch).steps(2)
+    job.batch = tuple(tensor[:, :20] for tensor in job.batch)
+    loss, refuses = job.loss, [True]
+
+    def refusing(batch):
+        if refuses and refuses.pop():
+            raise ValueError("one label for each token, please")
+        return loss(batch)
+
+    job.loss = refusing
+    with caplog.at_level("INFO", logger="gact_dist"):
+        job.steps(2)
+    assert "the loss function refuses examples of an earlier step: one label" in caplog.text
+    assert job.parts == [1, 1, 1, 0]
+    assert job.comparisons == [1, 0, 0, 1]
+    assert all(value > 0.0 for value in job.gact.adaptation.sensitivity.values())
+
+
+@pytest.mark.parametrize("half", ["second", "resume"])
+def test_too_little_memory_in_either_half_is_met_as_in_one_step(half, long_steps, monkeypatch, caplog):
+    def scarce(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    job = single(monkeypatch).steps(1)
+    monkeypatch.setattr(walk.Walk, half, scarce)
+    job.step()
+    if half == "resume":
+        assert "out of memory" not in caplog.text
+        job.step()
+    monkeypatch.undo()
+    assert "out of memory while measuring sensitivity on this rank" in caplog.text
+    assert "sensitivity is measured by perturbation" in caplog.text
+    assert job.gact._schedule._adapting.paused is None
+
+
+def test_what_cannot_be_measured_in_the_second_half_is_tried_again_soon(long_steps, monkeypatch, caplog):
+    job = single(monkeypatch).steps(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(one_pass, "_may_be_whole", lambda _: False)
+        patch.setattr(halfway.Halfway, "check", Mock(side_effect=ResumeError("other blocks")))
+        job.step()
+    assert "sensitivity could not be measured on this rank (other blocks)" in caplog.text
+    assert job.plans[-1] == {}
+    job.steps(3)
+    assert job.gact.adaptation.sensitivity
+
+
+def test_between_two_halves_a_copy_of_the_examples_is_held_and_dropped_with_the_state(long_steps, monkeypatch):
+    job = single(monkeypatch).steps(1)
+    batch = [tensor.clone() for tensor in job.batch]
+    alive = [weakref.ref(tensor) for tensor in batch]
+    job.batch = tuple(batch)
+    job.step()
+    batch = job.batch
+    job.batch = None
+    copies = job.gact._schedule._adapting.paused.examples
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, batch, strict=True))
+    copies = [weakref.ref(copy) for copy in copies]
+    del batch
+    gc.collect()
+    assert not any(reference() for reference in alive)
+    job.gact.state_dict()
+    gc.collect()
+    assert not any(reference() for reference in copies)
+
+
+def test_batches_that_cannot_be_kept_are_measured_in_one_step(long_steps, monkeypatch):
+    job = single(monkeypatch)
+    tokens, targets = job.batch
+    job.loss = lambda _: torch.nn.functional.cross_entropy(job.model(tokens).flatten(0, -2), targets.flatten())
+    job.batch = None
+    job.steps(3)
+    assert job.parts == [1, 1, 0]
+    assert job.comparisons == [1, 0, 1]
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def on_ranks(wrapper, examples, follows):
@@ -157,7 +348,7 @@ def _on_ranks(wrapper, examples, follows):
     session = Session(Job(kind="gpt", wrapper=wrapper), SPREAD)
     gact = session.gact.follow() if follows else session.gact
     adaptations = []
-    for step in range(2 + INTERVAL + 2 * PARTS):
+    for step in range(BEGIN + PARTS + 1):
         batch = tuple(tensor[:examples] for tensor in batch_of("gpt", step, dist.get_rank()))
         if follows:
             loss = session.loss_fn(batch)
@@ -174,19 +365,30 @@ def _on_ranks(wrapper, examples, follows):
 
 
 @pytest.mark.parametrize("follows", [False, True], ids=["step", "follow"])
+@pytest.mark.parametrize(
+    ("wrapper", "examples", "shares"),
+    [("ddp", (1, 1), 2), ("ddp", (8, 1), PARTS), ("fsdp2", (1, 1), 2), ("fsdp2", (1, 8), 2)],
+)
+def test_ranks_take_two_steps_for_a_single_example(ranks, wrapper, examples, shares, follows):
+    (first, plan), (second, other) = ranks(on_ranks, wrapper, examples, follows)
+    assert first == second
+    assert plan == other
+    steps = [step for step, is_new in enumerate(first) if is_new]
+    assert steps[:2] == [1 + shares, 1 + shares + INTERVAL + shares]
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["step", "follow"])
 @pytest.mark.parametrize(("wrapper", "examples"), [("ddp", (8, 8)), ("ddp", (8, 2)), ("fsdp2", (8, 8))])
 def test_ranks_take_as_many_steps_as_the_one_with_the_most_parts(ranks, wrapper, examples, follows):
     (first, plan), (second, other) = ranks(on_ranks, wrapper, examples, follows)
     assert first == second
     assert plan == other
-    # before the first adaptation follow() has seen a step, so that this one takes several as well
-    expected = [1 + PARTS, 1 + 2 * PARTS + INTERVAL] if follows else [0, INTERVAL + PARTS]
-    assert [step for step, is_new in enumerate(first) if is_new] == expected
+    assert [step for step, is_new in enumerate(first) if is_new] == [FIRST, BEGIN + PARTS]
 
 
 def differences_from_untouched(wrapper):
     """(adaptations, what is not bitwise equal) of a job whose adaptations take several steps."""
-    job = Job(kind="gpt", wrapper=wrapper, steps=1 + INTERVAL + PARTS + 2)
+    job = Job(kind="gpt", wrapper=wrapper, steps=BEGIN + PARTS + 2)
     with patch.object(adapter_module, "_LEAST_BYTES", 1e-9):
         spread = train(job, SPREAD, store_exactly)
     return sum(spread.adapted), differences(train(job, None), spread)

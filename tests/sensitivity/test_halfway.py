@@ -13,6 +13,7 @@ import torch
 from block_models import CASES, Case, Layer, Stack, made, made_opaque, on_rows
 from create_graph_jobs import penalty
 from test_blocks import RELATIVE, _with_seed, distance, measured, seed, started
+from torch import nn
 
 from gact_dist import Config
 from gact_dist.sensitivity import MeasurementError, Paused, ResumeError, halfway, kept, one_pass, probe, sections
@@ -58,7 +59,9 @@ def test_two_halves_give_the_numbers_of_one_call(name, in_sections, exact_border
     assert_same(in_two_halves(made(name)), measured(made(name)))
 
 
-@pytest.mark.parametrize("name", ["unet", "called several times", "structures", "encoder and decoder", "expanded", "tied"])
+@pytest.mark.parametrize(
+    "name", ["unet", "called several times", "structures", "encoder and decoder", "expanded", "tied"]
+)
 def test_they_may_meet_at_any_block(name, exact_borders, monkeypatch):
     whole, stops = measured(made(name)), []
     monkeypatch.setattr(one_pass, "stop_of", lambda forward, alike: stops.append(len(forward.visits)) or stop)
@@ -67,6 +70,28 @@ def test_they_may_meet_at_any_block(name, exact_borders, monkeypatch):
         assert_same(in_two_halves(made(name)), whole)
         stop += 1
     assert stop > 4
+
+
+class Sliced(Stack):
+    """What one block saves is read in halves by two others."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(size, size), nn.Sigmoid()) for size in (16, 8, 8, 16)))
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[3](torch.cat([self.blocks[1](x[:, :8]), self.blocks[2](x[:, 8:])], 1))
+
+
+def sliced() -> Case:
+    torch.manual_seed(0)
+    return on_rows(Sliced())
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_tensor_may_be_read_in_parts_by_blocks_of_both_halves(stop, exact_borders, monkeypatch):
+    monkeypatch.setattr(one_pass, "stop_of", lambda *_, **__: stop)
+    assert_same(in_two_halves(sliced()), measured(sliced()))
 
 
 @pytest.mark.parametrize("name", ["Function", "LSTM", "EmbeddingBag"])
@@ -198,7 +223,7 @@ def test_inside_of_blocks_shapes_may_be_others():
 
 
 def test_what_cannot_pause_is_measured_at_once():
-    alone = Case(torch.nn.Linear(16, 5), None, None)
+    alone = Case(nn.Linear(16, 5), None, None)
     single = Case(alone.model, lambda rows: alone.model(rows).square().mean(), torch.randn(8, 16))
     assert isinstance(paused(single)[0], list)
     assert isinstance(paused(made("gpt"), estimator="perturbation")[0], list)
