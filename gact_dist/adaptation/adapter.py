@@ -135,28 +135,34 @@ class _SeenEnough(Exception):
     """Ends a measurement whose forward has shown how long steps are."""
 
 
-class AdaptationInSteps:
-    """An adaptation that is under way. See [Note: shares]."""
+@dataclass(eq=False)
+class _Progress:
+    """How far an adaptation is."""
 
-    batch: ProbeBatch
-    """of the current step"""
-    step: int
-    is_spread: bool
+    haste: Haste
+    batch: ProbeBatch = field(init=False)
+    """of the current step; there is none in between"""
+    step: int = 0
+    is_spread: bool = False
     """whether steps are long, so that it takes several"""
-    is_first: bool
+    is_first: bool = False
     """whether that is to be seen; see [Note: first step]"""
-    has_seen = False
+    has_seen: bool = False
     """whether the measurement ended when it was seen"""
     pauses: bool | None = None
     """whether each part takes two steps, as all ranks have agreed; None where that depends on its size"""
     paused: _PausedPart | None = None
+    stored_exactly: dict[str, str] = field(default_factory=dict)
+    """tensors that the default widths would ruin, each with the reason"""
 
-    def __init__(self, adapted: Callable[[AdaptationInSteps], Generator[None, None, Adaptation]], haste: Haste) -> None:
+
+class AdaptationInSteps:
+    """An adaptation that is under way. See [Note: shares]."""
+
+    def __init__(self, adapted: Callable[[_Progress], Generator[None, None, Adaptation]], haste: Haste) -> None:
         """adapted: runs it; it yields at the end of a step and returns the outcome."""
-        self.haste = haste
-        self.stored_exactly: dict[str, str] = {}
-        """tensors that the plan until now must not round, each with the reason"""
-        self._run = adapted(self)
+        self._now = _Progress(haste)
+        self._run = adapted(self._now)
 
     def go_on(self, batch: ProbeBatch, step: int) -> Adaptation | None:
         """Its share in a step; the outcome, None before the last. A collective call.
@@ -164,14 +170,14 @@ class AdaptationInSteps:
         Raises on every rank what the loss function or the model raised on any, ValueError when the loss is no scalar
         with a graph or the budget cannot be reached. It is over then.
         """
-        self.batch, self.step = batch, step
+        self._now.batch, self._now.step = batch, step
         try:
             next(self._run)
         except StopIteration as end:
             outcome: Adaptation = end.value
             return outcome
         finally:
-            del self.batch  # which the job's own step does not need
+            del self._now.batch  # which the job's own step does not need
         return None
 
 
@@ -230,11 +236,12 @@ class Adapter:
         """Begin an adaptation."""
         return AdaptationInSteps(self._adapted, haste)
 
-    def _adapted(self, now: AdaptationInSteps) -> Generator[None, None, Adaptation]:
+    def _adapted(self, now: _Progress) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         known = [self._most_parts() >= 1.0, self._heaviest_bytes > 0]
-        is_long, any_seen = distributed.any_rank(known, self._groups)
-        now.is_spread, now.is_first = (now.haste is Haste.NONE and condition for condition in (is_long, not any_seen))
+        is_long, was_seen = distributed.any_rank(known, self._groups)
+        now.is_spread = is_long and now.haste is Haste.NONE
+        now.is_first = not was_seen and now.haste is Haste.NONE
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
@@ -337,7 +344,7 @@ class Adapter:
     # -- what must not be rounded -----------------------------------------------------------------------------------
 
     def _measured_without_faults(
-        self, now: AdaptationInSteps
+        self, now: _Progress
     ) -> Generator[None, None, tuple[Costs, dict[str, int], dict[str, str]]]:
         """As _measured(), and the tensors that have to be stored exactly, each with the reason.
 
@@ -361,7 +368,7 @@ class Adapter:
         _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
         return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
 
-    def _faults_of(self, plan: Plan, now: AdaptationInSteps, predicted: float, costs: Costs) -> dict[str, str]:
+    def _faults_of(self, plan: Plan, now: _Progress, predicted: float, costs: Costs) -> dict[str, str]:
         """The tensors that a plan must not round, each with the reason."""
         if self._verifier is None:
             return {}
@@ -374,7 +381,7 @@ class Adapter:
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
-    def _measured(self, now: AdaptationInSteps) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
+    def _measured(self, now: _Progress) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
         on fewer examples at once, then without a second derivative."""
         estimator = self._config.estimator
@@ -411,7 +418,7 @@ class Adapter:
         """How many parts of a batch are worth a measurement of their own, as far as steps were seen."""
         return self._heaviest_bytes / (_LEAST_BYTES * max(1, len(self._hooks.account.rows)))
 
-    def _in_first_step(self, now: AdaptationInSteps, estimator: str) -> Generator[None, None, list[_Parts | None]]:
+    def _in_first_step(self, now: _Progress, estimator: str) -> Generator[None, None, list[_Parts | None]]:
         """What this rank measures before the first step of the job; nothing, if it is to be measured after this.
 
         See [Note: first step]. Ranks that gather parameters for one another end their measurement in any case to agree.
@@ -428,7 +435,7 @@ class Adapter:
         yield
         return []
 
-    def _in_shares(self, now: AdaptationInSteps, estimator: str, parts: int) -> Generator[None, None, _Parts | None]:
+    def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | None]:
         """What this rank measures of its parts, one of them a step where steps are long. See [Note: shares]."""
         if not now.is_spread:
             return self._measure(now, estimator, parts)
@@ -447,14 +454,14 @@ class Adapter:
             yield
 
     def _all_pause(self, batch: ProbeBatch, parts: int) -> bool | None:
-        """See AdaptationInSteps.pauses. Ranks that gather parameters for one another pause together."""
+        """See _Progress.pauses. Ranks that gather parameters for one another pause together."""
         if distributed.sharding(self._model) is None:
             return None
         conditions = [batch.fraction / parts > _LARGEST, not batch.can_be_kept]
         is_large, cannot = distributed.any_rank(conditions, self._groups)
         return is_large and not cannot
 
-    def _measure(self, now: AdaptationInSteps, estimator: str, parts: int, only: int | None = None) -> _Parts | None:
+    def _measure(self, now: _Progress, estimator: str, parts: int, only: int | None = None) -> _Parts | None:
         """What this rank measures; None if it runs out of memory. only: one of the parts."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
@@ -481,7 +488,7 @@ class Adapter:
                 return []
         return None
 
-    def _measure_part(self, now: AdaptationInSteps, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
+    def _measure_part(self, now: _Progress, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
         """What is measured of one part; None if that goes on in the next step."""
         pauses = now.is_spread and (part.fraction > _LARGEST if now.pauses is None else now.pauses)
         pauses = pauses and now.batch.can_be_kept
@@ -495,7 +502,7 @@ class Adapter:
             return None
         return found
 
-    def _second_half(self, now: AdaptationInSteps) -> _Parts | None:
+    def _second_half(self, now: _Progress) -> _Parts | None:
         """The rest of a part, if one is paused; None if there is none, or this step's examples take its place."""
         paused, now.paused = now.paused, None
         if paused is None:
@@ -508,7 +515,7 @@ class Adapter:
             return None
         return [(found, paused.fraction)]
 
-    def _look(self, now: AdaptationInSteps, part: ProbePart, saved_bytes: int, tensors: int) -> None:
+    def _look(self, now: _Progress, part: ProbePart, saved_bytes: int, tensors: int) -> None:
         """At what the first forward saved of a part of the batch. See [Note: first step]."""
         now.is_spread = saved_bytes / part.fraction >= _LEAST_BYTES * max(1, tensors)
         if now.is_spread or distributed.sharding(self._model) is not None:
@@ -604,7 +611,7 @@ class Adapter:
         other_bytes = float(tensors.pop(_OTHER)[0])
         return StepBytes(tensors, other_bytes)
 
-    def _trial_of(self, now: AdaptationInSteps) -> Trial:
+    def _trial_of(self, now: _Progress) -> Trial:
         return self._trial(now.batch.loss_of_whole, now.step, self._draws + 1, now.batch.unit)
 
     def _trial(self, forward: Callable[[], Any], step: int, passes: int, unit: float | None) -> Trial:
