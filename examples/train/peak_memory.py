@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-MEASURED_STEPS = 5
+MEASURED_STEPS = 6
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _RETURN_ALL_BYTES = 256 * 1024
 _KEEP_BYTES = 32 * 1024 * 1024  # glibc's own upper bound, which its dynamic threshold reaches in a training loop
@@ -22,7 +22,7 @@ class PeakMemory:
     On a CPU this is the high-water mark of the resident set, which a process can reset on Linux; elsewhere it is that
     of the process's lifetime. glibc keeps freed memory for later use, so that the resident set would hardly shrink when
     a run frees more. In the measured steps it returns freed memory to the system at once. That costs page faults, so
-    only the first steps are measured. They include the first adaptation of an adaptive level.
+    only the first steps are measured. They include the first adaptation of an adaptive level, which may take six.
     """
 
     def __init__(

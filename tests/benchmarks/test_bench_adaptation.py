@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks.adaptation import bench_adaptation
-from benchmarks.adaptation.bench_adaptation import INTERVAL, Case, Round, main, measure, measure_gact
+from benchmarks.adaptation.bench_adaptation import INTERVAL, Case, Round, main, measure, measure_first, measure_gact
 
 TINY = Case(1, 2, 8)
 
@@ -33,6 +33,14 @@ def test_a_round_holds_one_adaptation_and_the_untouched_steps_run_as_often(monke
     assert row.compressible_tensors > 5
 
 
+def test_of_the_first_adaptation_each_round_has_a_new_model(monkeypatch):
+    seconds = iter([1.0, 1.0, 1.0, *[2.0, 3.0, 9.0], *[2.0, 3.0, 11.0], *[2.0, 3.0, 13.0]])
+    monkeypatch.setattr(bench_adaptation, "seconds", lambda action: action() or next(seconds))
+    row = measure_first(TINY, rounds=3)  # which ends in the first step
+    assert (row.plain_step_s, row.compressed_step_s, row.total_steps, row.longest_step_steps) == (2.0, 3.0, 4.0, 5.5)
+    assert next(seconds, None) is None
+
+
 def test_gacts_procedure_takes_its_passes_once_for_each_tensor(monkeypatch):
     def seconds(action) -> float:
         """What GACT's procedure returns is a sensitivity; a training step returns nothing."""
@@ -46,14 +54,16 @@ def test_gacts_procedure_takes_its_passes_once_for_each_tensor(monkeypatch):
 def test_the_script_writes_every_case_and_gacts_procedure_beside_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_adaptation, "CASES", (TINY, Case(1, 1, 16)))
     monkeypatch.setattr(bench_adaptation, "GACT_CASE", TINY)
+    monkeypatch.setattr(bench_adaptation, "LONG_CASES", (TINY,))
     monkeypatch.setattr(bench_adaptation.torch, "set_num_threads", lambda threads: None)
     path = tmp_path / "new" / "adaptation.json"
     main(["--rounds", "1", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["batch"], row["method"].split(",")[0]) for row in rows] == [
+    assert [(row["batch"], row["method"]) for row in rows] == [
         (2, "one pass"),
-        (2, "GACT"),
-        (2, "GACT"),
+        (2, "one pass, first adaptation"),
+        (2, "GACT, whole batch"),
+        (2, "GACT, 8 examples"),
         (1, "one pass"),
     ]
     assert rows[0]["total_steps"] > 0

@@ -12,10 +12,13 @@ import pytest
 import torch
 from block_models import CASES, Case, Layer, Stack, made, made_opaque, on_rows
 from create_graph_jobs import penalty
+from modes import ROWS, Cell, adamw, batch_of, loss_of
+from small_models import TinyGPT
 from test_blocks import RELATIVE, _with_seed, distance, measured, seed, started
 from torch import nn
 
 from gact_dist import Config
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.sensitivity import MeasurementError, Paused, ResumeError, halfway, kept, one_pass, probe, sections
 from gact_dist.sensitivity.blocks import BlockForward
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
@@ -268,3 +271,37 @@ def test_an_observation_keeps_no_more_than_its_examples():
     assert torch.equal(own._gradients[0], part._gradients[0])
     assert own.inputs[0][0].untyped_storage().nbytes() == 12
     assert own._gradients[0].untyped_storage().nbytes() == 8
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def both_ways(row: str, examples: tuple[int, ...]) -> tuple[list[Sensitivity], list[Sensitivity], bool]:
+    """In one call and in two, on this rank's first examples."""
+    deeper = type("Deeper", (ROWS[row],), {"build": lambda _: TinyGPT(37, width=16, layers=4, dropout=0.1)})
+    job = deeper(Cell(row, "none", "fp32", "eager"), adamw)
+    batch = tuple(part[: examples[job.data_rank()]] for part in batch_of(0, job.data_rank()))
+    case = Case(job.model, lambda batch: loss_of(job.model(batch[0]), batch[1]), batch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_pass, "BOUNDARY_BITS", None)
+        hooks = SavedTensorHooks(job.model, Config(min_numel=0, bits=8), 0)
+        torch.manual_seed(5)
+        first = measure(hooks, job.model, partial(case.loss_fn, batch), seed=3, probes=2, pauses=True)
+        torch.manual_seed(99)
+        halves = first.resume(partial(case.loss_fn, kept(batch)))
+        torch.manual_seed(5)
+        whole = measure(hooks, job.model, partial(case.loss_fn, batch), seed=3, probes=2)
+        hooks.close()
+    job.close()
+    return halves, whole, isinstance(first, Paused)
+
+
+@pytest.mark.parametrize(
+    ("row", "examples"),
+    [("DDP", (1, 4)), ("FSDP1", (1, 4)), ("FSDP2", (1, 4)), ("ZeRO-3", (1, 4)), ("TP", (4,)), ("FSDP2 + TP", (1, 4))],
+)
+def test_two_halves_on_ranks_that_share_parameters(ranks, row, examples):
+    for halves, whole, has_paused in ranks(both_ways, row, examples, world_size=ROWS[row].world_size):
+        assert has_paused
+        assert_same(halves, whole)
+        assert any(float(item.variance.sum()) > 0 for item in whole)
