@@ -9,10 +9,9 @@ all of one sequence; figures are rank 0's). A method is the untouched job, gradi
 (non-reentrant), a level, or both. Every job and method is measured in a fresh process, on two threads, with two ranks
 on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which begins to adapt in the first step
 and, where steps are long, takes six of them; adapt_interval is a quarter of the steps, so that a second adaptation
-starts from an adapted plan. A level that does not
-adapt compares its gradient with the exact one in steps 1, 2 and 4: it runs six steps. Methods without compression run
-three. Worst: the largest peak of all steps. Later: the median of the peaks after the last adaptation (after the first
-step where nothing adapts).
+starts from an adapted plan. A level that does not adapt compares its gradient with the exact one in steps 1, 2 and 4:
+it runs six steps. Methods without compression run three. Worst: the largest peak of all steps. Later: the median of the
+peaks after the last adaptation (after the first step where nothing adapts).
 
 Two figures for each step, both above what the process held before the first one: model, optimizer state, batch, and
 what torch keeps of kernels. The same for all methods: one step on the batch without gact_dist comes before, then freed

@@ -143,6 +143,8 @@ class _Progress:
     batch: ProbeBatch = field(init=False)
     """of the current step; there is none in between"""
     step: int = 0
+    most_parts: float | None = None
+    """how many parts of a batch are worth a measurement of their own; None where no step of this rank was seen"""
     is_spread: bool = False
     """whether steps are long, so that it takes several"""
     is_first: bool = False
@@ -238,8 +240,10 @@ class Adapter:
 
     def _adapted(self, now: _Progress) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
-        known = [self._most_parts() >= 1.0, self._heaviest_bytes > 0]
-        is_long, was_seen = distributed.any_rank(known, self._groups)
+        if self._heaviest_bytes:
+            now.most_parts = _most_parts(self._heaviest_bytes, len(self._hooks.account.rows))
+        conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
+        is_long, was_seen = distributed.any_rank(conditions, self._groups)
         now.is_spread = is_long and now.haste is Haste.NONE
         now.is_first = not was_seen and now.haste is Haste.NONE
         self._share_example_gradients()
@@ -387,12 +391,12 @@ class Adapter:
         estimator = self._config.estimator
         first = (yield from self._in_first_step(now, estimator)) if now.is_first else []
         while True:
-            parts = self._parts(now.batch, self._finer)
+            parts = self._parts(now, self._finer)
             measured = first.pop() if first else (yield from self._in_shares(now, estimator, parts))
             costs, invalid, fits = self._reduced(None if measured is None else of_whole_batch(measured))
             if fits:
                 return costs, invalid
-            finer = self._parts(now.batch, 2 * self._finer) > parts
+            finer = self._parts(now, 2 * self._finer) > parts
             if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
                 _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
@@ -402,28 +406,26 @@ class Adapter:
             else:
                 return costs, invalid
 
-    def _parts(self, batch: ProbeBatch, finer: int) -> int:
+    def _parts(self, now: _Progress, finer: int) -> int:
         """In how many parts this rank measures its examples; shares of the examples are seen in all of them at once.
 
         finer: how many times more than usual. Ranks that gather parameters for one another have as many of them.
         """
-        parts = min(batch.parts(finer), finer) if self.policy.example_columns else batch.parts(finer)
-        if self._heaviest_bytes and finer == 1:
-            parts = min(parts, math.ceil(self._most_parts() * batch.fraction))
+        parts = now.batch.parts(finer)
+        if self.policy.example_columns:
+            parts = min(parts, finer)
+        if now.most_parts is not None and finer == 1:
+            parts = min(parts, math.ceil(now.most_parts * now.batch.fraction))
         if distributed.sharding(self._model) is None:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
-
-    def _most_parts(self) -> float:
-        """How many parts of a batch are worth a measurement of their own, as far as steps were seen."""
-        return self._heaviest_bytes / (_LEAST_BYTES * max(1, len(self._hooks.account.rows)))
 
     def _in_first_step(self, now: _Progress, estimator: str) -> Generator[None, None, list[_Parts | None]]:
         """What this rank measures before the first step of the job; nothing, if it is to be measured after this.
 
         See [Note: first step]. Ranks that gather parameters for one another end their measurement in any case to agree.
         """
-        measured = self._measure(now, estimator, self._parts(now.batch, self._finer))
+        measured = self._measure(now, estimator, self._parts(now, self._finer))
         now.is_first = False
         now.is_spread, ended = distributed.any_rank([now.is_spread, now.has_seen], self._groups)
         if not now.is_spread:
@@ -517,7 +519,7 @@ class Adapter:
 
     def _look(self, now: _Progress, part: ProbePart, saved_bytes: int, tensors: int) -> None:
         """At what the first forward saved of a part of the batch. See [Note: first step]."""
-        now.is_spread = saved_bytes / part.fraction >= _LEAST_BYTES * max(1, tensors)
+        now.is_spread = _most_parts(saved_bytes / part.fraction, tensors) >= 1.0
         if now.is_spread or distributed.sharding(self._model) is not None:
             raise _SeenEnough
 
@@ -648,6 +650,11 @@ class Adapter:
         values: Tensor = torch.tensor([row], dtype=torch.float64, device="cpu")
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit
+
+
+def _most_parts(saved_bytes: float, tensors: int) -> float:
+    """How many parts of a batch are worth a measurement of their own, which saves so much in so many tensors."""
+    return saved_bytes / (_LEAST_BYTES * max(1, tensors))
 
 
 def _without(costs: Costs, names: Container[str]) -> Costs:

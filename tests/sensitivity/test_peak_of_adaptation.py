@@ -9,10 +9,11 @@
                                                  first backward's graph, the gradients of both, and the weights
     parameters' gradients of one block           at any time (they are not kept)
 
-so its peak is at most that of an ordinary compressed step plus five times the exact activations of the largest block
-on a quarter of the batch. A large block is divided into sections, of which only one has its double backward at a time.
-The first forward keeps nothing of the blocks. In the sizes below activations outweigh parameters, as in a job for which
-this package is of use.
+so its peak is at most that of an ordinary compressed step plus five times the exact activations of the largest block on
+a quarter of the batch, or on the one example that there is; what is carried from one half of its measurement to the
+other is boundaries, and some of those above are not there any more. A large block is divided into sections, of which
+only one has its double backward at a time. The first forward keeps nothing of the blocks. In the sizes below
+activations outweigh parameters, as in a job for which this package is of use.
 """
 
 from __future__ import annotations
@@ -108,12 +109,12 @@ def exact_bytes_of_blocks(model: nn.Module, blocks: list[nn.Module], inputs: Ten
 # -- jobs -------------------------------------------------------------------------------------------------------
 
 
-def gpt(checkpointed: bool = False) -> Job:
+def gpt(checkpointed: bool = False, examples: int = EXAMPLES, length: int = 64) -> Job:
     torch.manual_seed(0)
     model = CheckpointedGPT(partial(plain, reentrant=False)) if checkpointed else TinyGPT(width=WIDTH)
     model.embedding, model.norm, model.head = nn.Embedding(37, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 37)
     model.blocks = nn.ModuleList(Block(WIDTH, 4, 0.0) for _ in range(12))
-    tokens = torch.randint(0, 37, (EXAMPLES, 65))
+    tokens = torch.randint(0, 37, (examples, length + 1))
     return model, [*model.blocks], (tokens[:, :-1], tokens[:, 1:])
 
 
@@ -171,16 +172,19 @@ def unet() -> Job:
 JOBS: dict[str, Callable[[], Job]] = {
     "gpt": gpt,
     "gpt with checkpoints": partial(gpt, checkpointed=True),
+    "one example": partial(gpt, examples=1, length=1024),
     "vit": vit,
     "unet": unet,
 }
+STEPS = {"gpt": 4, "vit": 4, "one example": 4}
+"""that the first adaptation takes: half of the 16 examples are measured, in two quarters; or one in two halves"""
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------
 
 
 def peaks(name: str) -> tuple[int, int, int, int]:
-    """(of an untouched step, of the step that adapts, of a compressed step after it, of the measurement)"""
+    """(of an untouched step, of the steps that adapt, of a compressed step after them, of the measurement)"""
     model, _, batch = JOBS[name]()
     loss_fn = loss_of(model)
 
@@ -201,12 +205,13 @@ def peaks(name: str) -> tuple[int, int, int, int]:
     measured: list[int] = []
     adapt = gact._schedule.adapt
     gact._schedule.adapt = lambda *args, **kwargs: measured.append(peak_of(partial(adapt, *args, **kwargs)))
-    adapting = peak_of(compressed)
-    assert len(gact.history) == len(measured) == 1
+    adapting = max(peak_of(compressed) for _ in range(STEPS.get(name, 1)))
+    assert len(gact.history) == 1
+    assert len(measured) == STEPS.get(name, 1)
     later = min(peak_of(compressed) for _ in range(2))
     assert len(gact.history) == 1
     gact.detach()
-    return before, adapting, later, measured[0]
+    return before, adapting, later, max(measured)
 
 
 @pytest.mark.parametrize("name", JOBS)
