@@ -36,7 +36,7 @@ class ScaledDotProductAttention(Function):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
         logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)  # if it fits, for its name alone
         for block in _blocks(q, k, causal) if not fits else ():
-            scores = _scores(q[block.queries], k[block.keys], block.mask(mask, causal), scale)
+            scores = _scores(q[block.queries].float() * scale, k[block.keys], block.mask(mask, causal))
             logsumexp[block.queries] = scores.logsumexp(-1)
         ctx.save_for_backward(mask, k, q, v, logsumexp, out)  # in torch's own order: names count in it
         ctx.causal, ctx.scale, ctx.fits = causal, scale, fits
@@ -153,20 +153,21 @@ def _block_gradients(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of the query and a learned mask, and what these queries add to those of the key and the value."""
     grad, repeats = grad.float(), q.shape[1] // k.shape[1]
-    scores = _scores(q, k, learned[0] if learned else mask, scale)
+    q = q.float() * scale  # in place of all scores
+    scores = _scores(q, k, learned[0] if learned else mask)
     # softmax as a fitted logsumexp has it
     probability = torch.softmax(scores, -1) if logsumexp is None else (scores - logsumexp.unsqueeze(-1)).exp()
     dv = probability.transpose(-2, -1) @ grad
     dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
     dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True))
     dmask = [dscores.sum_to_size(x.shape) for x in learned]
-    dscores = dscores * scale
-    dk = dscores.transpose(-2, -1) @ q.float()
-    return dscores @ _repeat(k, repeats), _fold(dk, repeats), _fold(dv, repeats), *dmask
+    dk = dscores.transpose(-2, -1) @ q
+    return dscores @ _repeat(k, repeats) * scale, _fold(dk, repeats), _fold(dv, repeats), *dmask
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = q.float() @ _repeat(k, q.shape[1] // k.shape[1]).transpose(-2, -1) * scale
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """q: in float32, times the scale."""
+    scores = q @ _repeat(k, q.shape[1] // k.shape[1]).transpose(-2, -1)
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
