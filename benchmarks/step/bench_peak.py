@@ -8,7 +8,7 @@ The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks 
 all of one sequence; figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks
 (non-reentrant), a level, or both. Every job and method is measured in a fresh process, on two threads, with two ranks
 on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which begins to adapt in the first step
-and, where steps are long, takes six of them; adapt_interval is a quarter of the steps, so that a second adaptation
+and, where steps are long, takes six of them; adapt_interval is half of the steps, so that a second adaptation
 starts from an adapted plan. A level that does not adapt compares its gradient with the exact one in steps 1, 2 and 4:
 it runs six steps. Methods without compression run three. Worst: the largest peak of all steps. Later: the median of the
 peaks after the last adaptation (after the first step where nothing adapts).
@@ -58,7 +58,7 @@ from benchmarks.step.peak_jobs import JOBS, SIZES_ON_TWO_RANKS, SMALL_SIZES, UNS
 from examples.train.peak_memory import PeakMemory
 
 METHODS = ("untouched", "checkpointing", "L1", "L2", "L2 with checkpointing")
-STEPS = 16
+STEPS = 24
 STEPS_OF_A_FIXED_LEVEL = 6
 """so many that most of those after the first do not compare"""
 STEPS_WITHOUT_COMPRESSION = 3
@@ -108,7 +108,7 @@ class Training:
     def start(self) -> None:
         """Attach gact_dist, if the method is a level."""
         if self.level:
-            config = gact_dist.Config.from_level(self.level, adapt_interval=max(1, self.steps // 4))
+            config = gact_dist.Config.from_level(self.level, adapt_interval=self.steps // 2)
             self.gact = gact_dist.attach(self.job.model, config=config)
             if self._follow:
                 self.gact.follow()
@@ -331,7 +331,7 @@ def write(path: Path, rows: Iterable[Row], steps: int) -> None:
         "steps": steps,
         "steps_of_a_fixed_level": STEPS_OF_A_FIXED_LEVEL,
         "steps_without_compression": STEPS_WITHOUT_COMPRESSION,
-        "adapt_interval": max(1, steps // 4),
+        "adapt_interval": steps // 2,
         "rows": list(rows),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
