@@ -62,6 +62,20 @@ def test_two_halves_give_the_numbers_of_one_call(name, in_sections, exact_border
     assert_same(in_two_halves(made(name)), measured(made(name)))
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama", "unet"])
+def test_what_is_derived_is_so_in_both_halves(name, exact_borders):
+    case = made(name)
+    hooks = started(case, Config(min_numel=0, bits=4, derive=True))
+    forward = partial(case.loss_fn, case.batch)
+    seed()
+    first = measure(hooks, case.model, forward, seed=3, probes=2, pauses=True)
+    halves = first.resume(forward)
+    seed()
+    at_once = measure(hooks, case.model, forward, seed=3, probes=2)
+    hooks.close()
+    assert_same(halves, at_once)
+
+
 @pytest.mark.parametrize(
     "name", ["unet", "called several times", "structures", "encoder and decoder", "expanded", "tied"]
 )
