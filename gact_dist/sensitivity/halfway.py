@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..hooks import Replayed
 from .blocks import BlockForward
 
@@ -49,6 +51,8 @@ class OpenTally:
     """its boundary; None if it is not known yet, or saved between blocks"""
     sums: list[Any]
     """boundaries of its products so far, one for each direction"""
+    perturbed: Tensor | None
+    """as in Tally"""
 
 
 @dataclass(frozen=True)

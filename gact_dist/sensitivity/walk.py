@@ -76,6 +76,8 @@ class Tally:
         self.squares: Tensor | None = None
         self.sums: list[Tensor] = []
         """products that are not complete yet, one for each direction, laid out as the tensor"""
+        self.perturbed: Tensor | None = None
+        """float64 [8]: of a tensor without a graph, the variance that it adds to the gradients of other blocks"""
 
     def add(self, products: Iterable[Sequence[tuple[View | None, Tensor]]], direction: int, directions: int) -> None:
         """The products of one part.
@@ -268,7 +270,7 @@ class Walk:
         """A tally to which others will add. The next forward has what was saved between blocks itself."""
         own = None if key in self._between_blocks() else tally.tensor
         sums = [self._forward.boundary(total) for total in tally.sums]
-        return OpenTally(None if own is None else self._forward.boundary(own), sums)
+        return OpenTally(None if own is None else self._forward.boundary(own), sums, tally.perturbed)
 
     def resume(self, halfway: Halfway) -> Iterator[Measured]:
         """In place of both walks, in another forward of the same examples: the rest of the second walk."""
@@ -286,7 +288,7 @@ class Walk:
         self._count_uses(halfway.stop)
         for key, tally in self._tallies.items():
             found = halfway.tallies[self._name_of(key)]
-            tally.sums = [value_of(total) for total in found.sums]
+            tally.sums, tally.perturbed = [value_of(total) for total in found.sums], found.perturbed
             tally.tensor = value_of(found.tensor) if tally.tensor is None else tally.tensor
         yield from self._second_from(halfway.stop, None)
 
@@ -574,7 +576,7 @@ class Walk:
         opaque: bool,
     ) -> Iterator[Measured]:
         """Of the tensors that a part saved, those that no other part adds to."""
-        complete = []
+        complete, draws = [], 1 if opaque else self._directions
         for item in {item.first: item for item in reversed(found)}.values():
             tally = self._tallies.get(item.first)
             if tally is None:
@@ -583,17 +585,19 @@ class Walk:
             if tally.uses == 0:
                 complete.append((item, tally, tally.weight()))
                 del self._tallies[item.first]
+            elif item.record.node is None:  # no direction reaches it in any of its blocks
+                tally.perturbed = self._perturbed(part, entering, tangents, item, draws, tally.perturbed).variance
         reached = any_rank([weight is not None for _, _, weight in complete], self._forward.groups)
         missed = []
         for (item, tally, weight), on_any in zip(complete, reached, strict=True):
             if not on_any or opaque or self._perturbs:
-                missed.append(item)
+                missed.append((item, tally.perturbed))
             else:
                 if weight is None and tally.tensor is not None:  # only another rank's part matters
                     weight = torch.zeros_like(tally.tensor, dtype=torch.float32)
                 yield Measured(self._forward.firsts[item.first], tally.tensor, weight, None)
-        for item in missed:
-            yield self._perturbed(part, entering, tangents, item, 1 if opaque else self._directions)
+        for item, elsewhere in missed:
+            yield self._perturbed(part, entering, tangents, item, draws, elsewhere)
 
     def _perturbed(
         self,
@@ -602,11 +606,12 @@ class Walk:
         tangents: Sequence[list[Tensor] | None],
         item: Replayed,
         draws: int,
+        elsewhere: Tensor | None,
     ) -> Measured:
         """The effect of another rounding of one saved tensor; see [Note: perturbation] in perturbation.py.
 
         On the gradients of the part's parameters it is seen as it is; on those of all parameters before it, through its
-        products with their tangents.
+        products with their tangents. elsewhere: the variance that it adds by way of other parts.
         """
         record, name = item.record, self._name_of(item.first)
         rounding = rounding_of(record.tensor, None, self._hooks.encoder)
@@ -623,7 +628,9 @@ class Walk:
                 before = moved
         finally:
             record.replacement = usual
-        return Measured(self._forward.firsts[item.first], record.tensor, None, from_change(change, rounding, bits))
+        variance = from_change(change, rounding, bits)
+        variance = variance if elsewhere is None else variance + elsewhere
+        return Measured(self._forward.firsts[item.first], record.tensor, None, variance)
 
     def _distance(
         self,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from block_models import CASES, Case, made
+from torch import nn
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
@@ -189,3 +190,31 @@ def test_boundaries_of_8_bits_add_little(name, forwards, monkeypatch):
         total = sum(float(item.variance[width - 1]) for item in exact)
         assert sum(float(item.variance[width - 1]) for item in means) == pytest.approx(total, rel=0.03), width
     assert any(distance(one, other) > 0 for one, other in zip(rounded[0], exact, strict=True))
+
+
+def test_an_input_without_a_graph_that_several_blocks_read(forwards, monkeypatch):
+    """As in GraphSAGE: each block's own weights are moved by the same rounding, and the effects add up."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 8)])
+            self.others = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 8, bias=False)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for own, others in zip(self.own, self.others, strict=True):
+                x = torch.tanh(own(x) + 3 * others(x))
+            return x
+
+    def case() -> Case:
+        torch.manual_seed(0)
+        model = Net()
+        return Case(model, lambda x: model(x).square().mean(), torch.randn(64, 32))
+
+    whole = as_one_part(case, monkeypatch)
+    by_block = measured(case())
+    assert len(forwards[-1].visits) == 4
+    assert [item.name for item in by_block] == [item.name for item in whole]
+    assert [item.by_perturbation for item in by_block] == [True, False, False]
+    for one, other in zip(by_block, whole, strict=True):
+        assert distance(one, other) <= RELATIVE, one.name
