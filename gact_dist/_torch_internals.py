@@ -6,7 +6,7 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -51,6 +51,7 @@ NEEDED = (
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.functional._verify_batch_size",
     # checkpoint
     "torch.utils.checkpoint._CheckpointFrame",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
@@ -257,6 +258,15 @@ def attention_kernel(*tensors: Any, **options: Any) -> int:
 def set_version(tensor: Tensor, version: int) -> None:
     """Set the number of times that a tensor was modified, as autograd counts them."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def verify_batch_size(size: Sequence[int]) -> None:
+    """Raise what batch and group normalisation do, where a statistic would be that of a single value.
+
+    size: (examples, channels, positions ...)
+    """
+    functional: Any = torch.nn.functional
+    functional._verify_batch_size(list(size))
 
 
 def global_backward_hooks() -> tuple[Any, ...]:

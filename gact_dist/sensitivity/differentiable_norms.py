@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._torch_internals import verify_batch_size
+
 
 class LayerNorm(Function):
     """Layer normalisation (Ba et al., 2016) over the last len(shape) dimensions."""
@@ -124,8 +126,12 @@ def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
+    if training:
+        verify_batch_size(input.shape)
     return BatchNorm.apply(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 def group_norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    batch, channels, *positions = input.shape
+    verify_batch_size([batch * channels // num_groups, num_groups, *positions])
     return GroupNorm.apply(input.contiguous(), weight, bias, num_groups, eps)

@@ -60,11 +60,22 @@ def test_no_part_is_more_than_a_quarter_of_the_batch_or_one_example(batch, examp
 
 
 def test_a_model_that_needs_several_examples_gets_them(caplog):
-    """BatchNorm1d refuses a batch of one in training. Two examples that nearly agree in a channel would be scaled up by
-    1 / sqrt(eps), and with them the rounding, which a warning tells: hence the large eps."""
+    """BatchNorm1d refuses a batch of one in training, in a measurement too, where it is replaced.
+
+    Two examples that nearly agree in a channel would be scaled up by 1 / sqrt(eps), and with them the rounding, which a
+    warning tells: hence the large eps.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32, eps=0.1), nn.ReLU(), nn.Linear(32, 5))
     gact = gact_dist.attach(model, config=Config(min_numel=16))
-    gact.calibrate(lambda inputs: model(inputs).square().mean(), torch.randn(4, 16))
+    sizes = []
+
+    def loss(inputs):
+        outputs = model(inputs)
+        sizes.append(len(inputs))
+        return outputs.square().mean()
+
+    gact.calibrate(loss, torch.randn(4, 16))
+    assert min(sizes) == 2
     assert gact.plan
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
