@@ -242,10 +242,10 @@ class Adapter:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         if self._heaviest_bytes:
             now.most_parts = _most_parts(self._heaviest_bytes, len(self._hooks.account.rows))
-        conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
-        is_long, was_seen = distributed.any_rank(conditions, self._groups)
-        now.is_spread = is_long and now.haste is Haste.NONE
-        now.is_first = not was_seen and now.haste is Haste.NONE
+        if now.haste is Haste.NONE:
+            conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
+            now.is_spread, was_seen = distributed.any_rank(conditions, self._groups)
+            now.is_first = not was_seen
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)

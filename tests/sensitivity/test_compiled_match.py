@@ -79,7 +79,7 @@ def test_what_cannot_be_walked_without_the_compiler_is_perturbed(monkeypatch):
     def refuses(*_):
         raise OpaqueError("no derivative")
 
-    monkeypatch.setattr(one_pass, "_by_walk", refuses)
+    monkeypatch.setattr(one_pass._ByWalk, "measured", refuses)
     found = Job("blocks").measured()
     assert all(item.by_perturbation and float(item.variance[PROBE_BITS - 1]) > 0 for item in found)
     assert len(found) == 22
