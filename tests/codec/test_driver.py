@@ -1,6 +1,5 @@
 """Modules and launches by a driver library that writes down what it is asked: no GPU is needed."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulation import needs_compiler
 from fake_driver import FakeDriver
 
 from gact_dist.codec import driver, nvrtc
 from gact_dist.codec.driver import Kernel
 
-pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the driver is compiled with gcc")
+pytestmark = needs_compiler
 
 KERNEL = Kernel("masks.cu", "pack_mask_1")
 MASKS = [f"function {name}" for name in driver.KERNELS["masks.cu"]]

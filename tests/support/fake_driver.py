@@ -12,7 +12,7 @@ class FakeDriver:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "libcuda.so"
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, SOURCE], check=True)
+        subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", path, SOURCE], check=True)
         self.library = ctypes.CDLL(str(path))
         self.library.fake_calls.restype = ctypes.c_char_p
 
