@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from itertools import pairwise
 from unittest.mock import Mock, patch
 
 import pytest
@@ -92,6 +93,17 @@ def test_each_step_measures_one_part_and_the_plan_changes_once_at_the_end(long_s
     assert all(plan == job.plans[FIRST] for plan in job.plans[FIRST : BEGIN + PARTS])
     assert job.plans[BEGIN + PARTS] == job.gact.adaptation.plan
     assert [entry["step"] for entry in job.gact.history] == [1 + FIRST, 1 + BEGIN + PARTS]
+
+
+def test_each_share_returns_what_the_allocator_kept_of_it(long_steps, monkeypatch):
+    trimmed = []
+    monkeypatch.setattr("gact_dist.steps.malloc.trim", lambda: trimmed.append(True))
+    job = Watched(monkeypatch)
+    seen = [len(trimmed)]
+    for _ in range(1 + FIRST + 1):
+        job.step()
+        seen.append(len(trimmed))
+    assert [later > earlier for earlier, later in pairwise(seen)] == [True] * (1 + FIRST) + [False]
 
 
 def test_the_first_step_compares_the_default_widths_and_the_next_ones_measure(long_steps, monkeypatch):

@@ -169,6 +169,8 @@ class Schedule:
             yield
         finally:
             self.measuring = False
+            if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
+                malloc.trim()
 
     # -- adapting -----------------------------------------------------------------------------------------------
 
@@ -293,8 +295,6 @@ class Schedule:
         before, adaptation = self.plan.bits, self._share_of_adaptation(self.adapter, batch, haste)
         if adaptation is None:
             return
-        if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
-            malloc.trim()
         self._use(adaptation, before)
 
     def _share_of_adaptation(self, adapter: Adapter, batch: ProbeBatch, haste: Haste) -> Adaptation | None:
