@@ -552,13 +552,19 @@ class Adapter:
                     alone = untouched(self._model, blocks, forward_only=True)
                     with alone, self._hooks.rehearsal(narrowest, fraction=fraction) as footprint:
                         forward()
-                    if self._hooks.state_dict() == known:
+                    if not self._on_any_sharing(self._hooks.state_dict() != known):
                         break
             except torch.OutOfMemoryError as error:
                 _log.warning("out of memory while counting the bytes of a step on this rank: %s", _first_line(error))
             except distributed.PeerFailedError:
                 pass  # that rank says why
         return footprint
+
+    def _on_any_sharing(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank that takes part in this one's forwards, as it gathers parameters."""
+        if distributed.sharding(self._model) is None:
+            return condition
+        return distributed.any_rank([condition], self._groups)[0]
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.hooks import SavedTensorHooks
 
 STEPS = 4
 
@@ -78,3 +81,29 @@ def test_tensors_are_derived_on_all_ranks_alike(ranks, wrapper):
     for rank in range(2):
         first, last = untouched[rank][2][0], untouched[rank][2][-1]
         assert derived[rank][2] == pytest.approx(untouched[rank][2], abs=0.05 * abs(first - last))
+
+
+def rehearsals_where_rank_1_keeps_learning() -> int:
+    """How often a rank ran the forward that shows what is derived."""
+    torch.manual_seed(0)
+    model, batch = gpt()
+    model, loss_fn = fsdp2(model), loss_of(model)
+    gact = gact_dist.attach(model, config=Config(bits=6, derive=True, min_numel=16))
+    learnt, original = count(), SavedTensorHooks.state_dict
+    rehearsal = SavedTensorHooks.rehearsal
+    seen = []
+
+    def state_dict(hooks: SavedTensorHooks) -> dict:
+        return original(hooks) | ({"learnt": next(learnt)} if dist.get_rank() == 1 else {})
+
+    def counted(*args, **options):
+        seen.append(args)
+        return rehearsal(*args, **options)
+
+    with patch.object(SavedTensorHooks, "state_dict", state_dict), patch.object(SavedTensorHooks, "rehearsal", counted):
+        gact.calibrate(loss_fn, batch)
+    return len(seen)
+
+
+def test_ranks_that_share_parameters_rehearse_equally_often(ranks):
+    assert ranks(rehearsals_where_rank_1_keeps_learning) == [3, 3]
