@@ -98,6 +98,9 @@ class Config:
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
+    recomputed: bool = False
+    """Compress what a checkpointed block saves while it runs again in the backward, which with many layers is most of
+    what checkpointing leaves in memory. For non-reentrant checkpoints and policies that measure sensitivities."""
     derive: bool = False
     """Do not store what backward can make again from other tensors by cheap operators (the output of a norm or of GELU,
     a product), where it would be rounded: about a quarter fewer bytes at the same error with adaptive bits. At the same
@@ -138,6 +141,7 @@ class Config:
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
+        _check_flag("recomputed", self.recomputed)
         _check_flag("derive", self.derive)
         _check_flag("batch_norm_inputs", self.batch_norm_inputs)
         if self.compile_hooks not in COMPILE_HOOKS:

@@ -26,7 +26,7 @@ from .checkpoint import checkpoint_call, inside_checkpoint, watch_selective
 from .parameters import ParameterRecognition
 
 
-def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType], None]]]) -> Any:
+def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType, Any], None]]]) -> Any:
     """A checkpoint's save_inputs that also tells its thread's innermost listener."""
 
     @untraced
@@ -36,7 +36,7 @@ def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callab
         thread = threading.get_ident()
         note = next((note for owner, note in reversed(listeners) if owner == thread), None)
         if note is not None and not in_backward() and not inside_checkpoint():
-            note(sys._getframe(1))
+            note(sys._getframe(1), self)
 
     return saving
 
@@ -45,10 +45,12 @@ _SAVE_INPUTS = "save_inputs"
 _TELL = SharedPatch(_SAVE_INPUTS, _telling)
 
 
-def told_of_checkpoints(note: Callable[[FrameType], None]) -> AbstractContextManager[None]:
-    """Have note(frame) called for every non-reentrant checkpoint that opens in this thread and is not inside another.
+def told_of_checkpoints(note: Callable[[FrameType, Any], None]) -> AbstractContextManager[None]:
+    """Have note(frame, call) called for every non-reentrant checkpoint that opens in this thread and is not inside
+    another.
 
-    frame: of the code that saves the checkpoint's inputs; its block has yet to run. The innermost context is told. A
+    frame: of the code that saves the checkpoint's inputs; its block has yet to run. call: the checkpoint's own state of
+    this call. The innermost context is told. A
     torch whose checkpoints have no such method has them met by their positional tensors alone.
     """
     if not hasattr(CheckpointFrame, _SAVE_INPUTS):

@@ -32,6 +32,12 @@ class Encoder:
         """perturbing one tensor does not show what it does through those that are made of it"""
         self._pack = codec.pack_error_bounded if policy.error_bounded else codec.pack
 
+    def of_this_step(self) -> Encoder:
+        """The same, with the random numbers of the current step in later ones as well."""
+        encoder = copy.copy(self)
+        encoder.keys = copy.copy(self.keys)
+        return encoder
+
     def of_part(self, fraction: float) -> Encoder:
         """The same for a part of a step's examples: what it rounds is what the step rounds, though it is smaller."""
         encoder = copy.copy(self)
@@ -41,13 +47,17 @@ class Encoder:
 
     def rounds(self, tensor: Tensor) -> bool:
         """Whether a tensor may be rounded, as far as its type and size tell."""
-        if not self._rounds or tensor.numel() < self._min_numel:
+        if not self._rounds or not self.is_large(tensor):
             return False
         return tensor.is_floating_point() or tensor.is_complex()
 
+    def is_large(self, tensor: Tensor) -> bool:
+        """Whether a tensor has so many elements that it is not simply stored exactly."""
+        return tensor.numel() >= self._min_numel
+
     def derives(self, tensor: Tensor, name: str, plan: Plan) -> bool:
         """Whether an activation need not be stored if it can be made from others: where it would be rounded."""
-        return self.may_derive and tensor.numel() >= self._min_numel and plan.bits_of(name) is not None
+        return self.may_derive and self.is_large(tensor) and plan.bits_of(name) is not None
 
     def encode(
         self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None

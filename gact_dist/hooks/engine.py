@@ -45,6 +45,7 @@ from .naming import ModuleScope, Namer
 from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
 from .readers import Readers, Saved
+from .recomputed import BlockAgain, HandOver, keep_handles
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
@@ -100,6 +101,11 @@ class SavedTensorHooks:
     def account(self) -> Account:
         """Of the last step of the job."""
         return self._job.account
+
+    @property
+    def compresses_recomputed(self) -> bool:
+        """Whether what a checkpointed block saves while it runs again is to be compressed as well."""
+        return self.config.recomputed and self.policy.adapts and not self.policy.needs_step_bytes
 
     @property
     def may_derive(self) -> bool:
@@ -158,7 +164,7 @@ class SavedTensorHooks:
             self._roles.observe_next = self._sink is not self._job  # the job's own first step is observed in any case
             # a compiled region is compiled anew under a function mode, and shows it no operator
             observer = None if self._namer.scope.compiled else OperatorObserver()
-        told = told_of_checkpoints(self._bypassing.note)
+        told = told_of_checkpoints(self._at_checkpoint)
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
         try:
             with self._observed(observer, readers, True), told, offered, self._saved_tensors_hooks():
@@ -201,6 +207,31 @@ class SavedTensorHooks:
             hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
         self._thread = threading.get_ident()
         with served, _hooked(*hooks):
+            yield
+
+    def _at_checkpoint(self, frame: FrameType, call: Any) -> None:
+        """A checkpoint is about to run its block. call: its state."""
+        self._bypassing.note(frame)
+        if self.compresses_recomputed and not self._namer.scope.compiled:
+            encoder, plan = self.encoder.of_this_step(), self._job.plan
+            keep_handles(call, partial(self._recomputed, encoder, plan))
+
+    @contextmanager
+    def _recomputed(self, encoder: Encoder, plan: Plan, hand_over: HandOver) -> Iterator[None]:
+        """Within the context a checkpointed block runs again. See [Note: recomputed]."""
+        block = BlockAgain(self._namer.scope, self._roles, encoder, plan)
+
+        def pack(tensor: Tensor) -> Any:
+            frame = caller()
+            with without_modes():
+                if frame is None or _without_codec(tensor) or self._is_of_model(tensor) or type(tensor) is not Tensor:
+                    handle: Any = Kept(tensor)
+                else:
+                    handle = block.pack(tensor, frame)
+            hand_over(tensor, None if isinstance(handle, Kept) else handle)
+            return handle
+
+        with _hooked(pack, _unpack):
             yield
 
     def _forget_step(self) -> None:
@@ -247,10 +278,11 @@ class SavedTensorHooks:
             record.settle(self._roles.by_name)
 
     @contextmanager
-    def noting(self, outcomes: list[Any]) -> Iterator[None]:
+    def noting(self, outcomes: list[Any], recomputed: bool = False) -> Iterator[None]:
         """Within the context, which is inside recording(), what autograd saves is named and classified but not kept.
 
-        outcomes: receives for each saved tensor, in order, what replay.Replay needs to recognise it again.
+        outcomes: receives for each saved tensor, in order, what replay.Replay needs to recognise it again. recomputed:
+        whether a checkpoint recomputes it.
         """
 
         def pack(tensor: Tensor) -> Any:
@@ -263,12 +295,13 @@ class SavedTensorHooks:
         record = self._sink
         if not isinstance(record, Record):
             raise ReplayError("tensors can be noted only while a forward is recorded")
-        record.notes = True
+        before = record.notes, self._namer.recomputed
+        record.notes, self._namer.recomputed = True, recomputed
         try:
             with _hooked(pack, _unpack):
                 yield
         finally:
-            record.notes = False
+            record.notes, self._namer.recomputed = before
 
     @contextmanager
     def rehearsal(self, plan: Plan | None = None, draw: int = 0, fraction: float = 1.0) -> Iterator[Footprint]:
@@ -509,6 +542,8 @@ class SavedTensorHooks:
         if alias is not None:
             return self._sink.alias(tensor, alias)
         stored = self._sink.take(Captured(tensor, name, role, record))
+        if isinstance(stored, Noted):
+            stored.recomputes = self.compresses_recomputed
         if not self._sink.records:
             note_stored(tensor, record, stored)
         return stored
@@ -583,8 +618,11 @@ def _unpack(handle: Any) -> Tensor:
 
 
 @contextmanager
-def replaying(replay: Replay) -> Iterator[None]:
-    """Within the context a block runs again. Raises ReplayError if it does not save what it did at first."""
+def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
+    """Within the context a block runs again. Raises ReplayError if it does not save what it did at first.
+
+    whole: false for a checkpoint in a block that runs again.
+    """
     # the graph holds its pack hook, and a replay holds nodes of the graph: a cycle that the collector does not see
     running: Any = WeakMethod(replay.pack)
 
@@ -594,7 +632,8 @@ def replaying(replay: Replay) -> Iterator[None]:
 
     with _hooked(pack, _unpack):
         yield
-    replay.check_complete()
+    if whole:
+        replay.check_complete()
 
 
 def nothing_kept() -> AbstractContextManager[None]:

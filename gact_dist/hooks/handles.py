@@ -234,6 +234,8 @@ class Noted:
     """None where it makes no difference: of a small tensor, or one of integers"""
     derived: bool = False
     """see Recorded"""
+    recomputes: bool = False
+    """whether others of its block are computed from it once more, as it is stored"""
 
     @property
     def compressible(self) -> bool:

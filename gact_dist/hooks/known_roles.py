@@ -121,7 +121,7 @@ class KnownRoles:
             found = self._observer.role(tensor)
             if found is not Role.ACTIVATION:
                 return self._found(tensor, name, found)
-        known = self._remembered(tensor, name, instruction)
+        known = self.remembered(tensor, name, instruction)
         if known is Role.ACTIVATION and module is None and (name, site.line) not in self._top_level:
             known = None
         if self._observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
@@ -141,7 +141,7 @@ class KnownRoles:
         self.by_name[name] = role
         return role
 
-    def _remembered(self, tensor: Tensor, name: str, instruction: Instruction | None) -> Role | None:
+    def remembered(self, tensor: Tensor, name: str, instruction: Instruction | None = None) -> Role | None:
         """The role that an earlier step found under a name, for a tensor that is of the same kind. See [Note: names].
 
         A branch that is not taken, such as a dropout that is off, leaves its name to the next tensor on the line.

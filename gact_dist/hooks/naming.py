@@ -33,6 +33,8 @@ _ALIASES = {
 }
 
 _FORWARDING = forwarding_nodes()
+RECOMPUTED = "~"
+"""after the operator, in the name of what is saved inside of a checkpointed block"""
 
 
 @cache
@@ -129,8 +131,9 @@ class ModuleScope:
 class Namer:
     """Gives each saved tensor of one step its name; reset() starts the next step."""
 
-    def __init__(self, scope: ModuleScope) -> None:
-        self.scope = scope
+    def __init__(self, scope: ModuleScope, recomputed: bool = False) -> None:
+        """recomputed: whether what is named is saved inside of a checkpointed block."""
+        self.scope, self.recomputed = scope, recomputed
         self._counts: dict[tuple, int] = {}
         self._names: dict[tuple, str] = {}
 
@@ -181,6 +184,7 @@ class Namer:
         return self.scope.stack[-1][0] if self.scope.stack else None
 
     def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
+        operator += RECOMPUTED if self.recomputed else ""
         key = (path, operator, site)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1

@@ -10,7 +10,7 @@ tensors in the same order ([Note: replay] in hooks/replay.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from itertools import count
@@ -42,6 +42,7 @@ from ..hooks import (
     producer,
     replaying,
     tensors_of,
+    told_of_checkpoints,
 )
 from .autograd_graph import scalar
 from .measuring_mode import MeasuringMode
@@ -100,6 +101,8 @@ class Visit:
     """as they were, with boundaries in place of the tensors that were cut"""
     surroundings: Surroundings
     checkpointed: bool
+    opaque: bool
+    """whether what it saves is not looked at, as a checkpoint recomputes it and keeps it exactly"""
     inputs: list[tuple[int, Any, GradientEdge]] = field(default_factory=list)
     """(index among the tensors of the arguments, _Boundary or what a checkpoint recorded, edge of the graph before)"""
     outcomes: list[Any] = field(default_factory=list)
@@ -162,6 +165,7 @@ class BlockForward:
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
         self._passing = False  # a region that is not cut is running
+        self._reentrant = False  # or a reentrant checkpoint
         self._open = ExitStack()  # of the current visit, or for what is gathered outside of one until the end
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -269,14 +273,17 @@ class BlockForward:
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any
     ) -> Any:
         """In place of torch.utils.checkpoint.checkpoint: outside of blocks, what it runs is a block."""
-        if self._current is not None or self._passing or not torch.is_grad_enabled():
+        if self._current is not None:
+            noting = self._hooks.noting(self._current.outcomes, recomputed=True)
+            return self._checkpoint_inside(noting, None, checkpoint, function, *args, **kw)
+        if self._passing or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kw)
         if "context_fn" in kw or kw.get("use_reentrant", True) is not False:  # reentrant ones come back as others
-            self._passing = "context_fn" in kw
+            self._passing, self._reentrant = "context_fn" in kw, True
             try:
                 return checkpoint(function, *args, **kw)
             finally:
-                self._passing = False
+                self._passing = self._reentrant = False
         known = len(self.found)
 
         def visit(*inputs: Any, **named: Any) -> Any:
@@ -284,6 +291,52 @@ class BlockForward:
             return self._visit(function, [], inputs, named, True, kept)
 
         return checkpoint(visit, *args, **kw)
+
+    def _checkpoint_inside(
+        self,
+        hooks: AbstractContextManager[None],
+        calls: list[Any] | None,
+        checkpoint: Callable[..., Any],
+        function: Callable[..., Any],
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        """In place of torch.utils.checkpoint.checkpoint inside of a block.
+
+        hooks: for what it would recompute. calls: receives the states of checkpoints; given where a block runs again,
+        as its backward will recompute it from what is kept of its inputs.
+        """
+        if self._passing or not torch.is_grad_enabled() or not self._hooks.compresses_recomputed:
+            return checkpoint(function, *args, **kw)
+        with self._passed():  # checkpoints inside of it, and what a reentrant one comes back as, are left alone
+            if "context_fn" in kw or kw.get("use_reentrant", True) is not False:
+                return checkpoint(function, *args, **kw)
+
+            def block(*inputs: Any, **named: Any) -> Any:
+                with hooks:
+                    return function(*(calls.pop().get_inputs() if calls else inputs), **named)
+
+            return checkpoint(block, *args, **kw)
+
+    @contextmanager
+    def _checkpoints_again(self, replay: Replay) -> Iterator[None]:
+        """Within the context a block runs again, in which there may be checkpoints."""
+        calls: list[Any] = []
+
+        def again(*call: Any, **kw: Any) -> Any:
+            return self._checkpoint_inside(replaying(replay, whole=False), calls, *call, **kw)
+
+        with told_of_checkpoints(lambda _, call: calls.append(call)), checkpoint_calls(again):
+            yield
+
+    @contextmanager
+    def _passed(self) -> Iterator[None]:
+        """Within the context no region is cut, and no checkpoint looked into."""
+        before, self._passing = self._passing, True
+        try:
+            yield
+        finally:
+            self._passing = before
 
     def _visit(
         self,
@@ -303,7 +356,8 @@ class BlockForward:
                 for module in modules:
                     self._open.enter_context(self._gathered(module))
                 around = Surroundings(modules, [tensor.device.type for tensor in tensors])
-                visit = Visit(function, modules, arguments, around, checkpointed)
+                opaque = checkpointed and (self._reentrant or not self._hooks.compresses_recomputed)
+                visit = Visit(function, modules, arguments, around, checkpointed, opaque)
                 for number, tensor in chosen.items():
                     visit.inputs.append((number, self._kept(tensor, kept), get_gradient_edge(tensor)))
                     visit.shapes.append((number, tensor.shape))
@@ -312,7 +366,8 @@ class BlockForward:
                 known = len(self.found)
                 self._current = visit
                 started = next_sequence_number()
-                with nothing_kept() if checkpointed else self._hooks.noting(visit.outcomes):
+                hooks = nothing_kept() if opaque else self._hooks.noting(visit.outcomes, recomputed=checkpointed)
+                with hooks, self._passed() if checkpointed else nullcontext():
                     outputs = function(*args, **kwargs)
                 self._note_graph(visit, outputs, list(starts.values()), started)
             finally:
@@ -409,11 +464,12 @@ class BlockForward:
     ) -> tuple[list[Tensor], list[Tensor], Replay | None]:
         values = {number: cut(value_of(kept)) for number, kept, _ in visit.inputs}
         args, kwargs = substituted(copied(visit.arguments), values)
-        replay = None if visit.checkpointed else Replay(visit.outcomes, visit.own, keep)
+        replay = None if visit.opaque else Replay(visit.outcomes, visit.own, keep)
         with ExitStack() as stack:
             stack.enter_context(visit.surroundings.again())
             if replay is not None:
                 stack.enter_context(replaying(replay))
+                stack.enter_context(self._passed() if visit.checkpointed else self._checkpoints_again(replay))
             stack.enter_context(self.mode)
             outputs = tensors_of(visit.function(*args, **kwargs))
         if any(number >= len(outputs) or not outputs[number].requires_grad for number, _ in visit.exits):

@@ -41,7 +41,7 @@ from ..distributed import (
     sum_over_parts,
     whole_value,
 )
-from ..hooks import Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
+from ..hooks import Noted, Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
@@ -337,22 +337,20 @@ class Walk:
         visit.gradients = []
         with self._forward.again(visit, partial(self._keep, True)) as (part, replay, inputs):
             part.heads, entering = present(part.heads, gradients)
-            if replay is None:
-                found = [
-                    Replayed(_input_record(kept, cut), kept.handle, None)
-                    for (_, kept, _), cut in zip(visit.inputs, inputs, strict=True)
-                    if isinstance(kept, Recorded)
-                ]
-            else:
-                found = replay.found
+            through = [
+                Replayed(_input_record(kept, cut), kept.handle, None)
+                for (_, kept, _), cut in zip(visit.inputs, inputs, strict=True)
+                if isinstance(kept, Recorded)
+            ]
+            found = [] if replay is None else replay.found
+            through += [item for item in found if isinstance(item.first, Noted) and item.first.recomputes]
+            found = [item for item in found if item not in through]
 
             def fallback(error: OpaqueError) -> list[Any]:
                 _log.info("%s: what its block saves is measured by perturbation", error)
                 return self._by_difference(visit, gradients, tangents)
 
-            entered = yield from self._differentiated(
-                part, entering, tangents, found, fallback, cuts=replay is not None
-            )
+            entered = yield from self._differentiated(part, entering, tangents, found, fallback, through)
             reached = [end for (_, end), gradient in zip(visit.exits, gradients, strict=True) if gradient is not None]
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
@@ -365,21 +363,22 @@ class Walk:
         tangents: Sequence[list[Tensor] | None],
         found: Sequence[Replayed],
         fallback: Callable[[OpaqueError], list[Any]],
-        cuts: bool = True,
+        through: Sequence[Replayed] = (),
     ) -> Generator[Measured, None, list[Any]]:
         """What is complete with a part, in sections where it is large; returns the tangents at its heads.
 
-        fallback: gives these tangents where the part's backward cannot be differentiated. cuts: as for _transposed().
+        fallback: gives these tangents where the part's backward cannot be differentiated. through: as for
+        _transposed().
         """
         derived = [item for item in found if item.first in self._forward.derived]
         found = _apart_from(derived, found)
-        self._meet(found)
-        divisible = cuts and not self._forward.groups and not self._perturbs
+        self._meet([*found, *through])
+        divisible = not through and not self._forward.groups and not self._perturbs
         sections = divided(part, found, derived) if divisible else []
-        left = list(found)
+        left = [*found, *through]
         try:
             if len(sections) < 2:
-                entered: list[Any] = self._transposed(part, entering, tangents, found, cuts=cuts)
+                entered: list[Any] = self._transposed(part, entering, tangents, found, through)
             else:
                 entered = yield from self._in_sections(sections, part, entering, tangents, left)
         except OpaqueError as error:
@@ -455,16 +454,20 @@ class Walk:
         entering: Sequence[Tensor] | None,
         tangents: Sequence[list[Tensor] | None],
         found: Sequence[Replayed],
-        cuts: bool = True,
+        through: Sequence[Replayed] = (),
         closed: Sequence[GradientEdge] = (),
     ) -> list[list[Tensor] | None]:
         """Add the products of what a part saved; returns the tangents at its heads, for each direction, None where the
         gradient does not depend on what enters there.
 
-        cuts: whether products of one saved tensor with another, through the forward, are left out. closed: edges at
-        which the part ends although the graph goes on.
+        through: what the others are computed from once more in the backward, so that their products are part of its
+        own; those of the others are not part of one another's. closed: edges at which the part ends although the graph
+        goes on.
         Raises OpaqueError if its backward cannot be differentiated.
         """
+        alone = not found
+        if alone:  # one pass serves both
+            found, through = through, ()
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         with closed_to(closed):
             leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
@@ -479,10 +482,11 @@ class Walk:
         entered: list[list[Tensor]] = [[] for _ in sources]
         for direction in range(self._directions):
             taken = self._taking(passing, direction)
-            with taken, cut_off(found if cuts else ()):
+            with taken, cut_off(() if alone else found):
                 products = self._products(
                     part, leaving, tangents, [*inputs, *part.tails] if passing else inputs, direction
                 )
+            self._add_through(through, part, leaving, tangents, direction)
             if direction + 1 == self._directions:
                 leaving = []  # with the graph of the backward
             for place, tangent in zip(entered, products, strict=False):
@@ -497,6 +501,24 @@ class Walk:
                     if last[edge_of(item)] is first:  # products are as large as all that was saved
                         by_edge.pop(edge_of(item), None)
         return [place if any(tangent.dim() for tangent in place) else None for place in entered]
+
+    def _add_through(
+        self,
+        through: Sequence[Replayed],
+        part: Part,
+        leaving: Sequence[Tensor | None],
+        tangents: Sequence[list[Tensor] | None],
+        direction: int,
+    ) -> None:
+        """Add the products of what others of a part are computed from once more. See _transposed()."""
+        measured = [item for item in through if item.first in self._tallies and item.record.node is not None]
+        edges = list(dict.fromkeys(map(edge_of, measured)))
+        if not edges:
+            return
+        products = self._products(part, leaving, tangents, [GradientEdge(*edge) for edge in edges], direction)
+        by_edge = dict(zip(edges, products, strict=True))
+        for item in measured:
+            self._tallies[item.first].add(_seen_by_edge([item], by_edge), direction, self._directions)
 
     def _passing(self, part: Part, wanted: Mapping[Any, Sequence[Replayed]]) -> dict[Any, Replayed]:
         """The tensors whose products can be counted as they pass, so that they are never there all at once: those that

@@ -1,0 +1,173 @@
+"""What a checkpointed block saves while it runs again, in a few bits.
+
+[Note: recomputed] A checkpoint keeps a block's inputs, and when the backward first asks for a tensor of the block it
+runs the block again and keeps all that this saves, until the backward has used it. With many blocks whose inputs are
+compressed that one block is the peak of the step. So within it our hooks are the innermost: each tensor becomes a
+handle, as in a step without checkpoints, and the checkpoint is given the handle to keep in the tensor's place. It keeps
+the tensors in a dictionary; ours restores a handle when the tensor is asked for.
+
+Only what a measurement has seen of a block is rounded, by its name, which has a "~" because the same module may be
+called outside of checkpoints as well. All else stays as it is. A measurement runs a checkpointed block as it runs
+others, so that these tensors have a sensitivity, a place in the plan, and a part in the comparison with the exact
+gradient. The plan and the random numbers are those of the block's forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .._torch_internals import CheckpointFrame, innermost_hooks
+from ..policies import Bits, Plan
+from .accounting import Account
+from .aliases import StorageRecord, StorageRecords, find_stored, note_stored
+from .call_stack import CallSite, call_site
+from .encoder import Encoder
+from .handles import Stored, View
+from .known_roles import KnownRoles
+from .naming import ModuleScope, Namer
+from .one_bit import read_by
+from .roles import Role, is_own_relu_save
+from .sinks import Captured, Store
+
+HandOver = Callable[[Tensor, Any], None]
+Packing = Callable[[HandOver], AbstractContextManager[None]]
+
+
+class _Exchange:
+    """Between the hook of a block that runs again and what its checkpoint keeps."""
+
+    __slots__ = ("handle", "only_shapes")
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        """to keep in place of the tensor that is being saved; None for that itself"""
+        self.only_shapes = False
+        """whether only shape, type and device of what is kept are looked at"""
+
+
+class _Kept(WeakKeyDictionary):
+    """What a checkpoint keeps of one backward, with handles in place of some of the tensors."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        super().__init__()
+        self._exchange = exchange
+
+    def __setitem__(self, key: Any, tensor: Tensor) -> None:
+        handle = self._exchange.handle
+        super().__setitem__(key, tensor if handle is None else (handle, tensor.shape, tensor.dtype, tensor.device))
+
+    def __getitem__(self, key: Any) -> Tensor:
+        found = super().__getitem__(key)
+        if isinstance(found, Tensor):
+            return found
+        handle, shape, dtype, device = found
+        if self._exchange.only_shapes:
+            return torch.empty((), dtype=dtype, device=device).expand(shape)
+        tensor: Tensor = handle.restore()
+        return tensor
+
+
+class _Frame(CheckpointFrame):
+    """One call of a checkpoint that keeps handles."""
+
+    def check_recomputed_tensors_match(self, gid: Any) -> None:
+        """As it is, without restoring every tensor for its shape."""
+        self.exchange.only_shapes = True
+        try:
+            super().check_recomputed_tensors_match(gid)
+        finally:
+            self.exchange.only_shapes = False
+
+
+class _Recompute:
+    """Runs a checkpointed block again with our hooks inside of the checkpoint's."""
+
+    def __init__(self, run: Callable[..., None], exchange: _Exchange, packing: Packing) -> None:
+        self._run, self._exchange, self._packing = run, exchange, packing
+
+    def __call__(self, *args: Any) -> None:
+        top = innermost_hooks()
+        with self._packing(partial(self._hand_over, top[0])):
+            self._run(*args)
+
+    def _hand_over(self, keep: Callable[[Tensor], Any], tensor: Tensor, handle: Any) -> None:
+        """Have the checkpoint keep a handle in place of a tensor. Raises what ends the run where it was the last."""
+        self._exchange.handle = handle
+        try:
+            keep(tensor)
+        finally:
+            self._exchange.handle = None
+
+
+def keep_handles(frame: Any, packing: Packing) -> None:
+    """Have one call of a non-reentrant checkpoint keep handles. frame: its state, before its block has run.
+
+    packing(hand_over): a context in which what is saved becomes a handle; its hook calls hand_over(tensor, handle).
+    """
+    exchange = frame.exchange = _Exchange()
+    frame.recompute_fn = _Recompute(frame.recompute_fn, exchange, packing)
+    frame.recomputed = defaultdict(partial(_Kept, exchange))
+    frame.__class__ = _Frame
+
+
+class BlockAgain:
+    """What a checkpointed block saves in one further run."""
+
+    def __init__(self, scope: ModuleScope, roles: KnownRoles, encoder: Encoder, plan: Plan) -> None:
+        """encoder, plan: of the block's forward."""
+        self._namer, self._roles, self._encoder, self._plan = Namer(scope, recomputed=True), roles, encoder, plan
+        self._sink, self._storages = Store(encoder, plan, Account()), StorageRecords()
+
+    def pack(self, tensor: Tensor, frame: FrameType) -> Stored | View:
+        """The handle of a plain tensor that is not the model's. frame: of the caller of the pack hook."""
+        site, record = call_site(frame), self._storages.of(tensor)
+        floating = self._encoder.rounds(tensor)
+        sign = floating and is_own_relu_save(tensor)
+        read = read_by(frame) if floating and not sign else None
+        found = None if sign or read is not None else find_stored(tensor, record)
+        if found is not None:
+            stored, *place = found
+            return View(stored, tensor, *place) if self._may_have(stored, site) else _as_it_is(stored.name, tensor)
+        name = self._namer.name(tensor, site)
+        if sign or read is not None:
+            return self._sink.take(Captured(tensor, name, Role.SIGN if sign else Role.ONE_BIT, record, None, read))
+        stored = self._stored(tensor, record, name)
+        note_stored(tensor, record, stored)
+        self._sink.after(tensor.grad_fn)
+        return stored
+
+    def _may_have(self, stored: Stored, site: CallSite) -> bool:
+        """Whether another reader may have what is stored already."""
+        stack = self._namer.scope.stack
+        place = site.line, stack[-1][0] if stack else None, None
+        return stored.is_exact or self._roles.alias_role(stored.name, place) is Role.ACTIVATION
+
+    def _bits(self, name: str) -> Bits:
+        """None where no measurement has seen the tensor."""
+        return self._plan.bits.get(name)
+
+    def _stored(self, tensor: Tensor, record: StorageRecord, name: str) -> Stored:
+        role = None
+        if not self._encoder.rounds(tensor):
+            if tensor.dtype != torch.bool or not self._encoder.is_large(tensor):
+                return _as_it_is(name, tensor)
+        elif self._bits(name) is not None:
+            role = Role.ACTIVATION
+        elif self._roles.remembered(tensor, name) is Role.BINARY:
+            role = Role.BINARY
+        else:
+            return _as_it_is(name, tensor)
+        return self._sink.take(Captured(tensor, name, role, record))
+
+
+def _as_it_is(name: str, tensor: Tensor) -> Stored:
+    return Stored(name, tensor, tensor.detach())
