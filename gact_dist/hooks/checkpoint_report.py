@@ -50,8 +50,8 @@ def told_of_checkpoints(note: Callable[[FrameType, Any], None]) -> AbstractConte
     another.
 
     frame: of the code that saves the checkpoint's inputs; its block has yet to run. call: the checkpoint's own state of
-    this call. The innermost context is told. A
-    torch whose checkpoints have no such method has them met by their positional tensors alone.
+    this call. The innermost context is told. A torch whose checkpoints have no such method has them met by their
+    positional tensors alone.
     """
     if not hasattr(CheckpointFrame, _SAVE_INPUTS):
         return nullcontext()

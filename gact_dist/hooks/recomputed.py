@@ -72,6 +72,8 @@ class _Kept(WeakKeyDictionary):
         handle, shape, dtype, device = found
         if self._exchange.only_shapes:
             return torch.empty((), dtype=dtype, device=device).expand(shape)
+        if isinstance(handle, Stored) and isinstance(handle.payload, Tensor):
+            return handle.payload  # modified meanwhile or not, as from a checkpoint without hooks
         tensor: Tensor = handle.restore()
         return tensor
 
@@ -112,7 +114,10 @@ def keep_handles(frame: Any, packing: Packing) -> None:
     """Have one call of a non-reentrant checkpoint keep handles. frame: its state, before its block has run.
 
     packing(hand_over): a context in which what is saved becomes a handle; its hook calls hand_over(tensor, handle).
+    Does nothing where torch's checkpoints keep tensors in another way.
     """
+    if getattr(frame.recomputed, "default_factory", None) is not WeakKeyDictionary:
+        return
     exchange = frame.exchange = _Exchange()
     frame.recompute_fn = _Recompute(frame.recompute_fn, exchange, packing)
     frame.recomputed = defaultdict(partial(_Kept, exchange))
