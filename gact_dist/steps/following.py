@@ -17,6 +17,7 @@ from ..distributed import all_ranks, learning_shapes
 from ..hooks import Calling, Registration, after_forward, before_forward, fixes_rows, on_interrupt
 from ..sensitivity import Observation, ProbeBatch
 from .schedule import Schedule
+from .training_step import TrainingStep, driven_by_a_trainer, has_training_step
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Following:
         self._schedule, self._model = schedule, schedule.model
         self._step = ExitStack()  # what is open around the forward that runs
         self._in_step = False
+        self._caller: nn.Module = self._model  # the module whose call is the step
         self._observation: Observation | None = None
         self._candidate: Observation | None = None
         self._asked = False  # whether an earlier forward was to be observed, as it was then on every rank
@@ -36,6 +38,9 @@ class Following:
                 "follow() cannot watch the forward of a ScriptModule, which takes no hooks: use step() around the "
                 "forward, or attach to a module that holds it"
             )
+        self._training_step: TrainingStep | None = None
+        if has_training_step(self._model):
+            self._training_step = TrainingStep(self._model, lambda: schedule.measuring)
         self._handles: list[Registration] = []
         self._backward_hooks: list[Any] = []
         if schedule.hooks is not None and schedule.enabled:
@@ -44,10 +49,18 @@ class Following:
     def resume(self) -> None:
         """Put the hooks on the model."""
         begin, end = Calling(self._begin), Calling(self._end)
+        followed: list[nn.Module] = [self._model]
+        if self._training_step is not None:
+            self._training_step.open()
+            followed.append(self._training_step)
         self._handles = [
-            before_forward(self._model, begin, prepend=True, with_kwargs=True),
-            after_forward(self._model, end, with_kwargs=True, always_call=True),
-            on_interrupt(self._model, self._interrupted),
+            handle
+            for module in followed
+            for handle in (
+                before_forward(module, begin, prepend=True, with_kwargs=True),
+                after_forward(module, end, with_kwargs=True, always_call=True),
+                on_interrupt(module, self._interrupted),
+            )
         ]
         self._watch_backward()
 
@@ -66,20 +79,26 @@ class Following:
         self._step.close()
         while self._handles:
             self._handles.pop().remove()
+        if self._training_step is not None:
+            self._training_step.close()
         self._stop_watching_backward()
         self._observation = self._candidate = None
 
-    def _begin(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         schedule = self._schedule
+        if self._is_part_of_a_step(module):
+            return
         self._step.close()  # of a forward that raised before its end
         self._in_step = False
         if not schedule.enabled or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
             return
         if hooks_are_disabled():  # a forward inside a torch.func transform, beside the job's own
             return
+        if self._caller is not module:
+            self._caller, self._observation = module, None
         schedule.next_step()
         self._stop_watching_backward()
-        forward = partial(self._model, *args, **kwargs)
+        forward = partial(module, *args, **kwargs)
         self._use_observation(forward)
         if schedule.step == 1:
             schedule.start(forward)
@@ -97,18 +116,25 @@ class Following:
         self._step.enter_context(schedule.forward())
         self._in_step = True
 
+    def _is_part_of_a_step(self, module: nn.Module) -> bool:
+        """Whether a call is one within training_step, or the one by which DDP comes to it."""
+        if self._training_step is None or module is self._training_step:
+            return False
+        return driven_by_a_trainer(self._model) or (self._in_step and self._caller is self._training_step)
+
     def _verify_first(self, args: tuple, kwargs: dict) -> None:
         """Before the first step: there is no loss to measure with, but its rounding must not ruin the job."""
         schedule = self._schedule
         if schedule.verifier is not None and schedule.verifier.at is None:
             examples = sys.maxsize if fixes_rows(self._model, (args, kwargs)) else schedule.probe_examples(1)
-            loss_fn: Callable[[Observation], Any] = partial(Observation.any_loss, model=self._model)
+            loss_fn: Callable[[Observation], Any] = partial(Observation.any_loss, model=self._caller)
             batch = ProbeBatch(loss_fn, Observation((args, kwargs), sys.maxsize), examples, is_guess=True)
             schedule.verify(batch, provisional=True)
 
-    def _end(self, _: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
-        if self._schedule.measuring or not self._in_step:
+    def _end(self, module: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
+        if self._schedule.measuring or not self._in_step or module is not self._caller:
             return
+        self._in_step = False
         self._step.close()
         self._schedule.watch()
         if self._candidate is not None and self._candidate.outputs(outputs):
@@ -161,7 +187,7 @@ class Following:
             return
         self._asked = False
         unit = observation.squared_gradient if schedule.policy.follows_gradient else None
-        loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._model)
+        loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._caller)
         schedule.draw(partial(loss_fn, observation), unit)
         if schedule.due():
             examples = schedule.probe_examples(schedule.config.calibration_samples)
