@@ -13,7 +13,7 @@ from ._fields import StateError
 from .adaptation import Adaptation, Haste
 from .config import DISABLE, Config, disabled_by_environment, settings_of
 from .policies import Bits
-from .report import MemoryReport, build_report
+from .report import MemoryReport, build_report, peak_bytes
 from .sensitivity import ProbeBatch
 from .steps import Following, Iterations, Schedule, default_level, read_state, state_key, write_state
 
@@ -219,6 +219,32 @@ class Controller:
         account = schedule.hooks.account
         error = None if self.adaptation is None else self.adaptation.gradient_error
         return build_report(account.rows, account.exact_bytes, schedule.sensitivity, error, schedule.hooks.offloaded())
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the last step on this rank and of the last adaptation, for the logger of a framework or of a loop.
+
+        gact/retained_bytes and gact/exact_bytes: what is kept for backward, and what would be without gact_dist;
+        gact/ratio of the two; gact/peak_bytes: the most memory of the process so far, allocated on its GPU or resident
+        on a CPU; gact/average_bits and gact/predicted_variance (of the gradient, by rounding) once bits have adapted;
+        gact/gradient_error with policy acgc. With offload it waits for the device.
+        """
+        report, adaptation = self.report(), self.adaptation
+        found: dict[str, float | None] = {
+            "retained_bytes": report.retained_bytes,
+            "exact_bytes": report.exact_bytes,
+            "ratio": report.ratio,
+            "peak_bytes": self._peak_bytes(),
+        }
+        if adaptation is not None and adaptation.sensitivity:
+            found["average_bits"] = adaptation.average_bits
+            found["predicted_variance"] = adaptation.predicted_variance
+        if report.gradient_error is not None:
+            found["gradient_error"] = report.gradient_error.measured
+        return {f"gact/{name}": value for name, value in found.items() if value is not None}
+
+    def _peak_bytes(self) -> int | None:
+        parameter = next(self._schedule.model.parameters(), None)
+        return None if parameter is None else peak_bytes(parameter.device)
 
     def state_dict(self) -> dict[str, str]:
         """Everything that a resumed run needs to go on as this one will: {"gact_dist": one JSON text}.

@@ -1,7 +1,10 @@
 """What a step kept for backward: the memory report."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from .hooks import ReportRow
 from .offload import OffloadStatistics
@@ -64,6 +67,17 @@ class MemoryReport:
                 f"at most and stalled {self.offload.stalls} times, {self.offload.stall_s * 1e3:.2f} ms in all"
             )
         return "\n".join(lines)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has had so far: allocated on its GPU, resident on a CPU; None where unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource  # which Windows lacks
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def build_report(

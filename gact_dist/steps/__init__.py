@@ -2,7 +2,7 @@
 
 from .following import Following
 from .gact_api import Iterations, default_level, set_optimization_level
-from .schedule import Schedule
+from .schedule import Schedule, is_attached
 from .state import read_state, state_key, write_state
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Iterations",
     "Schedule",
     "default_level",
+    "is_attached",
     "read_state",
     "set_optimization_level",
     "state_key",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from ..sensitivity import ProbeBatch
 from . import malloc
 from .joined_steps import JoinedSteps
 from .optimizer_steps import OptimizerSteps
+from .progress import Progress
 from .state import State, bounded
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class Schedule:
         self._interval = config.adapt_interval
         self._failed = 0
         """adaptations in a row in which nothing could be measured"""
+        self._progress = Progress(model, config, self.groups, self.enabled)
+        _attached.add(self)
 
     @property
     def plan(self) -> Plan:
@@ -160,6 +164,7 @@ class Schedule:
         """After a step's forward."""
         if self.adapter is not None:
             self.adapter.watch()
+        self._progress.after_forward(self.step, self.hooks)
 
     @contextmanager
     def measurement(self) -> Iterator[None]:
@@ -266,7 +271,8 @@ class Schedule:
         with self.measurement():
             _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
         if fault is not None:
-            _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
+            if self._progress.is_first_rank:
+                _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
             self.adapt(batch, Haste.FAULT)
         if found:
             self.hooks.plan = self.plan.updated(dict.fromkeys(found))
@@ -341,6 +347,7 @@ class Schedule:
 
     def _note(self, adaptation: Adaptation) -> None:
         self.history[:] = bounded([*self.history, adaptation.to_dict(self.step)])
+        self._progress.adapted(adaptation, self.plan)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -385,11 +392,22 @@ class Schedule:
 
     def close(self) -> None:
         """Take all hooks off the model."""
+        _attached.discard(self)
         self._joined.close()
         if self.hooks is not None:
             self.hooks.close()
         if self.optimizer_steps is not None:
             self.optimizer_steps.close()
+
+
+# By weak references: those that are attached live as long as their hooks on a model do, whoever dropped the controller.
+_attached: WeakSet[Schedule] = WeakSet()
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether a model, a part of it, or what it is a part of is attached and was not detached."""
+    modules = set(map(id, model.modules()))
+    return any(id(module) in modules for schedule in list(_attached) for module in schedule.model.modules())
 
 
 def _facts_of(config: Config) -> dict[str, str]:

@@ -1,0 +1,64 @@
+"""The lines that are logged as a job goes on: at attach, after the first step, and after each adaptation."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from .. import distributed
+from ..adaptation import Adaptation
+from ..config import Config
+from ..hooks import SavedTensorHooks
+from ..policies import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class Progress:
+    """Logs, on the first of the ranks that share a plan, what was attached and what each new plan keeps of a step."""
+
+    def __init__(self, model: nn.Module, config: Config, groups: Sequence[Any], compresses: bool) -> None:
+        """compresses: whether the policy does anything."""
+        self._groups = groups
+        self._news: str | None = ""
+        if self.is_first_rank:
+            name, ranks = type(distributed.unwrap(model)).__name__, math.prod(map(distributed.world_size, groups))
+            what = _settings(config) if compresses else "nothing is compressed"
+            _log.info("attached to %s: %s%s", name, what, f", one plan for {ranks} ranks" if ranks > 1 else "")
+
+    def adapted(self, adaptation: Adaptation, plan: Plan) -> None:
+        """A plan was made, or kept. It is logged with what the next step keeps under it."""
+        if not adaptation.sensitivity:
+            found = len(adaptation.stored_exactly)
+            self._news = f"{found} tensors stored exactly" if found else "no sensitivity was measured, the plan is kept"
+            return
+        widths = [bits for bits in plan.bits.values() if isinstance(bits, int)]
+        spread = f" ({min(widths)} to {max(widths)})" if widths else ""
+        what = "plan kept" if adaptation.kept else "new plan"
+        self._news = f"{what}, {adaptation.average_bits:.2f} bits on average{spread} for {len(adaptation.plan)} tensors"
+
+    def after_forward(self, step: int, hooks: SavedTensorHooks | None) -> None:
+        """A step's forward is over."""
+        if self._news is None or hooks is None:
+            return
+        news, self._news = self._news, None
+        exact, retained = hooks.account.exact_bytes, sum(row.bytes for row in hooks.account.rows)
+        if self.is_first_rank and retained:
+            _log.info(
+                "step %d: %s%.2f MiB kept for backward in place of %.2f MiB, ratio %.2f",
+                step, news and f"{news}; ", retained / 2**20, exact / 2**20, exact / retained,
+            )  # fmt: skip
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the one that speaks for those that share a plan."""
+        return all(distributed.rank(group) == 0 for group in self._groups)
+
+
+def _settings(config: Config) -> str:
+    """Those that say how much is kept."""
+    amounts = {"{:g} bits": config.bits, "{} bytes": config.retained_bytes, "error {:g}": config.error}
+    given = [text.format(value) for text, value in amounts.items() if value is not None]
+    return ", ".join([f"policy {config.policy}", *given])
