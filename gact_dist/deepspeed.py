@@ -42,7 +42,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     settings = _ds_config(given)
     config = from_block(settings.get(_BLOCK, {"enabled": False}))
     if config is not None:
-        _check_with(settings, given.get("model"), config)
+        check_with(settings, given.get("model"), config)
     results = deepspeed.initialize(*args, **kwargs)
     if config is not None:
         _follow(results[0], config)
@@ -71,7 +71,7 @@ def _text(config: str) -> str:
         return ""
 
 
-def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None:
+def check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None:
     """Raise ValueError if the block contradicts the rest of the config, or asks for what the machine lacks."""
     if config.offload.enabled:
         require_cuda()
@@ -94,13 +94,16 @@ def _check_with(settings: Mapping[str, Any], model: Any, config: Config) -> None
         )
 
 
-def _follow(engine: Any, config: Config) -> None:
+def follow_engine(engine: Any, config: Config) -> Controller:
+    """Attach to an engine and follow it."""
     # adapt_interval counts optimizer steps, the controller counts forwards
     steps = config.adapt_interval * engine.gradient_accumulation_steps()
     group = engine.seq_data_parallel_group or engine.data_parallel_group
-    controller = Controller(engine, config=replace(config, adapt_interval=steps), process_group=group)
-    controller.follow()
-    engine.gact = controller
+    return Controller(engine, config=replace(config, adapt_interval=steps), process_group=group).follow()
+
+
+def _follow(engine: Any, config: Config) -> None:
+    engine.gact = controller = follow_engine(engine, config)
     engine.save_checkpoint = _saving(engine.save_checkpoint, controller)
     engine.load_checkpoint = _loading(engine.load_checkpoint, controller)
 

@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "steps": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity"},
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
+    "integrations": {"config", "controller", "deepspeed", "steps"},
     "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip
 
