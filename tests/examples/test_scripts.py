@@ -9,7 +9,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from script_ranks import run_script
 
@@ -139,21 +138,3 @@ def test_a_deepspeed_script(tmp_path):
     assert rounded["losses"][0] == plain["losses"][0]  # the forward is untouched
     assert not same_weights(weights, rounded_weights)
     assert rounded["losses"][-1] < rounded["losses"][0]  # how far the gradient may be off: test_modes.py, ZeRO-2
-
-
-# -- transformers' Trainer, a loop that is not ours ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("option", [None, "--gradient-checkpointing", "--zero-3"])
-def test_a_trainer_script(tmp_path, option):
-    def train(script: Path, level: str) -> dict:
-        run_script(script, *([] if option is None else [option]), "--level", level, "--out", script.parent)
-        return json.loads((script.parent / "result.json").read_text())
-
-    plain = train(untouched("hf_trainer.py", {}, tmp_path / "plain"), "L0")
-    exact, rounded = (train(changed("hf_trainer.py", {}, tmp_path / level), level) for level in ("exact", "L2"))
-    assert exact["weights"] == plain["weights"]
-    assert exact["plan"] == {}
-    assert rounded["weights"] != plain["weights"]
-    assert len(rounded["plan"]) >= rounded["quantised"] > 2
-    assert rounded["ratio"] > 4

@@ -32,6 +32,10 @@ PRELOADED = [
     "deepspeed",
     "transformers.trainer",
     "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "trl.trainer.sft_trainer",
+    "peft",
+    "lightning.pytorch",
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
