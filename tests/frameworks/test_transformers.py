@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from example_jobs import check, run_example
+from example_jobs import ATTACHED, LEVELS, check, run_example
 from torch import nn
 
 from gact_dist import Config, attach
@@ -38,8 +38,9 @@ def steps_of(log: list[dict]) -> list[dict]:
     [[], pytest.param([CHECKPOINTED], marks=pytest.mark.large), BF16_ACCUMULATED],
 )
 def test_the_trainer(tmp_path, options):
-    jobs = run_example("hf_trainer.py", tmp_path, *STEPS, *options)
+    jobs = run_example("hf_trainer.py", tmp_path, *STEPS, *options, levels=[*LEVELS, ATTACHED])
     check(jobs, 4)
+    assert jobs[ATTACHED][0]["weights"] == jobs["L2"][0]["weights"]  # attach() before training does the same
     exact, rounded = (steps_of(jobs[level][0]["log"]) for level in ("exact", "L2"))
     losses = [entry["loss"] for entry in steps_of(jobs["untouched"][0]["log"])]
     assert [entry["loss"] for entry in exact] == losses
@@ -57,8 +58,11 @@ def test_the_trainer(tmp_path, options):
     [(3, []), pytest.param(2, BF16_ACCUMULATED, marks=pytest.mark.large)],
 )
 def test_the_trainer_with_a_deepspeed_config(tmp_path, stage, options):
-    jobs = run_example("hf_trainer.py", tmp_path, *STEPS, *zero_config(tmp_path, stage), *options)
+    arguments = (*STEPS, *zero_config(tmp_path, stage), *options)
+    jobs = run_example("hf_trainer.py", tmp_path, *arguments, levels=[*LEVELS, ATTACHED])
     check(jobs, 4)
+    assert jobs[ATTACHED][0]["ratio"] == jobs["L2"][0]["ratio"]
+    assert jobs[ATTACHED][0]["plan"].keys() == jobs["L2"][0]["plan"].keys()
     first, second, *_ = jobs["L2"][0]["adapted_at"]
     assert second - first == (4 if options else 2)  # an engine's optimizer steps are counted by their forwards
 

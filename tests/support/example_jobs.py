@@ -20,6 +20,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 UNTOUCHED = "untouched"
 LEVELS = (UNTOUCHED, "exact", "L2")
+ATTACHED = "attached"  # a Trainer's model at L2, without the callback
 # Adaptations within the few steps of a test, and tensors as small as those of the examples.
 SETTINGS = "config=__import__('gact_dist').Config.from_level({level!r}, adapt_interval=2, min_numel=64)"
 
@@ -49,6 +50,11 @@ def check(jobs: dict[str, list[Any]], least_ratio: float) -> None:
 def _at_level(source: str, level: str) -> str:
     if level == UNTOUCHED:
         return "".join(line for line in source.splitlines(keepends=True) if "gact" not in line.lower())
+    if level == ATTACHED:
+        call = 'trainer.add_callback(GactCallback(trainer, "L2"))'
+        assert source.count(call) == 1
+        attach = f"gact = __import__('gact_dist').attach(trainer.model, {SETTINGS.format(level='L2')}).follow()"
+        return source.replace(call, attach)
     given = 'level="L2"' if 'level="L2"' in source else '"L2"'
     assert source.count(given) == 1, given
     return source.replace(given, SETTINGS.format(level=level))
@@ -62,7 +68,7 @@ def _found(names: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"weights": _digest(parameters), "losses": names.get("losses")}
     found["log"] = getattr(getattr(trainer, "state", None), "log_history", None)
     gact = names.get("gact")
-    if trainer is not None:
+    if gact is None and trainer is not None:
         callbacks = getattr(trainer, "callbacks", None) or trainer.callback_handler.callbacks
         gact = next((callback.gact for callback in callbacks if hasattr(callback, "gact")), None)
     if gact is not None:
