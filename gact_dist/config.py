@@ -205,7 +205,8 @@ class Config:
     def from_level(cls, level: str, **changes: Any) -> "Config":
         """The settings that a level stands for (see LEVELS), with single fields changed, also those of offload.
 
-        Raises ValueError for an unknown level, and for a change that the level contradicts (another policy).
+        Raises:
+            ValueError: there is no such level, or it contradicts a change (another policy).
         """
         if level not in LEVELS:
             raise ValueError(f"level is {level!r}, expected one of {', '.join(LEVELS)}{_nearest(level, LEVELS)}")
@@ -227,7 +228,11 @@ class Config:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "Config":
-        """A Config from plain keys and values; an unknown key raises ValueError and names the nearest known one."""
+        """A Config from plain keys and values.
+
+        Raises:
+            ValueError: a key is unknown; the message names the nearest known one.
+        """
         known = [entry.name for entry in fields(cls)]
         for key in settings:
             if key not in known:

@@ -38,12 +38,16 @@ def attach(
 ) -> "Controller":
     """Attach activation compression to a model and return its controller; the model itself is not changed.
 
-    model: as it will be trained: plain, in DistributedDataParallel, FSDP1 or FSDP2, a DeepSpeed engine, a pipeline
-    stage; split for tensor parallelism and given to torch.compile before, not after. level: a name in gact_dist.LEVELS,
-    such as "L2"; or config: all settings; not both. process_group: the data-parallel group whose ranks share one plan
-    (a ProcessGroup or a DeviceMesh of one dimension: of HSDP's two the flattened one, mesh._flatten("dp")); the default
-    group if there is one.
-    Raises TypeError or ValueError when one of these cannot be used.
+    Args:
+        model: as it will be trained: plain, in DistributedDataParallel, FSDP1 or FSDP2, a DeepSpeed engine, a pipeline
+            stage; split for tensor parallelism and given to torch.compile before, not after.
+        level: a name in gact_dist.LEVELS, such as "L2". Without a level and a config, "L2".
+        config: all settings, in place of a level.
+        process_group: the data-parallel group whose ranks share one plan: a ProcessGroup, or a DeviceMesh of one
+            dimension (of HSDP's two the flattened one, mesh._flatten("dp")). The default group if there is one.
+
+    Raises:
+        TypeError, ValueError: one of these cannot be used.
     """
     return Controller(model, level, config=config, process_group=process_group)
 
@@ -78,12 +82,14 @@ class Controller:
     ) -> Iterator[None]:
         """Compress what autograd saves inside the context, which should hold one forward; backward may follow after it.
 
-        loss_fn(batch): returns the scalar loss; when an adaptation is due, sensitivity is measured with it on the first
-        examples of the batch before the context is entered. All ranks must give it, or none. Without it the plan stays
-        as it is (uniform at first).
-        sample_index: integers [examples of the batch] on the CPU, their numbers in the data set. With policy actnn the
-        size of each example's gradient is then remembered and says, when the example comes again, how many bits it
-        gets; other policies have no use for it.
+        Args:
+            loss_fn: loss_fn(batch) returns the scalar loss. When an adaptation is due, sensitivity is measured with it
+                on the first examples of the batch before the context is entered. All ranks must give it, or none.
+                Without it the plan stays as it is (uniform at first).
+            batch: the argument of loss_fn.
+            sample_index: integers [examples of the batch] on the CPU, their numbers in the data set. With policy actnn
+                the size of each example's gradient is then remembered and says, when the example comes again, how many
+                bits it gets; other policies have no use for it.
         """
         self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
         schedule = self._schedule
@@ -107,20 +113,29 @@ class Controller:
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.
 
         Adaptations need no loss function: they use the loss's gradient at the model's outputs, as the job's backward
-        had it in the step before (see [Note: observed loss] in sensitivity/probe.py). For loops that are not your own:
-        a trainer, an engine, a pipeline schedule. Ends with detach(). Returns the controller itself.
+        had it in the step before. For loops that are not your own: a trainer, an engine, a pipeline schedule. Ends with
+        detach(). Returns the controller itself.
         """
+        # See [Note: observed loss] in sensitivity/probe.py.
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
         self._following = Following(self._schedule)
         self._state = Lifecycle.FOLLOWING
         return self
 
     def calibrate(self, loss_fn: Callable[[Any], Tensor], batch: Any, samples: int = 8) -> None:
-        """Measure sensitivity now, on the first `samples` examples of a batch, and set the plan. A collective call.
+        """Measure sensitivity now and set the plan. A collective call.
 
-        loss_fn(batch): returns the scalar loss. The job is left untouched: gradients, random numbers, buffers.
-        Raises ValueError when the loss is no scalar with a graph, PlanMismatchError when ranks disagree; and on every
-        rank if the loss function raised on one: its own error there, a RuntimeError that names it on the others.
+        The job is left untouched: gradients, random numbers, buffers.
+
+        Args:
+            loss_fn: loss_fn(batch) returns the scalar loss.
+            batch: the argument of loss_fn.
+            samples: how many examples of the batch are measured, from the first on.
+
+        Raises:
+            ValueError: the loss is no scalar with a graph.
+            PlanMismatchError: the ranks disagree.
+            RuntimeError: the loss function raised an error on another rank, which is named; there that error is raised.
         """
         self._expect_not_detached("calibrate()")
         if samples < 1:
@@ -138,16 +153,17 @@ class Controller:
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
         """End an iteration: adapt when due, and give the next iteration's rounding its own random numbers.
 
-        fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward has
-        not run since the last iterate, the closure is the iteration and is run as such; otherwise it is only used to
-        measure, which leaves gradients, random numbers and buffers untouched.
+        Args:
+            fwdbwdprop: runs forward, zero_grad and backward (on the loss, by loss.backward()). If the model's forward
+                has not run since the last iterate, the closure is the iteration and is run as such; otherwise it is
+                only used to measure, which leaves gradients, random numbers and buffers untouched.
         """
         self._expect(Lifecycle.INSTALLED, "iterate()", "call install_hook() first")
         if self._iterations is not None:
             self._iterations.iterate(fwdbwdprop)
 
     def uninstall_hook(self) -> None:
-        """Undo install_hook(); does nothing if it is not installed."""
+        """Undo install_hook(). Does nothing if it is not installed."""
         if self._iterations is not None:
             self._iterations.close()
             self._iterations = None
@@ -262,8 +278,9 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Go on from a state_dict(), at the same or another world size, and of an older version of gact_dist as well.
 
-        Raises ValueError for anything else, and for a state of other modules, such as those of another pipeline stage;
-        nothing is changed then.
+        Raises:
+            ValueError: anything else, or a state of other modules, such as those of another pipeline stage. Nothing is
+                changed then.
         """
         try:
             schedule, default = self._schedule, self._schedule.policy.first_plan.default

@@ -35,8 +35,10 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     Takes the arguments and returns the results of deepspeed.initialize (0.19): (engine, optimizer, training_dataloader,
     lr_scheduler). Without the block, or with "enabled": false, the engine is untouched; else engine.gact is its
     gact_dist.Controller. The block's keys are listed in docs/configuration.md.
-    Raises ValueError or TypeError, before DeepSpeed does anything, for a block that cannot be used or that contradicts
-    the rest of the config.
+
+    Raises:
+        ValueError, TypeError: the block cannot be used, or contradicts the rest of the config. Raised before DeepSpeed
+            does anything.
     """
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     settings = _ds_config(given)

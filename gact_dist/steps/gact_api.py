@@ -18,7 +18,11 @@ _default_level = "L2"
 def set_optimization_level(level: str) -> None:
     """Set the level for controllers that are created without a level or a config from now on ("L2" at first).
 
-    level: a name in gact_dist.LEVELS. Raises ValueError for an unknown one.
+    Args:
+        level: a name in gact_dist.LEVELS.
+
+    Raises:
+        ValueError: there is no such level.
     """
     global _default_level
     Config.from_level(level)
