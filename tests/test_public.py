@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
     "integrations": {"config", "controller", "deepspeed", "steps"},
+    "cli": {*BASE, "__init__", "codec", "config", "controller"},
     "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip
 
