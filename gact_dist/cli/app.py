@@ -4,11 +4,13 @@ A command's file has `command`, with typer's annotations and a docstring that is
 then an example. It is wrapped in `reporting_errors`, has an option `JsonOption`, and shows what it found with `show`.
 """
 
+from collections.abc import Callable
+
 import typer
 
 import gact_dist
 
-from . import doctor
+from . import doctor, max_batch, plan, report
 from .output import reporting_errors
 
 app = typer.Typer(
@@ -34,5 +36,11 @@ def _options(
     pass
 
 
-for _name, _command in {"doctor": doctor.command}.items():
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan.command,
+    "max-batch": max_batch.command,
+    "report": report.command,
+    "doctor": doctor.command,
+}
+for _name, _command in _COMMANDS.items():
     app.command(_name)(reporting_errors(_command))

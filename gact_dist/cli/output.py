@@ -17,6 +17,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 FOUND_BROKEN, COULD_NOT = 1, 2
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs in place of tables.")]
@@ -42,7 +43,7 @@ def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     for part in shown:
-        console().print(part)
+        console().print(part, soft_wrap=isinstance(part, Text))  # a line of code is not to be broken
 
 
 def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
