@@ -143,20 +143,17 @@ class RunLog:
         self._began_s: float | None = None
         self._plan_line: dict[str, Any] | None = None
         self._shows_saved = True
-        self.compressing_s = 0.0
-        """seconds that the hooks took in the current step"""
-        self.measuring_s = 0.0
-        """seconds that adaptations and comparisons took in it"""
+        self._measuring_s = 0.0  # in the current step, of adaptations and comparisons
         self._comparison: Mapping[str, Any] | None = None
         if self._is_first:
             started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self._files.write_whole("run.json", {"version": VERSION, "started": started, **about})
         self._closing = weakref.finalize(self, _Files.close, self._files)  # at the latest when the process ends
 
-    def begin(self, step: int) -> None:
-        """A step begins, and the one before is over."""
+    def begin(self, step: int, compressing_s: float = 0.0) -> None:
+        """A step begins, and the one before is over. compressing_s: that the hooks took in that one."""
         now_s = time.perf_counter()
-        self._end(now_s)
+        self._end(now_s, compressing_s)
         self._began_s, self._files.current = now_s, {"step": step}
 
     def stored(self, rows: Sequence[Any], exact_bytes: int) -> None:
@@ -194,24 +191,24 @@ class RunLog:
 
     def measured(self, seconds: float, comparison: Mapping[str, Any] | None) -> None:
         """Something was measured. comparison: the latest of the gradient with the exact one, and its step."""
-        self.measuring_s += seconds
+        self._measuring_s += seconds
         if self._is_first and comparison is not None and comparison != self._comparison:
             self._comparison = comparison
             self._files.add("gradient.jsonl", dict(comparison))
 
-    def close(self) -> None:
-        """The run is over, or the controller detached."""
-        self._end(time.perf_counter())
+    def close(self, compressing_s: float = 0.0) -> None:
+        """The run is over, or the controller detached. compressing_s: see begin()."""
+        self._end(time.perf_counter(), compressing_s)
         self._closing()
 
-    def _end(self, now_s: float) -> None:
+    def _end(self, now_s: float, compressing_s: float) -> None:
         """The current step is over: its line is complete."""
         line, self._files.current = self._files.current, {}
         if self._began_s is None or not self._is_first or not line:
             return
         line["time_s"] = now_s - self._began_s
-        line["compressing_s"], line["measuring_s"] = self.compressing_s, self.measuring_s
-        self.compressing_s = self.measuring_s = 0.0
+        line["compressing_s"], line["measuring_s"] = compressing_s, self._measuring_s
+        self._measuring_s = 0.0
         line["peak_bytes"] = self._peak_bytes()
         self._files.add("steps.jsonl", line)
 

@@ -65,9 +65,10 @@ def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, 
 
 @contextmanager
 def working(doing: str, as_json: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that long work goes on, for people. Yields a function that says what it is at."""
+    """Show on stderr that long work goes on, if that is a terminal. Yields a function that says what it is at."""
+    shown = console(to_stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console(to_stderr=True), transient=True, disable=as_json) as progress:
+    with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as progress:
         task = progress.add_task(doing)
         yield lambda now: progress.update(task, description=now)
 

@@ -19,6 +19,11 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         self.seconds += perf_counter()
 
+    def take(self) -> float:
+        """The seconds since this was called last."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
     def timed(self, unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         """An unpack hook whose seconds count. It holds no more than the clock and the hook."""
 

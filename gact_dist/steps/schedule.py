@@ -162,8 +162,7 @@ class Schedule:
         """A step begins."""
         self.step += 1
         if self.run_log is not None:
-            self.run_log.compressing_s, self._clock.seconds = self._clock.seconds, 0.0
-            self.run_log.begin(self.step)
+            self.run_log.begin(self.step, self._clock.take())
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Values of the current step for the run's log; with policy off of the next, as nothing else counts steps."""
@@ -430,7 +429,7 @@ class Schedule:
         _attached.discard(self)
         self._joined.close()
         if self.run_log is not None:
-            self.run_log.close()
+            self.run_log.close(self._clock.take())
         if self.hooks is not None:
             self.hooks.close()
         if self.optimizer_steps is not None:
