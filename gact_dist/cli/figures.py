@@ -20,9 +20,9 @@ BLUE, AMBER, SLATE, RED = "#3b82f6", "#f59e0b", "#94a3b8", "#ef4444"
 _LAYERS = ("#1d4ed8", "#0ea5e9", "#14b8a6", "#84cc16", "#f59e0b", "#ef4444")
 _BITS = [[0.0, "#fef3c7"], [0.3, "#fbbf24"], [0.55, "#f97316"], [0.8, "#be185d"], [1.0, "#4c1d95"]]
 _POINTS = 240  # of a line or of bars; more cannot be seen
-_LABEL = 26
+_LABEL, _MOST_LABELS = 26, 24
 _CELLS_WITH_TEXT = 16
-_ROW_PIXELS = 26
+_ROW_PIXELS = 34
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def _losses(runs: Sequence[Run]) -> Figure | None:
         window = max(1, len(steps) // 20)
         if window > 1:
             data.append(_line(steps, losses, run.name, colour, opacity=0.25, width=1, showlegend=False))
-        data.append(_line(steps, _smooth(losses, window), run.name, colour, width=2.5))
+        width = 2.5 if run.compresses else 5.0  # to be seen below the others
+        data.append(_line(steps, _smooth(losses, window), run.name, colour, width=width))
     if not data:
         return None
     caption = "Training loss of each run; the thick line is a moving average." if len(data) > len(runs) else ""
@@ -168,7 +169,7 @@ def _by_layer(run: Run) -> Figure | None:
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}
     layout |= {"barmode": "group", "bargap": 0.25, "hovermode": "y unified"}
     caption = "Memory that tensors share is counted where it is saved first."
-    return Figure("layers", "Activations by layer", caption, data, layout, _height(len(layers), 34))
+    return Figure("layers", "Activations by layer", caption, data, layout, _height(len(layers), _ROW_PIXELS))
 
 
 def _bits(run: Run) -> Figure | None:
@@ -212,9 +213,7 @@ def _sensitivities(run: Run) -> Figure | None:
         for name, entry in plans[-1]["tensors"].items()
         if entry.get("sensitivity")
     ]
-    first: dict[str, int] = {}
-    for position, (name, *_) in enumerate(tensors):
-        first.setdefault(layer_of(name), position)
+    places = _middles([layer_of(name) for name, *_ in tensors])
     dots = {
         "type": "scatter", "mode": "markers", "x": list(range(len(tensors))), "y": [entry[1] for entry in tensors],
         "text": [f"{name}<br>{'exact' if bits is None else f'{bits:g} bits'}" for name, _, bits in tensors],
@@ -227,8 +226,8 @@ def _sensitivities(run: Run) -> Figure | None:
     }  # fmt: skip
     layout = _axes("", "sensitivity")
     layout["xaxis"] |= {
-        "tickvals": list(first.values()),
-        "ticktext": [_short(layer, 16) for layer in first],
+        "tickvals": list(places.values()),
+        "ticktext": [_short(layer, 16) for layer in places],
         "tickangle": -40,
     }
     layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
@@ -380,6 +379,17 @@ def _cumulated(sizes: Sequence[float], points: Sequence[int]) -> list[float]:
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:
     return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def _middles(layers: Sequence[str]) -> dict[str, float]:
+    """Where the tensors of each layer are, without those whose labels would cover another's. layers: of each tensor."""
+    found: dict[str, float] = {}
+    for layer in dict.fromkeys(layers):
+        own = [position for position, name in enumerate(layers) if name == layer]
+        middle = statistics.fmean(own)
+        if not found or middle - max(found.values()) >= len(layers) / _MOST_LABELS:
+            found[layer] = middle
+    return found
 
 
 def _short(name: str, longest: int = _LABEL) -> str:
