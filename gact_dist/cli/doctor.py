@@ -54,6 +54,7 @@ def command(as_json: JsonOption = False) -> None:
 
     [dim]Example:[/dim]
     $ gact-dist doctor
+    $ gact-dist doctor --json > machine.json
     """
     checks = [*_versions(), _native(), *_cuda(), _gloo(), *_memory()]
     broken = any(check.state is State.BROKEN for check in checks)

@@ -75,6 +75,7 @@ def command(
     FUNCTION(batch) returns model and batch of that size. Each try is a process of its own that trains a few steps.
 
     [dim]Example:[/dim]
+    def gpt(batch): return GPT(), torch.randint(0, 50257, (batch, 512))
     $ gact-dist max-batch jobs.py:gpt --memory 2GiB --levels L0,L1,L2 --output max_batch.html
     """
     trial = _trial(job, memory, sequence, batch, optimizer, device)

@@ -202,7 +202,7 @@ def _ranks(run: Run) -> str:
     head = "".join(f"<th>step {step}</th>" for step in steps)
     caption = "A digest of the bits that each rank stores its tensors at; those of one step have to be the same."
     return (
-        f'<section class="table"><h2>Agreement of ranks</h2><div class="caption">{caption}</div><table>'
+        f'<section class="table"><h2>Agreement of ranks</h2><div class="caption">{caption}</div><table class="plans">'
         f"<tr><th>rank</th>{head}<th>retained</th></tr>{''.join(rows)}</table></section>"
     )
 

@@ -29,17 +29,18 @@ def command(
     ] = None,
     error: Annotated[
         float | None,
-        typer.Option(help="Tolerated increase of the gradient's second moment, such as 0.1 (policy acgc)"),
+        typer.Option(help="Tolerated increase of the gradient's second moment, as 0.1 (policy acgc)."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Examples of the batch to measure on.")] = _SAMPLES,
     as_json: JsonOption = False,
 ) -> None:
     """Choose bits for each saved tensor of a model by measuring on its batch, and write them to a plan file.
 
-    The file goes into Config(plan_file=...), or into the "gact" block.
+    The file goes into Config(plan_file=...), or as "plan_file" into the "gact" block.
 
     [dim]Example:[/dim]
     $ gact-dist plan jobs.py:small --bits 3 --output plan.json
+    gact_dist.attach(model, config=gact_dist.Config(bits=3, plan_file="plan.json"))
     """
     config = _config(bits, retained_bytes, error)
     if not output.resolve().parent.is_dir():

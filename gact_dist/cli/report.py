@@ -20,7 +20,7 @@ from .run_files import find_runs
 def command(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs (Config(run_dir=...)), or a folder that holds some."),
+        typer.Argument(metavar="RUN", help="Folders of runs (Config(run_dir=...)), or a folder that holds some."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page to write; report.html in the first folder.")
@@ -35,6 +35,7 @@ def command(
     The page needs no network. Runs are what Config(run_dir="...") and examples/train write; several are drawn together.
 
     [dim]Example:[/dim]
+    gact_dist.attach(model, config=gact_dist.Config(run_dir="runs/L2"))
     $ gact-dist report runs/untouched runs/L2 --output report.html
     """
     found = find_runs(runs)
