@@ -216,7 +216,16 @@ class RunLog:
         """The most memory so far: of the GPU's allocator, or of the process. Waits for nothing."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process had so far. getrusage() on Linux counts what its parent had as well."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.is_file() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _numbers(line: Mapping[str, Any]) -> list[_Number]:

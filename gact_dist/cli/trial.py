@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import Config
 from ..controller import attach
 from ..policies import policy_of
+from ..run_log import peak_resident_bytes
 from .batch_search import Probe
 from .loading import Job, UserCode, load_function, load_job
 from .output import CommandError
@@ -137,7 +138,7 @@ def _limit_memory(trial: Trial) -> int:
 def _peak_bytes(trial: Trial) -> int:
     if trial.device == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 def _check_device(job: Job, trial: Trial) -> None:
