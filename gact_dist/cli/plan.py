@@ -135,6 +135,10 @@ def _summary(found: dict[str, Any], config: Config, output: Path) -> Text:
         f"\nactivations of a step: {shown_bytes(found['exact_bytes'])} untouched, "
         f"{shown_bytes(found['retained_bytes'])} under the plan, {found['ratio']:.1f} times smaller\n"
     )
+    if found["average_bits"]:
+        text.append(f"{found['average_bits']:.2f} bits an element on average\n")
+    if found["stored_exactly"]:
+        text.append(f"stored exactly, as the gradient could not bear their rounding: {len(found['stored_exactly'])}\n")
     text.append(f"{found['tensors']} tensors in {output}; to begin with it:\n\n", style="bold")
     text.append(f'    gact_dist.attach(model, config=gact_dist.Config({given}plan_file="{output}"))\n')
     return text
