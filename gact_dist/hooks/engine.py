@@ -211,7 +211,7 @@ class SavedTensorHooks:
         elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
             hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
         self._thread = threading.get_ident()
-        if self.clock is not None:
+        if self.clock is not None and not self._namer.scope.compiled:  # a graph holds those hooks as they are
             hooks = hooks[0], self.clock.timed(hooks[1])
         with served, _hooked(*hooks):
             yield
