@@ -113,6 +113,12 @@ class Config:
     (inlined: a lower peak, for models that are not sharded; docs/compile.md)."""
     seed: int = 0
     """Key of the stochastic rounding, together with rank, step and tensor name."""
+    plan_file: str | None = None
+    """A plan that `gact-dist plan` or Controller.save_plan() wrote: the bits to begin with, so that the first
+    adaptation comes adapt_interval steps later (policies gact, actnn and acgc)."""
+    run_dir: str | None = None
+    """Folder for a log of the run, which `gact-dist report` shows: lines of JSON by rank 0, and one a plan by every
+    rank; a step never waits for it. None: no log."""
     offload: Offload = field(default_factory=Offload)
     """Pinned host memory for what is stored; its keys, in a mapping of their own, are those of Offload."""
 
@@ -144,6 +150,13 @@ class Config:
         _check_flag("recomputed", self.recomputed)
         _check_flag("derive", self.derive)
         _check_flag("batch_norm_inputs", self.batch_norm_inputs)
+        for name in ("plan_file", "run_dir"):
+            _check_path(name, getattr(self, name))
+        if self.plan_file is not None and self.policy not in _MEASURING:
+            raise ValueError(
+                f"plan_file was given and policy is {self.policy!r}, expected one that chooses bits: "
+                f"{', '.join(_MEASURING)}"
+            )
         if self.compile_hooks not in COMPILE_HOOKS:
             raise ValueError(
                 f"compile_hooks is {self.compile_hooks!r}, expected one of {', '.join(COMPILE_HOOKS)}"
@@ -336,6 +349,11 @@ def _check_keys(name: str, block: Mapping[str, Any], known: Sequence[str]) -> No
     for key in block:
         if key not in known:
             raise ValueError(f"unknown key {key!r} in {name}, expected one of {', '.join(known)}{_nearest(key, known)}")
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a path as text")
 
 
 def _check_flag(name: str, value: object) -> None:

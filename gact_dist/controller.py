@@ -142,6 +142,14 @@ class Controller:
             raise ValueError(f"samples is {samples}, expected at least 1")
         self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), Haste.CALIBRATION)
 
+    def log(self, **values: float | Tensor) -> None:
+        """Add numbers of the current step, such as loss=loss, to the log in Config.run_dir; nothing without that.
+
+        A tensor of one element is read when it has arrived: nothing waits for a device. Call it after the step's
+        forward. With policy off each call is a step, so that an untouched run can be compared with.
+        """
+        self._schedule.log(values)
+
     # -- hooks that stay on (the interface of GACT's controller) --------------------------------------------------
 
     def install_hook(self) -> None:
@@ -290,6 +298,13 @@ class Controller:
             raise ValueError(
                 f"state cannot be used: {error}. Pass what state_dict() returned, or load nothing; nothing was changed"
             ) from None
+
+    def save_plan(self, path: str) -> None:
+        """Write the current plan to a file, for Config.plan_file of another run of this model.
+
+        Unlike state_dict() it says nothing of how far this run is. Raises OSError where the file cannot be written.
+        """
+        self._schedule.save_plan(path)
 
     def detach(self) -> None:
         """Take all hooks off the model; graphs that are alive can still run backward. Calling it again does nothing."""

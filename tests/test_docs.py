@@ -26,7 +26,7 @@ NAMES_A_FILE = re.compile(r"[\w./*-]+\.(cpp|cu|h|json|md|png|py|sh|toml|txt)|[\w
 # Named by a page and not in the repository: made by a run, or the reader's own.
 ELSEWHERE = {
     "benchmarks/results/batch.json", "benchmarks/results/codec_cuda.json", "benchmarks/results/step.json",
-    "runs/demo/", "train.py", "gact_dist.json",
+    "run.json", "runs/demo/", "train.py", "gact_dist.json",
 }  # fmt: skip
 
 

@@ -42,10 +42,12 @@ MAY_IMPORT = {
     "sensitivity": {*BASE, "codec", "distributed", "hooks", "policies"},
     "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
     "report": {"hooks", "offload", "policies"},
-    "steps": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "sensitivity"},
+    "run_log": set(),
+    "steps": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "run_log", "sensitivity"},
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
     "integrations": {"config", "controller", "deepspeed", "steps"},
+    "cli": {*BASE, "__init__", "codec", "config", "controller", "policies", "run_log"},
     "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip
 
@@ -95,6 +97,8 @@ SIGNATURES = {
     "Controller.state_dict": [],
     "Controller.load_state_dict": [("state", "plain", NEEDED)],
     "Controller.detach": [],
+    "Controller.log": [("values", "VAR_KEYWORD", NEEDED)],
+    "Controller.save_plan": [("path", "plain", NEEDED)],
     "Controller.follow": [],
     "Controller.install_hook": [],
     "Controller.iterate": [("fwdbwdprop", "plain", NEEDED)],

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.step.batch_search import Probe, largest, next_batch
 from benchmarks.step.bench_step import Machine, Training, environment, optimizer_of
 from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
 from benchmarks.step.strategies import STRATEGIES
+from gact_dist.cli.batch_search import Probe, largest, next_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.step.bench_batch"

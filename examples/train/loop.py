@@ -73,6 +73,8 @@ def train(
         started = _now_s(device)
         with job.step(loss_fn, batch, rows):
             loss = loss_fn(batch)
+        if job.gact is not None:
+            job.gact.log(loss=loss)
         job.backward(loss)
         job.update()
         step_times_s.append(_now_s(device) - started)

@@ -17,6 +17,7 @@ from .loop import Measured
 from .peak_memory import MEASURED_STEPS
 from .ranks import Ranks
 
+MIB = 2**20
 ROW_FIELDS = ("name", "shape", "dtype", "codec", "bits", "bytes", "sensitivity")
 
 
@@ -61,6 +62,23 @@ def write_result(
     path = folder / "result.json"
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
     return path
+
+
+def closing(measured: Measured, path: Path) -> str:
+    """What a run says at its end."""
+    lines = [
+        f"test accuracy {measured.accuracy:.1%}, test loss {measured.test_loss:.4f}, "
+        f"training loss of the last step {measured.losses[-1]:.4f}",
+        f"peak memory above the start of training: {max(measured.step_peaks_bytes) / MIB:.0f} MiB",
+    ]
+    if measured.report is not None:
+        exact, retained = measured.report.exact_bytes / MIB, measured.report.retained_bytes / MIB
+        lines.append(
+            f"activations kept for backward: {retained:.1f} MiB in place of {exact:.1f} MiB, "
+            f"{measured.report.ratio:.1f} times smaller"
+        )
+    lines.append(f"results: {path}; a page of them: gact-dist report {path.parent}")
+    return "\n".join(lines)
 
 
 def report_entry(report: Any) -> dict[str, Any] | None:

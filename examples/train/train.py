@@ -6,6 +6,8 @@
 
 Rank 0 writes two files to the output folder. result.json has the losses, accuracy, step times, peak memory, memory
 report and plan of the run. history.jsonl has one line for each adaptation: the bits and sensitivity of every tensor.
+gact_dist writes its log of the run beside them, and `gact-dist report FOLDER` makes a page of all. At the end it says
+what came out.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ def _settings(options: argparse.Namespace, config: RunConfig):
             adapt_interval=config.adapt_interval,
             calibration_samples=config.calibration_samples,
             seed=options.seed,
+            run_dir=str(options.output),
         )
         if settings.offload.enabled:
             require_cuda()
@@ -111,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
     """Train, evaluate, and write the results on rank 0."""
     from .loop import train
     from .ranks import Ranks
-    from .results import write_result
+    from .results import closing, write_result
 
     ranks = Ranks.from_environment()
     config = check(options, ranks.world_size)
@@ -129,4 +132,7 @@ def run(options: argparse.Namespace) -> None:
         )
         gc.collect()
     if ranks.rank == 0:
-        write_result(options.output, config=config, options=options, ranks=ranks, device=device, measured=measured)
+        path = write_result(
+            options.output, config=config, options=options, ranks=ranks, device=device, measured=measured
+        )
+        print(closing(measured, path), flush=True)

@@ -111,6 +111,8 @@ class Verifier:
         """the tensors that were found so far, each with the reason"""
         self.at: int | None = None
         """the step of the last verification"""
+        self.latest: dict[str, float] | None = None
+        """the squared errors of the gradient in the last comparison, and its square; for a log"""
         self._predicted: float | None = None  # variance that the plan adds, on the whole batch of a rank
         self._square = 0.0  # the squared gradient that this was predicted for
         self._names: tuple[str, ...] = ()  # of the tensors that the last comparison rounded
@@ -136,6 +138,9 @@ class Verifier:
         Raises on every rank what the loss function or the model raised on any, unless the loss is a guess.
         """
         seen, reason, compare = self._examined(batch, plan, step, predicted)
+        if seen.compared:
+            errors = {"predicted": self._expected(seen), "measured": seen.error, "squared_gradient": seen.square}
+            self.latest = {"step": step, **errors}
         # a gradient that overflows, as while a loss scale settles, is compared again in the next step
         if not provisional and (seen.compared or not seen.overflowed):
             self.at = step

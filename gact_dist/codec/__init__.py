@@ -3,10 +3,12 @@
 Knows nothing of autograd, plans or jobs. docs/codec.md describes the stored bytes.
 """
 
+from .driver import DriverError, find_driver
 from .error_bounded import pack_error_bounded
 from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MAX_BITS
 from .mixed_widths import UnitWidths, columns_within
-from .ops import rounding_variance
+from .nvrtc import KernelsUnavailableError, find_nvrtc
+from .ops import isa, native_error, rounding_variance
 from .packed import (
     Packed,
     Scheme,
@@ -29,8 +31,9 @@ from .packed import (
 )
 
 __all__ = [
-    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "Packed", "Scheme", "UnitWidths", "borrow", "columns_of",
-    "columns_within", "exact", "from_tensors", "metadata_bits", "pack", "pack_binary", "pack_error_bounded",
-    "pack_flags", "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values",
-    "to_tensors", "unpack", "with_payload", "without_payload",
+    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Scheme",
+    "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors", "isa",
+    "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags", "pack_mask",
+    "pack_narrow", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload",
+    "without_payload",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from .accounting import Footprint, ReportRow
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
+from .clock import Clock
 from .compiled import has_compiled_parts
 from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
@@ -21,6 +22,7 @@ __all__ = [
     "BACKWARDS",
     "STARTS",
     "Calling",
+    "Clock",
     "Content",
     "Distributed",
     "Draw",

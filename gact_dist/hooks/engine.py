@@ -36,6 +36,7 @@ from .aliases import SharedBases, StorageRecord, StorageRecords, find_stored, no
 from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
+from .clock import Clock
 from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions, function_name
 from .encoder import Encoder
@@ -49,6 +50,8 @@ from .recomputed import BlockAgain, HandOver, keep_handles
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
+
+_UNTIMED = nullcontext()
 
 
 class LearntNames(NamedTuple):
@@ -87,6 +90,8 @@ class SavedTensorHooks:
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
+        self.clock: Clock | None = None
+        """of the hooks' seconds, if anyone wants to know them"""
 
     @property
     def plan(self) -> Plan:
@@ -206,6 +211,8 @@ class SavedTensorHooks:
         elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
             hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
         self._thread = threading.get_ident()
+        if self.clock is not None and not self._namer.scope.compiled:  # a graph holds those hooks as they are
+            hooks = hooks[0], self.clock.timed(hooks[1])
         with served, _hooked(*hooks):
             yield
 
@@ -340,7 +347,7 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         frame = caller()
-        with without_modes():
+        with self.clock or _UNTIMED, without_modes():
             return self._pack_from(tensor, frame)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:

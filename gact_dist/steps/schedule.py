@@ -5,11 +5,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import distributed
@@ -24,19 +25,21 @@ from ..adaptation import (
     Verifier,
 )
 from ..config import Config
-from ..hooks import LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
+from ..hooks import Clock, LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
 from ..offload import open_offload
 from ..policies import Bits, Plan, policy_of
+from ..run_log import RunLog
 from ..sensitivity import ProbeBatch
 from . import malloc
 from .joined_steps import JoinedSteps
 from .optimizer_steps import OptimizerSteps
+from .plan_file import read_plan_file, warn_of_unknown, write_plan_file
 from .progress import Progress
 from .state import State, bounded
 
 _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
-_OF_A_RANK = {"seed", "offload", "compile_hooks"}
+_OF_A_RANK = {"seed", "offload", "compile_hooks", "plan_file", "run_dir"}
 _LONGEST_INTERVAL = 8  # in adapt_intervals
 _RETRIES = (1, 8, 64, 512)
 """optimizer steps from one attempt to measure something to the next, as long as nothing could be measured"""
@@ -91,6 +94,13 @@ class Schedule:
         """adaptations in a row in which nothing could be measured"""
         self._progress = Progress(model, config, self.groups, self.enabled)
         _attached.add(self)
+        self.run_log = None if config.run_dir is None else RunLog(config.run_dir, *_about(model, config))
+        self._clock = Clock()
+        if self.hooks is not None and self.run_log is not None:
+            self.hooks.clock = self._clock
+        if self.hooks is not None and config.plan_file is not None:
+            default = self.policy.first_plan.default
+            self.load(read_plan_file(config.plan_file, model, config, default, self.shared_by_all))
 
     @property
     def plan(self) -> Plan:
@@ -151,6 +161,16 @@ class Schedule:
     def next_step(self) -> None:
         """A step begins."""
         self.step += 1
+        if self.run_log is not None:
+            self.run_log.begin(self.step, self._clock.take())
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Values of the current step for the run's log; with policy off of the next, as nothing else counts steps."""
+        if self.run_log is None:
+            return
+        if self.hooks is None:
+            self.next_step()
+        self.run_log.add(values)
 
     def meet(self, doing: str) -> bool:
         """Wait for all ranks before collectives of ours; False if one has no batches left. See distributed.meet()."""
@@ -162,20 +182,27 @@ class Schedule:
 
     def watch(self) -> None:
         """After a step's forward."""
+        if self.step == 1 and self.hooks is not None:
+            saved = {row.name for row in self.hooks.account.rows}
+            warn_of_unknown(self.config.plan_file, self.plan.bits, saved)
         if self.adapter is not None:
             self.adapter.watch()
         self._progress.after_forward(self.step, self.hooks)
+        if self.hooks is not None and self.run_log is not None:
+            self.run_log.stored(self.hooks.account.rows, self.hooks.account.exact_bytes)
 
     @contextmanager
     def measurement(self) -> Iterator[None]:
         """Forwards within the context are the package's own, not the job's."""
-        self.measuring = True
+        self.measuring, began_s, compressing_s = True, perf_counter(), self._clock.seconds
         try:
             yield
         finally:
-            self.measuring = False
+            self.measuring, self._clock.seconds = False, compressing_s
             if all(parameter.device.type == "cpu" for parameter in self.model.parameters()):
                 malloc.trim()
+            if self.run_log is not None:
+                self.run_log.measured(perf_counter() - began_s, None if self.verifier is None else self.verifier.latest)
 
     # -- adapting -----------------------------------------------------------------------------------------------
 
@@ -236,7 +263,7 @@ class Schedule:
 
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. forward: runs the model as that step will."""
-        if self.adapter is not None and not self._is_lazy():
+        if self.adapter is not None and not self._is_lazy() and not self.plan.bits:
             if self.policy.needs_step_bytes and not self.meet("counting the bytes of the first step"):
                 return
             with self.measurement():
@@ -346,8 +373,11 @@ class Schedule:
         return min(2 * max(self._interval, usual), _LONGEST_INTERVAL * usual) if settled else usual
 
     def _note(self, adaptation: Adaptation) -> None:
-        self.history[:] = bounded([*self.history, adaptation.to_dict(self.step)])
+        entry = adaptation.to_dict(self.step)
+        self.history[:] = bounded([*self.history, entry])
         self._progress.adapted(adaptation, self.plan)
+        if self.run_log is not None:
+            self.run_log.adapted(entry, self.plan.bits)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -390,10 +420,16 @@ class Schedule:
             forwards = 0 if state.adapted_at is None else state.step + 1 - state.adapted_at
             self.optimizer_steps.load(state.optimizer_steps, forwards)
 
+    def save_plan(self, path: str) -> None:
+        """See Controller.save_plan()."""
+        write_plan_file(path, self.state(), self.model, self.config)
+
     def close(self) -> None:
         """Take all hooks off the model."""
         _attached.discard(self)
         self._joined.close()
+        if self.run_log is not None:
+            self.run_log.close(self._clock.take())
         if self.hooks is not None:
             self.hooks.close()
         if self.optimizer_steps is not None:
@@ -408,6 +444,20 @@ def is_attached(model: nn.Module) -> bool:
     """Whether a model, a part of it, or what it is a part of is attached and was not detached."""
     modules = set(map(id, model.modules()))
     return any(id(module) in modules for schedule in list(_attached) for module in schedule.model.modules())
+
+
+def _about(model: nn.Module, config: Config) -> tuple[int, dict[str, Any], torch.device]:
+    """(this process's rank, the run as run.json says it, where its memory is)"""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    about = {
+        **_facts_of(config),
+        "model": type(distributed.unwrap(model)).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "world_size": distributed.world_size(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "config": config.to_dict(),
+    }
+    return distributed.rank(), about, device
 
 
 def _facts_of(config: Config) -> dict[str, str]:

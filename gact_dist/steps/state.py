@@ -101,7 +101,7 @@ def state_key(model: nn.Module, shared_by_all: bool) -> str:
     """The one key of a state. shared_by_all: every rank of the job holds these modules, and shares their plan."""
     if shared_by_all:
         return _KEY
-    names = "\n".join(sorted(_paths(model)))
+    names = "\n".join(sorted(module_paths(model)))
     return f"{_KEY}.{hashlib.blake2b(names.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
 
 
@@ -149,15 +149,16 @@ def _refuse_other_modules(state: State, model: nn.Module) -> None:
     roles = state.hooks.get("roles", {})
     names = [*state.plan.bits, *(roles if isinstance(roles, Mapping) else ())]
     saved = {name.partition(":")[0] for name in names} - {""}
-    if saved and not saved & _paths(model):
+    if saved and not saved & module_paths(model):
         raise ValueError(
             f"state has bits for modules {_some(saved)}, expected modules of this model, which has "
-            f"{_some(_paths(model) - {''})}: pass what this model's controller saved (of a pipeline, that of the same "
-            "stage), or load nothing; the next adaptation makes a new plan"
+            f"{_some(module_paths(model) - {''})}: pass what this model's controller saved (of a pipeline, that of the "
+            "same stage), or load nothing; the next adaptation makes a new plan"
         )
 
 
-def _paths(model: nn.Module) -> set[str]:
+def module_paths(model: nn.Module) -> set[str]:
+    """The modules of a model, by the paths that names begin with."""
     return {user_path(path) for path, _ in unwrap(model).named_modules()}
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from benchmarks.step import bench_batch
-from benchmarks.step.batch_search import RESOLUTION, Probe, largest, next_batch
 from benchmarks.step.bench_batch import PROBED, Results, Row, main, rows_of, run_probe
 from benchmarks.step.shapes import SMALL_SHAPES
 from benchmarks.step.strategies import STRATEGIES
+from gact_dist.cli.batch_search import RESOLUTION, Probe, largest, next_batch
 
 GIB = 2**30
 

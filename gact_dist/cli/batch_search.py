@@ -21,7 +21,7 @@ class Probe:
     """samples"""
     fits: bool
     peak_bytes: int | None = None
-    """most memory that it held at one time; None where nothing counts that"""
+    """most memory that it held at one time; None where nothing counts it"""
     step_s: float | None = None
     """seconds of a training step"""
     reason: str = ""
@@ -33,17 +33,17 @@ def largest(probes: Iterable[Probe]) -> Probe | None:
     return max((probe for probe in probes if probe.fits), key=lambda probe: probe.batch, default=None)
 
 
-def next_batch(probes: Sequence[Probe], limit_bytes: int, first: int) -> int | None:
-    """The batch to try next; None when the largest that fits is known to RESOLUTION, or a single sample does not fit.
+def next_batch(probes: Sequence[Probe], limit_bytes: int, first: int, resolution: float = RESOLUTION) -> int | None:
+    """The batch to try next; None when the largest that fits is known, or a single sample does not fit.
 
-    limit_bytes: memory that there is. first: the batch to begin with.
+    limit_bytes: memory that there is. first: the batch to begin with. resolution: see RESOLUTION.
     """
     fitting = sorted((probe for probe in probes if probe.fits), key=lambda probe: probe.batch)
     too_large = min((probe.batch for probe in probes if not probe.fits), default=None)
     if not fitting:
         return first if too_large is None else (too_large // 2 or None)
     best = fitting[-1].batch
-    least_step = max(1, int(best * RESOLUTION))
+    least_step = max(1, int(best * resolution))
     if too_large is not None and too_large - best <= least_step:
         return None
     predicted = _predicted(fitting, limit_bytes)

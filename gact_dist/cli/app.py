@@ -1,0 +1,46 @@
+"""The commands, one file each.
+
+A command's file has `command`, with typer's annotations and a docstring that is its help: one line of what it says,
+then an example. It is wrapped in `reporting_errors`, has an option `JsonOption`, and shows what it found with `show`.
+"""
+
+from collections.abc import Callable
+
+import typer
+
+import gact_dist
+
+from . import doctor, max_batch, plan, report
+from .output import reporting_errors
+
+app = typer.Typer(
+    name="gact-dist",
+    help="Compressed activations for distributed training: what they would save in your job, and what they did.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gact-dist {gact_dist.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan.command,
+    "max-batch": max_batch.command,
+    "report": report.command,
+    "doctor": doctor.command,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(reporting_errors(_command))

@@ -1,0 +1,177 @@
+"""A job that the user names as MODULE:FUNCTION: the model, its batch and its loss, and one message where they fail."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Annotated, Any
+
+import typer
+from torch import Tensor, nn
+
+from .output import CommandError
+
+JobArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FUNCTION",
+        help="A function that returns (model, batch), the model's output being the loss or having one, or "
+        "(model, batch, loss_fn), loss_fn(batch) being the loss; package.module:function or path/to/file.py:function.",
+    ),
+]
+_LIBRARIES = ("site-packages", "dist-packages")
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command tries: one step is `loss_fn(batch).backward()`."""
+
+    model: nn.Module
+    batch: Any
+    loss_fn: Callable[[Any], Tensor]
+    """loss_fn(batch): the scalar loss"""
+
+
+class UserCode:
+    """A context in which the user's code runs: what it raises becomes a CommandError with the user's own line.
+
+    It is a class because every error counts, of whatever type: they are not ours to choose among.
+    """
+
+    def __init__(self, doing: str) -> None:
+        """doing: for the message, "building the model"."""
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit, CommandError)):
+            return
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise CommandError(f"{self._doing} failed: {type(error).__name__}: {text}{_own_line(trace)}") from None
+
+
+def load_job(name: str, *arguments: Any) -> Job:
+    """What the function called `name` returns. arguments: for it. Raises CommandError."""
+    function = load_function(name)
+    with UserCode(f"{name}({', '.join(map(str, arguments))})"):
+        made = function(*arguments)
+    return _job(name, made)
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function called MODULE:FUNCTION or FILE.py:FUNCTION. Raises CommandError."""
+    module_name, separator, function_name = name.rpartition(":")
+    if not separator or not module_name or not function_name:
+        raise CommandError(
+            f"{name!r} names no function, expected MODULE:FUNCTION such as my_package.jobs:small or jobs.py:small"
+        )
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    function = getattr(module, function_name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise CommandError(
+            f"{module_name} has no function {function_name!r}, expected one of its own: {', '.join(known) or 'none'}"
+        )
+    if not callable(function):
+        raise CommandError(f"{name} is a {type(function).__name__}, expected a function")
+    return function
+
+
+def _load_module(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        with UserCode(f"importing {name}"):
+            return importlib.import_module(name)
+    except CommandError:
+        if _is_there(name):
+            raise
+        raise CommandError(
+            f"there is no module {name!r}, expected one that can be imported from {Path.cwd()}: check its name and the "
+            "folder, or give a file as path/to/file.py:FUNCTION"
+        ) from None
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # of a package that it is said to be in
+        return False
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CommandError(f"there is no file {path}, expected path/to/file.py:FUNCTION")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # so that it imports its neighbours as a script does
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{path} cannot be imported, expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    with UserCode(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _job(name: str, made: Any) -> Job:
+    parts = list(made) if isinstance(made, (tuple, list)) else [made]
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise CommandError(
+            f"{name} returned ({kinds}), expected (model, batch) or (model, batch, loss_fn), the model being a "
+            "torch.nn.Module"
+        )
+    model, batch = parts[:2]
+    if len(parts) == 2:
+        return Job(model, batch, lambda batch: loss_of(model, batch))
+    if not callable(parts[2]):
+        raise CommandError(
+            f"{name} returned a {type(parts[2]).__name__} as loss_fn, expected a function: loss_fn(batch) is the loss"
+        )
+    return Job(model, batch, parts[2])
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model returns, or that its output has. A mapping is given as keywords, a tuple as arguments."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(loss, Sequence) and loss and isinstance(loss[0], Tensor):
+        loss = loss[0]
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(output).__name__}"
+    raise CommandError(
+        f"the model returned {got}, expected the loss, or an output with a loss: give the batch its labels, or return "
+        "(model, batch, loss_fn), where loss_fn(batch) is the loss"
+    )
+
+
+def _own_line(trace: TracebackType | None) -> str:
+    """Where the user's code was, of a traceback that ends in some library."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not _is_foreign(frame.filename)]
+    if not own:
+        return ""
+    last = own[-1]
+    return f"\n  {last.filename}:{last.lineno}, in {last.name}: {last.line}"
+
+
+def _is_foreign(path: str) -> bool:
+    return path.startswith((_PACKAGE, "<")) or any(f"/{part}/" in path for part in _LIBRARIES) or "/lib/python3" in path

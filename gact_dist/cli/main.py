@@ -1,0 +1,22 @@
+"""The entry point `gact-dist`. It starts without the extra "cli", to say how that is installed."""
+
+import sys
+from importlib.util import find_spec
+
+_NEEDED = ("typer", "rich", "plotly")
+USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"gact-dist needs {', '.join(missing)}: pip install 'gact-dist[cli]'\n")
+        raise SystemExit(USAGE_ERROR)
+    from .app import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""`gact-dist max-batch`: the largest batch of a job in a given memory, for each level and with checkpointing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..config import Config
+from .batch_search import Probe, largest, next_batch
+from .figures import max_batch_figures
+from .loading import JobArgument, load_function
+from .output import CommandError, JsonOption, bytes_of, show, shown_bytes, working
+from .page import page_of_figures
+from .pictures import write_png
+from .trial import UNTOUCHED, Trial, says_out_of_memory
+
+_FIRST = 4
+_RESOLUTION = 1 / 12
+_ON_CPU_BYTES = 2 << 30
+# By itself glibc keeps tensors of several MiB in a heap, where what is freed around a small payload is lost: a step at
+# L2 held 350 MB, where with each tensor in pages of its own it held 80 MB, and the untouched one 375 and 246.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "524288"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train, and what was found of it."""
+
+    level: str
+    checkpoints: bool
+    probes: tuple[Probe, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        if self.level == UNTOUCHED:
+            return "checkpointing" if self.checkpoints else "untouched"
+        return f"{self.level} + checkpointing" if self.checkpoints else self.level
+
+    @property
+    def best(self) -> Probe | None:
+        """The largest that fits."""
+        return largest(self.probes)
+
+
+def command(
+    job: JobArgument,
+    memory: Annotated[
+        str | None, typer.Option(help="What a try may use, such as 2GiB; the whole GPU, or 2GiB on a CPU.")
+    ] = None,
+    levels: Annotated[str, typer.Option(help="Levels to compare, L0 being the untouched job.")] = "",
+    sequence: Annotated[int | None, typer.Option(min=1, help="Call FUNCTION(batch, SEQUENCE).")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Call FUNCTION(BATCH, sequence), and look for the longest sequence.")
+    ] = None,
+    checkpoint: Annotated[bool, typer.Option(help="Try each level with checkpointed blocks as well.")] = True,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none.")] = "adamw",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU where there is one.")] = None,
+    most: Annotated[int, typer.Option("--most", min=1, help="No larger size is tried.")] = 65536,
+    timeout: Annotated[float, typer.Option(help="Seconds; a try that takes longer does not fit.")] = 300.0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write a plot: .html or .png.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the largest batch (or sequence) that fits into some memory, for each level, and how fast it is.
+
+    FUNCTION(batch) returns model and batch of that size. Each try is a process of its own that trains a few steps.
+
+    [dim]Example:[/dim]
+    def gpt(batch): return GPT(), torch.randint(0, 50257, (batch, 512))
+    $ gact-dist max-batch jobs.py:gpt --memory 2GiB --levels L0,L1,L2 --output max_batch.html
+    """
+    trial = _trial(job, memory, sequence, batch, optimizer, device)
+    load_function(job)
+    methods = _methods(levels, checkpoint, trial.device)
+    if output is not None and output.suffix not in (".html", ".png"):
+        raise CommandError(f"--output is {output}, expected a name that ends in .html or .png")
+    found: list[Method] = []
+    with working("trying", as_json) as now:
+        for number, method in enumerate(methods, 1):
+            prefix = f"{number} of {len(methods)}, {method.name}:"
+
+            def attempt(size: int, method: Method = method, prefix: str = prefix) -> Probe:
+                now(f"{prefix} {size}")
+                return run_trial(_sized(trial, method, size, batch is not None), size, timeout)
+
+            first = found[-1].best.batch if found and found[-1].best else _FIRST  # it will be near
+            found.append(replace(method, probes=tuple(search(attempt, trial.memory_bytes, first, most))))
+    what = "batch" if batch is None else "sequence"
+    values = _values(found, trial, what)
+    if output is not None:
+        _draw(values, output, job)
+    show(values, as_json, _table(values, what), _closing(values, output))
+
+
+def _trial(
+    job: str, memory: str | None, sequence: int | None, batch: int | None, optimizer: str, device: str | None
+) -> Trial:
+    """The settings that all tries share."""
+    if sequence is not None and batch is not None:
+        raise CommandError("--sequence and --batch given, expected one of them: the other is what is looked for")
+    if optimizer not in ("adamw", "sgd", "none"):
+        raise CommandError(f"--optimizer is {optimizer!r}, expected adamw, sgd or none")
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        raise CommandError(f"--device is {kind!r}, expected cpu, or cuda where torch sees a GPU")
+    if kind == "cpu" and not sys.platform.startswith("linux"):
+        raise CommandError("max-batch limits the memory of a process as only Linux can: run it there, or on a GPU")
+    whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if kind == "cuda" else None
+    limit = bytes_of(memory) if memory else whole or _ON_CPU_BYTES
+    return Trial(
+        job=job, batch=batch or 0, sequence=sequence, level=UNTOUCHED, checkpoints=False, memory_bytes=limit,
+        device=kind, optimizer=optimizer,
+    )  # fmt: skip
+
+
+def _methods(levels: str, checkpoint: bool, device: str) -> list[Method]:
+    wanted = [level.strip() for level in levels.split(",") if level.strip()]
+    wanted = wanted or ["L0", "L1", "L2", *(["L3"] if device == "cuda" else [])]
+    for level in wanted:
+        try:
+            offloads = Config.from_level(level).offload.enabled
+        except ValueError as refused:
+            raise CommandError(str(refused)) from None
+        if offloads and device != "cuda":
+            raise CommandError(f"level {level} offloads from a GPU, and there is none: leave it out of --levels")
+    return [Method(level, with_it) for with_it in ([False, True] if checkpoint else [False]) for level in wanted]
+
+
+def _sized(trial: Trial, method: Method, size: int, is_sequence: bool) -> Trial:
+    chosen = replace(trial, level=method.level, checkpoints=method.checkpoints)
+    return replace(chosen, sequence=size) if is_sequence else replace(chosen, batch=size)
+
+
+def search(attempt: Callable[[int], Probe], memory_bytes: int, first: int, most: int) -> list[Probe]:
+    """Try sizes until the largest that fits is known, or that `most` does. first: what to begin with."""
+    probes: list[Probe] = []
+    while (size := next_batch(probes, memory_bytes, min(first, most), _RESOLUTION)) is not None:
+        size = min(size, most)
+        if any(probe.batch == size for probe in probes):
+            break
+        probes.append(attempt(size))
+    return probes
+
+
+def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
+    """Run a try in a process of its own. Raises CommandError where it failed for another reason than memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "gact_dist.cli.trial", json.dumps(asdict(trial)), str(result)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, env={**_MALLOC, **os.environ}
+            )
+        except subprocess.TimeoutExpired:
+            return Probe(batch=size, fits=False, reason=f"not over after {timeout_s:g} s")
+        found = json.loads(result.read_text()) if result.is_file() else {}
+    if "error" in found:
+        raise CommandError(f"a try of {size} failed: {found['error']}")
+    if found:
+        return Probe(**{**found, "batch": size})
+    lack = says_out_of_memory(done.stderr)
+    if done.returncode < 0 or lack:
+        ended = f"ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else ""
+        return Probe(batch=size, fits=False, reason=lack or ended)
+    raise CommandError(f"a try of {size} ended with status {done.returncode}: {done.stderr.strip()[-600:]}")
+
+
+# -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any]:
+    untouched = next((method.best for method in methods if method.name == "untouched"), None)
+    rows = []
+    for method in methods:
+        best = method.best
+        per_try = trial.batch if what == "sequence" else (best.batch if best else 0)
+        rows.append(
+            {
+                "method": method.name,
+                "level": method.level,
+                "checkpointing": method.checkpoints,
+                what: best.batch if best else 0,
+                "gain": best.batch / untouched.batch if best and untouched else None,
+                "step_s": best.step_s if best else None,
+                "samples_per_s": per_try / best.step_s if best and best.step_s else None,
+                "peak_bytes": best.peak_bytes if best else None,
+                "tries": [asdict(probe) for probe in method.probes],
+            }
+        )
+    return {"job": trial.job, "memory_bytes": trial.memory_bytes, "device": trial.device, "of": what, "methods": rows}
+
+
+def _table(values: dict[str, Any], what: str) -> Table:
+    table = Table("method", box=None, pad_edge=False)
+    for heading in (f"largest {what}", "gain", "step", "samples/s", "tries"):
+        table.add_column(heading, justify="right")
+    for row in values["methods"]:
+        gain = "" if row["gain"] is None else f"{row['gain']:.1f}x"
+        step = "" if row["step_s"] is None else f"{row['step_s']:.3g} s"
+        speed = "" if row["samples_per_s"] is None else f"{row['samples_per_s']:.3g}"
+        table.add_row(row["method"], str(row[what] or "none fits"), gain, step, speed, str(len(row["tries"])))
+    return table
+
+
+def _closing(values: dict[str, Any], output: Path | None) -> Text:
+    where = "the GPU" if values["device"] == "cuda" else "a CPU"
+    text = f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
+    if values["device"] == "cpu":
+        text += f" To have as much, start the job with {' '.join(f'{key}={value}' for key, value in _MALLOC.items())}."
+    return Text(text + (f" Plot: {output}" if output is not None else ""))
+
+
+def _draw(values: dict[str, Any], output: Path, job: str) -> None:
+    figures = max_batch_figures(values)
+    try:
+        if output.suffix == ".png":
+            write_png(figures[0], output)
+            return
+        subtitle = f"{job} in {shown_bytes(values['memory_bytes'])} on {values['device']}"
+        output.write_text(page_of_figures(f"Largest {values['of']}", subtitle, figures), encoding="utf-8")
+    except OSError as refused:
+        raise CommandError(f"the plot cannot be written to {output}: {refused}") from None

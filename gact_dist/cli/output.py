@@ -1,0 +1,89 @@
+"""What a command shows: tables for people on stdout, JSON for programs, errors in one message, progress on stderr.
+
+Exit codes: 0; 1 where a command found that something is broken; 2 where it could not do what was asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+FOUND_BROKEN, COULD_NOT = 1, 2
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs in place of tables.")]
+Arguments = ParamSpec("Arguments")
+_UNITS = {
+    "": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+    "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
+}  # fmt: skip
+
+
+class CommandError(Exception):
+    """What a command could not do: what was got, what was expected and the mend, for the person who typed it."""
+
+
+def console(*, to_stderr: bool = False) -> Console:
+    """A console of the current stream: a test may have replaced it."""
+    return Console(stderr=to_stderr, soft_wrap=to_stderr, highlight=False)
+
+
+def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
+    """Print what a command found: as JSON, or as people read it."""
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    for part in shown:
+        console().print(part, soft_wrap=isinstance(part, Text))  # a line of code is not to be broken
+
+
+def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """The command with a CommandError as one message: on stderr, or with --json as an object on stdout."""
+
+    @functools.wraps(command)
+    def reporting(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        try:
+            command(*args, **options)
+        except CommandError as error:
+            if options.get("as_json"):
+                sys.stdout.write(json.dumps({"error": str(error)}, indent=1) + "\n")
+            else:
+                console(to_stderr=True).print(f"[bold red]error:[/] {escape(str(error))}")
+            raise typer.Exit(COULD_NOT) from None
+
+    return reporting
+
+
+@contextmanager
+def working(doing: str, as_json: bool = False) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that long work goes on, if that is a terminal. Yields a function that says what it is at."""
+    shown = console(to_stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as progress:
+        task = progress.add_task(doing)
+        yield lambda now: progress.update(task, description=now)
+
+
+def bytes_of(text: str) -> int:
+    """The bytes that "2GiB", "512MiB", "1.5 GB" or "1000000" stand for. Raises CommandError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, flags=re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise CommandError(f"{text!r} is no size in bytes, expected one such as 2GiB, 512MiB or 1000000")
+    return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
+
+
+def shown_bytes(size: float) -> str:
+    """A size for people, in the largest binary unit that it has one of."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.2f} {name}" if abs(size) < 100 * unit else f"{size / unit:.0f} {name}"
+    return f"{size:.0f} bytes"

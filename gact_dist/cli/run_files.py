@@ -1,0 +1,150 @@
+"""A run that was: what gact_dist wrote into Config.run_dir (run_log.py), or what examples/train wrote."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .layers import with_exact_bytes
+from .output import CommandError
+
+_ROW = ("name", "shape", "dtype", "codec", "bits", "bytes")
+_NAMES = "run.json of Config(run_dir=...), or result.json of examples/train"
+
+
+@dataclass
+class Run:
+    """The lines of one run. Those of a step that a resumed run did again are those of the last time."""
+
+    name: str
+    about: dict[str, Any] = field(default_factory=dict)
+    """run.json"""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    adaptations: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[dict[str, Any]] = field(default_factory=list)
+    """of some steps: {"step", "rows": the saved tensors}"""
+    comparisons: list[dict[str, Any]] = field(default_factory=list)
+    ranks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """what each rank says of its plans"""
+    result: dict[str, Any] = field(default_factory=dict)
+    """result.json of examples/train: peaks above the start of training, accuracy"""
+
+    @cached_property
+    def losses(self) -> tuple[list[int], list[float]]:
+        """(steps, loss in each of them)"""
+        if "losses" in self.result:  # means over the ranks
+            return list(range(1, len(self.result["losses"]) + 1)), self.result["losses"]
+        found = [(line["step"], line["loss"]) for line in self.steps if line.get("loss") is not None]
+        return [step for step, _ in found], [loss for _, loss in found]
+
+    @cached_property
+    def compresses(self) -> bool:
+        """Whether anything was compressed, or exact under the machinery."""
+        return any("retained_bytes" in line for line in self.steps) or bool(self.result.get("report"))
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The saved tensors of the last step that lists them; see layers.with_exact_bytes()."""
+        rows = self.saved[-1]["rows"] if self.saved else (self.result.get("report") or {}).get("rows", [])
+        return with_exact_bytes(rows, self.last_bytes[0]) if rows and self.last_bytes else []
+
+    @cached_property
+    def last_bytes(self) -> tuple[int, int] | None:
+        """(exact, retained) of the last step."""
+        for line in reversed(self.steps):
+            if "retained_bytes" in line:
+                return line["exact_bytes"], line["retained_bytes"]
+        report = self.result.get("report")
+        return (report["exact_bytes"], report["retained_bytes"]) if report else None
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """The median time of a step that measures nothing."""
+        if "step_time_median_s" in self.result:
+            return float(self.result["step_time_median_s"])
+        plain = [line["time_s"] for line in self.steps if "time_s" in line and not line.get("measuring_s")]
+        timed = plain or [line["time_s"] for line in self.steps if "time_s" in line]
+        return statistics.median(timed) if timed else None
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most memory: of training alone if that is known, else of the process or the GPU's allocator."""
+        if "peak_bytes" in self.result:
+            return int(self.result["peak_bytes"])
+        return max((line["peak_bytes"] for line in self.steps if "peak_bytes" in line), default=None)
+
+    @cached_property
+    def average_bits(self) -> float | None:
+        """Bits of an element under the last plan."""
+        chosen = [line["average_bits"] for line in self.adaptations if line.get("average_bits")]
+        return chosen[-1] if chosen else None
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs in some folders, each one run or a folder of runs; untouched ones first. Raises CommandError."""
+    found: list[Run] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise CommandError(f"there is no folder {folder}, expected a run's: with {_NAMES}")
+        inside = [folder] if _is_run(folder) else sorted(path for path in folder.iterdir() if _is_run(path))
+        if not inside:
+            raise CommandError(f"{folder} holds no run, expected {_NAMES}, in it or in its folders")
+        found += [_read(path) for path in inside]
+    return sorted(found, key=lambda run: run.compresses)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "run.json").is_file() or (folder / "result.json").is_file()
+
+
+def _read(folder: Path) -> Run:
+    run = Run(folder.name, about=_object(folder / "run.json"), result=_object(folder / "result.json"))
+    run.steps = _of_last_time(_lines(folder / "steps.jsonl"))
+    adaptations = _lines(folder / "adaptations.jsonl") or _lines(folder / "history.jsonl")
+    run.adaptations = _of_last_time([line for line in adaptations if "event" not in line])
+    run.comparisons = _of_last_time(_lines(folder / "gradient.jsonl"))
+    run.saved = [
+        {"step": line["step"], "rows": [dict(zip(_ROW, row, strict=True)) for row in line["rows"]]}
+        for line in _of_last_time(_lines(folder / "saved.jsonl"))
+    ]
+    for rank in range(int(run.about.get("world_size", 1))):
+        path = folder / "ranks" / f"rank{rank}.jsonl"
+        if path.is_file():
+            run.ranks[str(rank)] = _of_last_time(_lines(path))
+    return run
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise CommandError(f"{path} cannot be read: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; a job that was killed may have left half of the last one."""
+    found = []
+    for text in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found
+
+
+def _of_last_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the lines that a run wrote before it went back to an earlier step, or began anew."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept

@@ -1,0 +1,194 @@
+"""gact-dist max-batch: the search, one try in a process of its own, and what is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gact_dist.cli import max_batch
+from gact_dist.cli.batch_search import Probe
+from gact_dist.cli.max_batch import run_trial, search
+from gact_dist.cli.trial import Trial, checkpoint_blocks, says_out_of_memory
+
+LARGE = '''
+import torch
+from torch import nn
+
+
+def job(batch, sequence=1):
+    """16 MiB of activations for each of the batch, in one tensor that a backward needs."""
+    model = nn.Sequential(nn.Linear(4, 1 << 22, bias=False), nn.Sigmoid())
+    with torch.no_grad():
+        model[0].weight.zero_()
+    return model, torch.zeros(batch * sequence, 4), lambda batch: model(batch).mean()
+
+
+def breaks(batch):
+    raise KeyError("no such column")
+'''
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    path = tmp_path / "large_job.py"
+    path.write_text(LARGE)
+    return path
+
+
+def trial(job: str, **changes: object) -> Trial:
+    settings = {
+        "job": job, "batch": 1, "sequence": None, "level": "L0", "checkpoints": False, "memory_bytes": 1 << 30,
+        "device": "cpu", "optimizer": "none",
+    }  # fmt: skip
+    return Trial(**{**settings, **changes})
+
+
+def test_a_try_that_fits_has_a_time_and_a_peak_and_one_that_does_not_a_reason(large):
+    # the weight is 64 MiB, its gradient as much, and each of the batch 16 MiB of the output, its gradient and sigmoid's
+    fits = run_trial(trial(f"{large}:job", batch=2, memory_bytes=512 << 20), 2, 120)
+    assert fits.fits
+    assert fits.step_s > 0
+    assert 128 << 20 < fits.peak_bytes < 512 << 20
+    too_large = run_trial(trial(f"{large}:job", batch=64, memory_bytes=512 << 20), 64, 120)
+    assert not too_large.fits
+    assert "can't allocate memory" in too_large.reason
+
+
+def test_a_function_that_fails_otherwise_is_an_error(large, run):
+    result = run("max-batch", f"{large}:breaks", "--memory", "1GiB", "--levels", "L0", "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "a try of 4 failed:" in result.stderr
+    assert "KeyError: 'no such column'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[Trial]:
+    """The tries of a command, on a machine where checkpointing and L2 hold twice as much as the untouched job."""
+    tries: list[Trial] = []
+
+    def pretend(attempted: Trial, size: int, timeout_s: float) -> Probe:
+        tries.append(attempted)
+        border = 40 * (1 + (attempted.level == "L2")) * (1 + attempted.checkpoints)
+        fits = size <= border
+        return Probe(batch=size, fits=fits, step_s=size / 100 if fits else None, reason="" if fits else "out of memory")
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    return tries
+
+
+def test_each_level_is_searched_with_and_without_checkpointing(jobs, run_json, tried):
+    found = run_json("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--memory", "1GiB", "--device", "cpu")
+    largest = {row["method"]: row["batch"] for row in found["methods"]}
+    borders = {"untouched": 40, "L2": 80, "checkpointing": 80, "L2 + checkpointing": 160}
+    assert largest.keys() == borders.keys()
+    for name, border in borders.items():
+        assert border - max(1, border / 12) <= largest[name] <= border
+    assert {(attempt.level, attempt.checkpoints) for attempt in tried} == {
+        (level, with_it) for level in ("L0", "L2") for with_it in (False, True)
+    }
+    assert {attempt.memory_bytes for attempt in tried} == {1 << 30}
+    assert all(row["samples_per_s"] == pytest.approx(100) for row in found["methods"])
+    assert found["methods"][0]["gain"] == 1
+
+
+def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
+    result = run("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu",
+                 "--output", tmp_path / "plot.html")  # fmt: skip
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["untouched", "L2"]
+    assert "2.00 GiB on a CPU" in result.stdout
+    assert '"key": "max_batch"' in (tmp_path / "plot.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "seen"),
+    [("--sequence", 7, {("batch", 4), ("sequence", 7)}), ("--batch", 7, {("batch", 7), ("sequence", 4)})],
+)
+def test_the_other_size_is_what_is_looked_for(jobs, run_json, tried, option, value, seen):
+    run_json("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu", option, value)
+    assert {("batch", tried[0].batch), ("sequence", tried[0].sequence)} == seen
+
+
+def test_no_size_above_the_most_is_tried():
+    probes = search(lambda size: Probe(batch=size, fits=True), 1 << 30, 4, most=50)
+    assert max(probe.batch for probe in probes) == 50
+    assert len(probes) == len({probe.batch for probe in probes})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--batch", 3, "--sequence", 4), "--sequence and --batch given, expected one of them"),
+        (("--memory", "much"), "is no size in bytes"),
+        (("--levels", "L9"), "level is 'L9'"),
+        (("--levels", "L3"), "level L3 offloads from a GPU"),
+        (("--optimizer", "lion"), "--optimizer is 'lion'"),
+        (("--device", "tpu"), "--device is 'tpu'"),
+        (("--output", "plot.jpg"), "expected a name that ends in .html or .png"),
+    ],
+)
+def test_options_that_cannot_be_used(jobs, run, options, says):
+    device = () if "--device" in options else ("--device", "cpu")
+    result = run("max-batch", f"{jobs}:small", *device, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def saved_elements(model: nn.Module, x: torch.Tensor) -> int:
+    """How many elements autograd keeps of the forward, parameters not counted."""
+    kept: list[int] = []
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(0 if tensor.data_ptr() in parameters else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(kept)
+
+
+def test_blocks_of_a_module_list_are_checkpointed_and_give_the_same_gradients():
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(4, 8, requires_grad=True)
+    model(x).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    before = saved_elements(model, x)
+    assert checkpoint_blocks(model)
+    assert saved_elements(model, x) < before
+    model.zero_grad()
+    model(x).backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_models_own_method_checkpoints_it_and_one_without_blocks_says_so():
+    model = nn.Linear(2, 2)
+    assert not checkpoint_blocks(model)
+    asked = []
+    model.gradient_checkpointing_enable = lambda **options: asked.append(options)
+    assert checkpoint_blocks(model)
+    assert asked == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["torch.OutOfMemoryError: CUDA out of memory.", "terminate called: std::bad_alloc", "x\nMemoryError\ny"],
+)
+def test_what_says_that_memory_was_too_little(text):
+    assert says_out_of_memory(text)
+    assert not says_out_of_memory("RuntimeError: mat1 and mat2 shapes cannot be multiplied")

@@ -1,0 +1,212 @@
+"""gact-dist report: one page that needs nothing else, of runs in either form."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import plotly.graph_objects
+import pytest
+import torch
+
+import gact_dist
+from gact_dist import Config
+from gact_dist.cli import figures, page, run_files
+from gact_dist.cli.loading import load_job
+
+ALL = {"losses", "activations", "peak", "step", "layers", "bits", "sensitivities", "gradient", "time"}
+
+
+def train(jobs: Path, folder: Path, **settings: object) -> None:
+    job = load_job(f"{jobs}:small")
+    gact = gact_dist.attach(job.model, config=Config(run_dir=str(folder), **settings))
+    for _ in range(6):
+        with gact.step(job.loss_fn, job.batch):
+            loss = job.loss_fn(job.batch)
+        gact.log(loss=loss)
+        loss.backward()
+    gact.detach()
+
+
+@pytest.fixture
+def two_runs(jobs, tmp_path) -> Path:
+    """A folder of an untouched run and a compressed one."""
+    folder = tmp_path / "runs"
+    train(jobs, folder / "untouched", policy="off")
+    train(jobs, folder / "L2", adapt_interval=2, adapt_tolerance=0.0)
+    return folder
+
+
+class Resources(HTMLParser):
+    """What a page asks for, its text, and its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        self.asked += [given[key] for key in ("src", "href", "data", "action", "poster", "srcset") if key in given]
+
+
+def test_the_page_of_two_runs_has_every_figure_and_asks_for_nothing(two_runs, run_json):
+    found = run_json("report", two_runs)
+    assert (found["runs"], set(found["figures"])) == (["untouched", "L2"], ALL)
+    text = (two_runs / "report.html").read_text()
+    parsed = Resources(text)
+    assert parsed.asked == []
+    assert not {"link", "img", "iframe"} & set(parsed.tags)
+    assert parsed.tags.count("script") == 4  # theme, plotly, data, drawing
+    assert set(parsed.ids) >= ALL
+    before_plotly = text[: text.index("plotly.js v")]
+    assert "http" not in before_plotly
+    assert "@import" not in before_plotly
+    assert "url(" not in before_plotly
+    cards = {card["what"]: card["value"] for card in found["key_figures"]}
+    assert {"Compression of activations", "Average bits", "Peak memory", "Time of a step", "Loss"} <= cards.keys()
+
+
+def test_the_losses_of_both_are_in_one_figure(two_runs):
+    runs = run_files.find_runs([two_runs])
+    drawn = next(figure for figure in figures.figures_of(runs) if figure.key == "losses")
+    assert [line["name"] for line in drawn.data] == ["untouched", "L2"]
+    assert drawn.data[1]["y"] == pytest.approx(runs[1].losses[1], abs=1e-5)
+
+
+def test_figures_are_valid_and_name_their_axes(two_runs):
+    for figure in figures.figures_of(run_files.find_runs([two_runs])):
+        plotly.graph_objects.Figure({"data": figure.data, "layout": figure.layout})  # raises for what plotly lacks
+        assert figure.caption
+        assert figure.title
+        titled = {axis for axis in ("xaxis", "yaxis") if figure.layout[axis]["title"]["text"]}
+        assert titled or figure.key == "bits"
+
+
+def test_bits_by_layer_are_those_of_the_adaptations(two_runs):
+    [_, run] = run_files.find_runs([two_runs])
+    drawn = next(figure for figure in figures.figures_of([run]) if figure.key == "bits")
+    [cells] = drawn.data
+    assert cells["x"] == [f"step {line['step']}" for line in run.adaptations]
+    tensors = run.adaptations[-1]["tensors"]
+    sizes = {row["name"]: torch.Size(row["shape"]).numel() for row in run.rows}
+    own = [
+        (sizes[name], entry["bits"]) for name, entry in tensors.items() if name.startswith("layers.1") and entry["bits"]
+    ]
+    expected = sum(size * bits for size, bits in own) / sum(size for size, _ in own)
+    assert cells["z"][cells["y"].index("layers.1")][-1] == pytest.approx(expected, abs=1e-3)
+
+
+def test_memory_over_a_step_ends_where_the_report_does(two_runs):
+    [_, run] = run_files.find_runs([two_runs])
+    drawn = next(figure for figure in figures.figures_of([run]) if figure.key == "step")
+    *layers, whole = drawn.data
+    middle = len(run.rows)
+    exact, retained = run.last_bytes
+    assert sum(layer["y"][middle] for layer in layers) == pytest.approx(retained / 2**10, rel=1e-3)
+    assert whole["y"][middle] == pytest.approx(exact / 2**10, rel=1e-3)
+    assert all(layer["y"][0] == layer["y"][-1] == 0 for layer in layers)
+
+
+def test_a_run_of_the_examples_is_read_from_its_result(tmp_path, run_json):
+    rows = [{"name": "layer.0:Add@1", "shape": [4, 256], "dtype": "torch.float32", "codec": "quantised", "bits": 4.0, "bytes": 600, "sensitivity": 1.0}]  # fmt: skip  # noqa: E501
+    result = {
+        "config_name": "text", "world_size": 2, "device": "cpu", "losses": [1.0, 0.5], "accuracy": 0.75,
+        "step_time_median_s": 0.2, "peak_bytes": 3 << 20, "step_peaks_bytes": [3 << 20, 2 << 20],
+        "report": {"exact_bytes": 4096, "retained_bytes": 600, "rows": rows}, "versions": {"torch": "2.13"},
+    }  # fmt: skip
+    tensors = {"layer.0:Add@1": {"bits": 4, "sensitivity": 1.0}}
+    history = {
+        "step": 1,
+        "average_bits": 4.0,
+        "stored_exactly": {"layer.0:Exp@2": "too coarse <b>"},
+        "tensors": tensors,
+    }
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    (tmp_path / "history.jsonl").write_text(json.dumps(history) + '\n{"step": 2, "event": "disabled", "why": "x"}\n')
+    found = run_json("report", tmp_path, "--output", tmp_path / "page.html")
+    assert set(found["figures"]) == {"losses", "peak", "step", "layers", "bits", "sensitivities"}
+    assert {"what": "Test accuracy", "value": "75.0%", "note": "on test examples"} in found["key_figures"]
+    text = (tmp_path / "page.html").read_text()
+    assert "too coarse &lt;b&gt;" in text
+
+
+def test_a_run_that_went_back_is_read_as_it_ended(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    steps = [(1, 5.0), (2, 4.0), (3, 3.0), (2, 3.5), (3, 2.5)]
+    text = "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in steps)
+    (tmp_path / "steps.jsonl").write_text(text + '{"step": 4, "lo')  # killed in the middle of a line
+    [run] = run_files.find_runs([tmp_path])
+    assert run.losses == ([1, 2, 3], [5.0, 3.5, 2.5])
+
+
+def test_ranks_with_different_plans_are_shown(tmp_path, run_json):
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 2}))
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
+    (tmp_path / "ranks").mkdir()
+    for rank, digest in enumerate(("aaaa", "bbbb")):
+        line = {"step": 1, "plan": digest, "tensors": 3, "retained_bytes": 100, "exact_bytes": 400}
+        (tmp_path / "ranks" / f"rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    found = run_json("report", tmp_path)
+    assert {"what": "Ranks", "value": "differ", "note": "in the plans of steps 1"} in found["key_figures"]
+    assert "✗ " in (tmp_path / "report.html").read_text()
+
+
+def test_a_table_for_people(two_runs, run):
+    result = run("report", two_runs / "L2")
+    assert result.exit_code == 0
+    assert "Compression of activations" in result.stdout
+    assert f"9 figures of L2 in {two_runs}/L2/report.html" in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda folder: None, "there is no folder"),
+        (lambda folder: folder.mkdir(), "holds no run, expected run.json"),
+        (lambda folder: (folder.mkdir(), (folder / "run.json").write_text("{}")), "has no lines yet"),
+        (lambda folder: (folder.mkdir(), (folder / "run.json").write_text("{")), "cannot be read"),
+    ],
+)
+def test_what_is_no_run(tmp_path, run, make, says):
+    make(tmp_path / "run")
+    result = run("report", tmp_path / "run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_a_page_that_cannot_be_written(two_runs, run):
+    result = run("report", two_runs, "--output", two_runs / "no" / "page.html")
+    assert result.exit_code == 2
+    assert "the page cannot be written" in result.stderr
+
+
+def test_pictures_of_all_figures_or_one_message_why_not(two_runs, run_json, run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", lambda self, path, **_: drawn.append(Path(path)))
+    found = run_json("report", two_runs, "--png", two_runs / "png")
+    assert [str(path) for path in drawn] == found["png"]
+    assert {path.stem for path in drawn} == ALL
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("Image export requires the kaleido package")
+
+    monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", refuse)
+    result = run("report", two_runs, "--png", two_runs / "png")
+    assert result.exit_code == 2
+    assert "pip install kaleido" in result.stderr
+
+
+def test_a_page_holds_no_end_of_a_script_in_its_data():
+    line = {"type": "scatter", "x": [1], "y": [1], "name": "</script><b>"}
+    figure = figures.Figure("x", "<title>", "", [line], {"xaxis": {}, "yaxis": {}})
+    text = page.page_of_figures("<heading>", "", [figure])
+    assert "</script><b>" not in text
+    assert "&lt;heading&gt;" in text
+    assert "&lt;title&gt;" in text
