@@ -4,6 +4,7 @@ What is known of a framework's internals (FSDP, DTensor, DeepSpeed) is in its fi
 both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CHECKED_WITH = "2.13"
 """the torch that all tests ran with; the oldest supported one is 2.11"""
@@ -63,7 +67,15 @@ NEEDED = (
     "torch._functorch.config.saved_tensors_hooks_filtering_mode",
     "torch._functorch._aot_autograd.graph_compile._get_saved_tensor_hook_context",
     "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
+    # fake tensors and dispatch modes
+    "torch._guards.active_fake_mode",
+    "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.ops._c10d_functional.wait_tensor",
     # frameworks: distributed/
+    "torch.testing._internal.distributed.fake_pg.FakeStore",
+    "torch.distributed.fsdp._fully_shard._fully_shard._get_post_forward_mesh_info",
     "torch.distributed.ProcessGroup.get_group_store",
     "torch.distributed.ProcessGroup._get_backend",
     "torch.distributed.algorithms.join.Join.__exit__",
@@ -272,6 +284,52 @@ def verify_batch_size(size: Sequence[int]) -> None:
 def global_backward_hooks() -> tuple[Any, ...]:
     """The mappings that hold the backward hooks of all modules."""
     return nn.modules.module._global_backward_hooks, nn.modules.module._global_backward_pre_hooks
+
+
+# -- fake tensors, and what is dispatched ---------------------------------------------------------------------------
+
+DispatchMode: Any = TorchDispatchMode
+"""a mode that sees every operator that runs, below autograd"""
+PLAIN = (Tensor, FakeTensor)
+"""the classes of tensors that have one storage and behave like any other; a fake one has no memory behind it"""
+PLAIN_OR_PARAMETER = (*PLAIN, nn.Parameter)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape, a type and a device, and no values."""
+    return isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Within the context operators make fake tensors. Yields what makes them of real ones, with from_tensor()."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it shows the trace of every error that it raises as well
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        log.setLevel(level)
+
+
+without_fake_tensors: Any = unset_fake_temporarily
+"""a context in which operators make real tensors"""
+
+
+def current_fake_mode() -> Any:
+    """The innermost such context, None outside; DTensor opens one of its own to find shapes."""
+    return active_fake_mode()
+
+
+def waits_for_collective(operator: Any) -> bool:
+    """Whether an operator waits for a collective's result, which it returns. Its fake makes a new tensor instead."""
+    return operator is torch.ops._c10d_functional.wait_tensor.default
+
+
+def number_of(node: Any) -> int:
+    """The number of a node, see next_sequence_number()."""
+    return node._sequence_nr()
 
 
 # -- modules ----------------------------------------------------------------------------------------------------

@@ -235,6 +235,11 @@ class Controller:
         disable() and enable(). It is part of the state; tensors only of the last hundred."""
         return self._schedule.history
 
+    @property
+    def exact_because(self) -> dict[str, str]:
+        """{name of saved tensor: why its backward must not read it rounded}, where a rule says so."""
+        return {} if self._schedule.hooks is None else dict(self._schedule.hooks.reasons)
+
     def report(self) -> MemoryReport:
         """What the last step on this rank kept for backward, tensor by tensor. With offload it waits for the device."""
         schedule = self._schedule

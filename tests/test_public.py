@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
     "integrations": {"config", "controller", "deepspeed", "steps"},
-    "cli": {*BASE, "__init__", "codec", "config", "controller", "policies", "run_log"},
+    "profile": {*BASE, "config", "controller", "distributed", "hooks", "policies"},
+    "cli": {*BASE, "__init__", "codec", "config", "controller", "policies", "profile", "run_log"},
     "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip
 

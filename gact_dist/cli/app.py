@@ -10,7 +10,7 @@ import typer
 
 import gact_dist
 
-from . import doctor, max_batch, plan, report
+from . import doctor, max_batch, plan, profiling, report
 from .output import reporting_errors
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def _options(
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "profile": profiling.command,
     "plan": plan.command,
     "max-batch": max_batch.command,
     "report": report.command,

@@ -67,7 +67,7 @@ def load_job(name: str, *arguments: Any) -> Job:
     function = load_function(name)
     with UserCode(f"{name}({', '.join(map(str, arguments))})"):
         made = function(*arguments)
-    return _job(name, made)
+    return job_of(name, made)
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -127,7 +127,8 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _job(name: str, made: Any) -> Job:
+def job_of(name: str, made: Any) -> Job:
+    """The job that a function of the user's returned. name: the function's. Raises CommandError."""
     parts = list(made) if isinstance(made, (tuple, list)) else [made]
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)

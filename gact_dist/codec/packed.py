@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from .._torch_internals import negative_view
+from .._torch_internals import is_fake, negative_view
 from . import mixed_widths, ops
 from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
 from .layout import Fill, Layout, flatten, layout_of, restore
@@ -284,11 +284,12 @@ _NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (tor
 def pack_narrow(tensor: Tensor) -> Packed | None:
     """Store integers exactly in the smallest type that holds them (the indices of max pooling, of a gather).
 
-    None where that saves nothing, and on an accelerator, where finding their range would wait for the device.
+    None where that saves nothing; on an accelerator, where finding their range would wait for the device; and of a fake
+    tensor, which has no values.
     """
     data = _plain(tensor)
     layout = layout_of(data)
-    if data.device.type != "cpu" or data.numel() == 0 or layout.fill is Fill.TANGLED:
+    if data.device.type != "cpu" or is_fake(data) or data.numel() == 0 or layout.fill is Fill.TANGLED:
         return None
     if data.dtype in _WITHOUT_ARITHMETIC:
         return None

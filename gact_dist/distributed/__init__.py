@@ -19,6 +19,7 @@ from .collectives import (
     world_size,
 )
 from .ddp import Joins
+from .fake_ranks import fake_ranks, real_meshes
 from .pipeline import learning_shapes
 from .tensor_parallel import (
     TENSOR_PARALLELISM,
@@ -69,6 +70,7 @@ __all__ = [
     "differentiable_twice",
     "distributed_again",
     "distributed_as",
+    "fake_ranks",
     "fingerprint",
     "forwarding_nodes",
     "framework_libraries",
@@ -89,6 +91,7 @@ __all__ = [
     "raises_on_all",
     "rank",
     "ranks_sharing",
+    "real_meshes",
     "reduce_over",
     "sharding",
     "steps_optimizer",

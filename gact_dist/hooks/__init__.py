@@ -1,6 +1,6 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
-from .accounting import Footprint, ReportRow
+from .accounting import Footprint, ReportRow, parts_of
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
@@ -55,6 +55,7 @@ __all__ = [
     "nothing_kept",
     "on_interrupt",
     "origin",
+    "parts_of",
     "producer",
     "recomputing",
     "replaying",

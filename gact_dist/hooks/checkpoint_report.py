@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from .._patches import SharedPatch
-from .._torch_internals import CheckpointFrame, in_backward, untraced
+from .._torch_internals import PLAIN, CheckpointFrame, in_backward, untraced
 from ..distributed import local_part
 from .aliases import span
 from .checkpoint import checkpoint_call, inside_checkpoint, watch_selective
@@ -78,7 +78,7 @@ class Bypassing:
             self._add(tensor, f"BlockInput ({given})")
 
     def _add(self, tensor: Tensor, operator: str) -> None:
-        local = tensor if type(tensor) is Tensor else local_part(tensor)
+        local = tensor if type(tensor) in PLAIN else local_part(tensor)
         if local is None or self._parameters.is_parameter(tensor, None):
             return
         self._note(local, operator, (int(local.storage_offset()), span(local)))

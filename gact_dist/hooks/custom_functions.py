@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from .._torch_internals import storage_id
+from .._torch_internals import PLAIN_OR_PARAMETER, storage_id
 from .roles import Role, leaves_of
 
 _log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def function_name(call: FrameType) -> str:
 def _operands(call: FrameType) -> Iterator[Tensor]:
     """The tensors that a call was given."""
     for leaf in leaves_of((call.f_locals.get("args", ()), call.f_locals.get("kwargs", {}))):
-        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout == torch.strided and not leaf.is_nested:
+        if type(leaf) in PLAIN_OR_PARAMETER and leaf.layout == torch.strided and not leaf.is_nested:
             yield leaf
 
 

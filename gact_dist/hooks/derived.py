@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._torch_internals import saved_handle
+from .._torch_internals import PLAIN, saved_handle
 from .aliases import span
 from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
 
@@ -150,7 +150,7 @@ def recipe_of(tensor: Tensor, fraction: float = 1.0, record: Recorded | None = N
 
     fraction: of the tensor's elements in a step, which are there. record: of a tensor that has no graph any more.
     """
-    if type(tensor) is not Tensor or not tensor.is_floating_point() or span(tensor) != tensor.numel():
+    if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         return None
     node: Any = tensor.grad_fn if record is None else _node_of(record)
     try:

@@ -19,6 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import _fields, codec
 from .._patches import replaced
 from .._torch_internals import (
+    PLAIN,
+    PLAIN_OR_PARAMETER,
     in_backward,
     is_inside_transform,
     storage_id,
@@ -111,6 +113,11 @@ class SavedTensorHooks:
     def compresses_recomputed(self) -> bool:
         """Whether what a checkpointed block saves while it runs again is to be compressed as well."""
         return self.config.recomputed and self.policy.adapts and not self.policy.needs_step_bytes
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why tensors are exact that a rule keeps exact, by name."""
+        return self._roles.reasons
 
     @property
     def may_derive(self) -> bool:
@@ -231,7 +238,7 @@ class SavedTensorHooks:
         def pack(tensor: Tensor) -> Any:
             frame = caller()
             with without_modes():
-                if frame is None or _without_codec(tensor) or self._is_of_model(tensor) or type(tensor) is not Tensor:
+                if frame is None or _without_codec(tensor) or self._is_of_model(tensor) or type(tensor) not in PLAIN:
                     handle: Any = Kept(tensor)
                 else:
                     handle = block.pack(tensor, frame)
@@ -363,7 +370,7 @@ class SavedTensorHooks:
         if self._is_of_model(tensor):
             return Kept(tensor, True, self.encoder.may_derive)
         self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame)
         if site.region is not None:
@@ -428,7 +435,7 @@ class SavedTensorHooks:
             return Kept(tensor, of_model=True)
         if site is None:
             return Kept(tensor)  # what is recomputed is freed at once
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, site)
         record = self._storages.of(tensor)
         alias = _alias(tensor, record)
@@ -561,7 +568,7 @@ class SavedTensorHooks:
         frame: of the caller of the pack hook, None in a backward.
         """
         local = local_part(tensor)
-        if local is None or type(local) is not Tensor:
+        if local is None or type(local) not in PLAIN:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
         read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)

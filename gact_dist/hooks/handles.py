@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from .._torch_internals import negative_view
+from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view
 from ..offload import HostOffload, Payload
 from .roles import Role
 
@@ -301,7 +301,7 @@ class Kept:
     def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False) -> None:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
         it is a vector, for recipes: sharding may have taken the parameter away before one is made."""
-        is_vector = copies and tensor.dim() == 1 and type(tensor) in (Tensor, nn.Parameter)
+        is_vector = copies and tensor.dim() == 1 and type(tensor) in PLAIN_OR_PARAMETER
         self.vector = tensor.detach().clone() if is_vector else None
         self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
@@ -325,7 +325,7 @@ def _refuse_modified(what: str, version: int, expected: int) -> None:
     )
 
 
-_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_EMPTY: dict[tuple[torch.dtype, torch.device, bool], Tensor] = {}
 
 
 def version_witness(tensor: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ def version_witness(tensor: Tensor) -> Tensor:
 
     It lets unpack see that the original was modified in place after all of the original's memory has been freed.
     """
-    key = (tensor.dtype, tensor.device)
+    key = (tensor.dtype, tensor.device, is_fake(tensor))
     if key not in _EMPTY:
         _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     witness = tensor.detach()

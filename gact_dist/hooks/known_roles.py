@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _fields
-from .._torch_internals import BatchNorm
+from .._torch_internals import BatchNorm, is_fake
 from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
@@ -49,6 +49,8 @@ class KnownRoles:
 
     def __init__(self, config: Config) -> None:
         self.by_name: dict[str, Role] = {}
+        self.reasons: dict[str, str] = {}
+        """why a backward must not read a tensor rounded, as far as a rule says so"""
         self.derived = Derived()
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
         self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
@@ -151,7 +153,7 @@ class KnownRoles:
         role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
         if role is None or self._kinds.setdefault(name, kind) != kind:
             return None
-        if role is Role.BINARY and not (tensor.device.type == "cpu" and is_binary(tensor)):
+        if role is Role.BINARY and not (is_fake(tensor) or (tensor.device.type == "cpu" and is_binary(tensor))):
             # an accelerator would have to be waited for; torch saves its dropout's noise as booleans there
             self.observe_next |= tensor.device.type == "cpu"
             return Role.STATISTIC

@@ -232,6 +232,8 @@ class Readers:
 
     def _decide(self, read: _Read) -> None:
         for saved, rule in read.saved:
+            if rule is not None:
+                self._roles.reasons[saved.captured.name] = rule.reason
             self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
         self._sink.after(read.node)
 

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .._torch_internals import (
+    is_fake,
     is_inside_transform,
     node_of,
     saves_own_result,
@@ -212,7 +213,7 @@ class OperatorObserver(TorchFunctionMode):
         storage = storage_id(tensor)
         if any(storage_id(operand) == storage for operand in operands):
             return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
-        if _draws_noise(function) and is_binary(tensor):
+        if _draws_noise(function) and (_is_dropout(function) if is_fake(tensor) else is_binary(tensor)):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
@@ -285,7 +286,11 @@ def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: 
 
 
 def _draws_noise(function: Callable) -> bool:
-    return "dropout" in getattr(function, "__name__", "") or function is F.scaled_dot_product_attention
+    return _is_dropout(function) or function is F.scaled_dot_product_attention
+
+
+def _is_dropout(function: Callable) -> bool:
+    return "dropout" in getattr(function, "__name__", "")
 
 
 def is_binary(tensor: Tensor) -> bool:

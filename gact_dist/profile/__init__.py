@@ -1,0 +1,19 @@
+"""Where the memory of a training step goes, before it is spent: `profile` runs a job on real or fake tensors."""
+
+from .engine import DEFAULT_LEVELS, profile
+from .layouts import LAYOUTS, OPTIMIZERS, ProfileError, Settings
+from .result import KINDS, KeptTensor, LevelProfile, Profile, Share
+
+__all__ = [
+    "DEFAULT_LEVELS",
+    "KINDS",
+    "LAYOUTS",
+    "OPTIMIZERS",
+    "KeptTensor",
+    "LevelProfile",
+    "Profile",
+    "ProfileError",
+    "Settings",
+    "Share",
+    "profile",
+]

@@ -1,0 +1,262 @@
+"""A profile: the job runs a few steps under each level, and a tracker follows its storages.
+
+[Note: what is run] The job takes steps under one level after the other, with the package's real hooks: what they keep,
+what they decode and when that is freed is not modelled but done. With fake tensors operators only find shapes, those of
+the codec among them, so that a payload has its size and no memory. Two decisions of the hooks depend on values, which
+fake tensors do not have: the noise of a dropout counts as one bit, and integers keep their type, as on a GPU.
+
+The first step differs: the optimizer makes its state, and the hooks hold some tensors until they have seen who reads
+them. A later step is reported, when what is kept no longer changes. Bits do not adapt: every tensor has the level's
+average, which an adaptation would spread over them with the same sum.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from math import ceil, prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .._torch_internals import fake_tensors, is_fake
+from ..config import LEVELS, Config
+from ..controller import Controller, attach
+from ..distributed import fake_ranks
+from ..hooks import ReportRow
+from ..policies import policy_of
+from .analysis import Step
+from .full_batches import full_batches
+from .layouts import ProfileError, Settings, mesh_of, spread
+from .result import KeptTensor, LevelProfile, Profile
+from .tracker import Phase, Tracker
+
+UNTOUCHED = "untouched"
+_DERIVE = "+derive"
+_EXACT = "exact"  # the codec of a row
+_LOG_SOFTMAX = ":LogSoftmax@"  # in the name of one
+DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2" + _DERIVE, "L2.1", "L2.2")
+_MOST_STEPS = 4  # in which the hooks learn
+Build = Callable[[], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
+
+
+def profile(
+    build: Build,
+    levels: Sequence[str] = DEFAULT_LEVELS,
+    settings: Settings | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """Where the memory of a job's step goes, untouched and under levels of compression.
+
+    build: returns (model, batch, loss_fn), loss_fn(batch) being the scalar loss; called within fake tensors where
+    settings say so. levels: names in gact_dist.LEVELS, with "+derive" for Config.derive, and "untouched". tell: is told
+    what is being done. Raises ProfileError, and what the job's own code raises.
+    """
+    settings = Settings() if settings is None else settings
+    configs = {level: _config_of(level) for level in levels}
+    if not configs:
+        raise ProfileError(f"no level was given, expected some of {UNTOUCHED}, {', '.join(LEVELS)}")
+    found: list[LevelProfile] = []
+    done: dict[Config | None, LevelProfile] = {}
+    with _running(build, settings) as run:
+        for level, config in configs.items():
+            if config not in done:
+                tell(f"steps under {level}")
+                done[config] = run.profiled(level, config)
+            found.append(replace(done[config], level=level))
+    notes = _notes(settings)
+    return Profile(settings.world_size, settings.layout, settings.is_fake, run.parameters, tuple(found), notes)
+
+
+@contextmanager
+def _running(build: Build, settings: Settings) -> Iterator[_Run]:
+    """The job, with a tracker that follows its storages."""
+    with ExitStack() as stack:
+        if settings.layout is not None:
+            stack.enter_context(fake_ranks(settings.world_size))
+        mesh = mesh_of(settings)
+        mode = stack.enter_context(fake_tensors()) if settings.is_fake else None
+        tracker = Tracker()
+        stack.enter_context(tracker.tracking())
+        run = _Run(build(), settings, tracker, mode, mesh)
+        if mode is not None:
+            stack.enter_context(full_batches())
+        gc.collect()
+        gc.freeze()  # nobody waits for the collector to look at all modules of Python before each step
+        stack.callback(gc.unfreeze)
+        yield run
+
+
+def _config_of(level: str) -> Config | None:
+    """What stores the bytes of a level without measuring; None for the untouched job."""
+    if level == UNTOUCHED:
+        return None
+    try:
+        config = Config.from_level(level.removesuffix(_DERIVE), derive=level.endswith(_DERIVE))
+    except ValueError as error:
+        raise ProfileError(f"{error}; {UNTOUCHED!r} is the job without compression") from None
+    if not policy_of(config).compresses:
+        return None
+    if config.offload.enabled:
+        raise ProfileError(
+            f"level {level!r} keeps payloads on the host, expected one without offload: their bytes are those of "
+            "level L1 or L2, and the device holds some of them"
+        )
+    return config if config.bits is None else replace(config, policy="uniform", bits=ceil(config.bits))
+
+
+def _notes(settings: Settings) -> tuple[str, ...]:
+    notes = [
+        "live storages of tensors are counted; what an operator allocates and frees within itself is not, nor what an "
+        "allocator keeps",
+        "levels that adapt have their average bits for every tensor; an adaptation takes more memory while it measures",
+    ]
+    if settings.is_fake:
+        notes.append("integers are counted in their own type; in steps on a CPU they take the smallest that holds them")
+    if settings.layout in ("ddp", "zero1"):
+        notes.append("DDP's buckets are counted as one more copy of the gradients (gradient_as_bucket_view=False)")
+    if settings.layout in ("zero2", "zero3"):
+        notes.append("ZeRO-2 and ZeRO-3 are those of FSDP2; DeepSpeed also keeps master weights")
+    return tuple(notes)
+
+
+class _Run:
+    """One job, which takes steps under one level after the other."""
+
+    def __init__(
+        self, built: tuple[nn.Module, Any, Any], settings: Settings, tracker: Tracker, mode: Any, mesh: Any
+    ) -> None:
+        self._tracker, self._taken = tracker, 0
+        model, batch, loss_fn = built
+        if mode is not None:
+            batch = tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else mode.from_tensor(tensor), batch)
+            _make_fake(model, mode)
+        model.train()
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        self._names = {module: name for name, module in model.named_modules()}
+        self._job = spread(model, batch, loss_fn, settings, mesh)
+        tracker.name_modules(self._names)
+        self._owners: dict[int, str] = {}
+        self._mark(batch)
+
+    def _mark(self, batch: Any) -> None:
+        """Say what the storages are that are there before the first step."""
+        tracker = self._tracker
+        for module, name in self._names.items():
+            for tensor in module.parameters(recurse=False):
+                self._owners[id(tensor)] = name
+                tracker.mark(tensor, "parameters", name)
+            for tensor in module.buffers(recurse=False):
+                tracker.mark(tensor, "buffers", name)
+        for tensor in _tensors(batch):
+            tracker.mark(tensor, "batch")
+        for tensor in self._job.buckets:
+            tracker.mark(tensor, "sharding")
+
+    def profiled(self, level: str, config: Config | None) -> LevelProfile:
+        """Take some steps under a level, and say what the last one held."""
+        first, report, tensors = self._taken + 1, None, tuple[KeptTensor, ...]()
+        if config is None:
+            for _ in range(2 if first == 1 else 1):
+                self._step(None)
+        else:
+            controller = attach(self._job.model, config=config)
+            try:
+                self._steps_until_learnt(controller)
+                report, tensors = controller.report(), tuple(_kept(controller))
+            finally:
+                controller.detach()
+        first_peak, last = self._analysed(first).peak_bytes, self._analysed(self._taken)
+        return LevelProfile(
+            level, last.peak_bytes, last.peak_phase.value, last.peak_site, first_peak,
+            {phase.value: size for phase, size in last.phase_peaks.items()}, last.peak(), last.without_optimizer_bytes,
+            0 if report is None else report.exact_bytes, 0 if report is None else report.retained_bytes,
+            last.by_module(), last.by_operator(), last.by_line(), last.timeline, tensors,
+        )  # fmt: skip
+
+    def _analysed(self, step: int) -> Step:
+        return Step(self._tracker.storages, self._tracker.events, self._tracker.marks, step, self._device)
+
+    def _steps_until_learnt(self, controller: Controller) -> None:
+        """Take steps until what they keep no longer changes."""
+        self._step(controller, trains=False)
+        kept = [0, controller.report().retained_bytes]
+        while len(kept) == 2 or (kept[-1] != kept[-2] and len(kept) <= _MOST_STEPS):
+            self._step(controller)
+            kept.append(controller.report().retained_bytes)
+
+    def _step(self, controller: Controller | None, trains: bool = True) -> None:
+        """One step of the job. trains: whether the optimizer takes one too; in the first it always does."""
+        gc.collect()  # what is garbage is not of this step
+        self._taken += 1
+        job, tracker, step = self._job, self._tracker, self._taken
+        tracker.begin(Phase.FORWARD, step)
+        with nullcontext() if controller is None else controller.step():
+            loss = _checked(job.loss())
+        tracker.begin(Phase.BACKWARD, step)
+        loss.backward()
+        del loss
+        for parameter in job.model.parameters():
+            if parameter.grad is not None:
+                tracker.mark(parameter.grad, "gradients", self._owners.get(id(parameter), ""))
+        tracker.begin(Phase.OPTIMIZER, step)
+        if job.optimizer is not None and (trains or step == 1):
+            self._train(job.optimizer)
+        job.model.zero_grad()
+
+    def _train(self, optimizer: Any) -> None:
+        optimizer.step()
+        states = getattr(optimizer, "optim", optimizer).state  # of ZeroRedundancyOptimizer its own part
+        for parameter, state in states.items():
+            for tensor in _tensors(state):
+                self._tracker.mark(tensor, "optimizer state", self._owners.get(id(parameter), ""))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _make_fake(model: nn.Module, mode: Any) -> None:
+    """Of a model that was built elsewhere: its values are not needed."""
+    for module in model.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if not is_fake(tensor):
+                setattr(module, name, mode.from_tensor(tensor))
+
+
+def _checked(loss: Any) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    got = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        got = f"a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a graph"
+    raise ProfileError(f"the loss is {got}, expected a scalar with a graph")
+
+
+def _kept(controller: Controller) -> Iterator[KeptTensor]:
+    because = controller.exact_because
+    for row in controller.report().rows:
+        why = _why_exact(row, because, controller.config.min_numel)
+        dtype = str(row.dtype).removeprefix("torch.")
+        yield KeptTensor(row.name, row.shape, dtype, row.codec, row.bits, row.bytes, why)
+
+
+def _why_exact(row: ReportRow, because: dict[str, str], min_numel: int) -> str:
+    """Why a tensor is stored as it is; "" of one that is not."""
+    if row.codec != _EXACT:
+        return ""
+    if row.name in because:
+        return f"its backward {because[row.name]}"
+    if prod(row.shape) < min_numel:
+        return f"it has fewer than {min_numel} elements"
+    if not (row.dtype.is_floating_point or row.dtype.is_complex):
+        return "it holds integers"
+    if row.shape[-1] == 1:
+        return "it is a statistic: one value a row"
+    if _LOG_SOFTMAX in row.name:
+        return "it is the log-softmax next to the loss"
+    return "it is a statistic or a mask, or nothing was seen to read it"
