@@ -81,9 +81,13 @@ def bytes_of(text: str) -> int:
     return int(float(found[1]) * _UNITS[(found[2] or "").lower()])
 
 
+def unit_of(size: float) -> tuple[int, str]:
+    """The largest binary unit that a size has one of: its bytes and its name."""
+    units = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next(((unit, name) for unit, name in units if abs(size) >= unit), (1, "bytes"))
+
+
 def shown_bytes(size: float) -> str:
-    """A size for people, in the largest binary unit that it has one of."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if abs(size) >= unit:
-            return f"{size / unit:.2f} {name}" if abs(size) < 100 * unit else f"{size / unit:.0f} {name}"
-    return f"{size:.0f} bytes"
+    """A size for people."""
+    unit, name = unit_of(size)
+    return f"{size / unit:.{0 if unit == 1 or abs(size) >= 100 * unit else 2}f} {name}"

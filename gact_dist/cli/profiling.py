@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Column, Table
@@ -31,11 +32,11 @@ from ..profile import (
     profile,
 )
 from .loading import Job, UserCode, job_of, load_function, loss_of
-from .output import CommandError, JsonOption, show, shown_bytes, working
+from .output import CommandError, JsonOption, show, shown_bytes, unit_of, working
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 64
-_NAME_WIDTH, _WHY_WIDTH = 48, 36
+_NAME_WIDTH, _WHY_WIDTH = 24, 36
 _Option = typer.Option
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -201,33 +202,45 @@ def _tables(target: str, found: Profile, chosen: LevelProfile, rows: int) -> Ite
 
 
 def _levels(found: Profile) -> Table:
-    table = Table("level", "peak", "in", "forward", "backward", "optimizer", "kept", "optimizer on host")
     exact = max(level.exact_bytes for level in found.levels)
+    divisor, unit = unit_of(max(level.peak_bytes for level in found.levels))
+    table = _compact("level", "peak", "forward", "backward", "optimizer", "kept", "", "optimizer on host")
     for level in found.levels:
         kept = level.retained_bytes if level.tensors else exact
-        phases = (shown_bytes(level.phase_peaks.get(name, 0)) for name in ("forward", "backward", "optimizer"))
-        share = f" ({kept / exact:.0%})" if exact else ""
-        without = shown_bytes(level.without_optimizer_bytes)
-        kept_text = f"{shown_bytes(kept)}{share}" if exact else "-"
-        table.add_row(level.level, shown_bytes(level.peak_bytes), level.peak_phase, *phases, kept_text, without)
-    table.title = "peak of live memory, and the activations kept for backward"
+        phases = (level.phase_peaks.get(name, 0) for name in ("forward", "backward", "optimizer"))
+        sizes = [f"{size / divisor:.1f}" for size in (level.peak_bytes, *phases)]
+        share = [f"{kept / divisor:.1f}", f"{kept / exact:.0%}"] if exact else ["-", ""]
+        table.add_row(level.level, *sizes, *share, f"{level.without_optimizer_bytes / divisor:.1f}")
+    table.title = f"peak of live memory, in each phase, and the activations kept for backward ({unit})"
     return table
 
 
 def _kinds(found: Profile) -> Table:
-    table = Table("at the peak", *(level.level for level in found.levels), title="what the memory is for")
+    divisor, unit = unit_of(max(level.peak_bytes for level in found.levels))
+    table = _compact("at the peak", *(level.level for level in found.levels))
+    table.title = f"what the memory is for ({unit})"
     for kind in KINDS:
         sizes = [level.peak.get(kind, 0) for level in found.levels]
         if any(sizes):
-            table.add_row(kind, *(shown_bytes(size) if size else "-" for size in sizes))
+            table.add_row(kind, *(f"{size / divisor:.1f}" if size else "-" for size in sizes))
     return table
+
+
+def _compact(first: str, *numbers: str) -> Table:
+    """A table that fits into 80 characters."""
+    columns = (Column(name, justify="right") for name in numbers)
+    return Table(Column(first, no_wrap=True), *columns, box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _over_time(found: Profile) -> Table:
     """One line of bars a level, from the first operator of the step to its last."""
     highest = max(level.peak_bytes for level in found.levels)
     table = Table(
-        "level", "live memory, from the first operator of a step to the last", title="over the time of a step"
+        "level",
+        "live memory, from the first operator of a step to the last",
+        title="over the time of a step",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     for level in found.levels:
         last = level.timeline[-1].operators + 1
@@ -252,7 +265,7 @@ def _bars(heights: list[int], phases: list[str], highest: int) -> str:
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|:|$)", "*", name)
+    return re.sub(r"(?<![^.])\d+(?=\.|:|$)", "*", name)
 
 
 def _together(shares: Sequence[Share]) -> list[Share]:
@@ -268,7 +281,10 @@ def _together(shares: Sequence[Share]) -> list[Share]:
 
 
 def _shares(title: str, nameless: str, shares: Sequence[Share], rows: int) -> Table:
-    table = Table("", "at the peak", "of it", "after forward", "of it", title=title)
+    names = Column("", overflow="fold")
+    table = Table(
+        names, "at the peak", "of it", "after forward", "of it", title=title, box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for share in shares[:rows]:
         kept = shown_bytes(share.kept_bytes) if share.kept else "-"
         name, peak = escape(share.name or nameless), shown_bytes(share.peak_bytes)
@@ -283,7 +299,8 @@ def _shares(title: str, nameless: str, shares: Sequence[Share], rows: int) -> Ta
 def _largest(sizes: dict[str, int]) -> str:
     """The kinds that most of it is."""
     total = sum(sizes.values())
-    most = sorted(sizes.items(), key=lambda item: -item[1])[:2]
+    most = sorted(sizes.items(), key=lambda item: -item[1])
+    most = most[: 1 if most and most[0][1] >= 0.95 * total else 2]
     return ", ".join(f"{kind} {size / total:.0%}" for kind, size in most if total and size / total >= 0.01)
 
 
@@ -301,15 +318,17 @@ def _tensors(found: Profile, rows: int) -> Table:
             if key not in about or (tensor.why_exact and not about[key].why_exact):
                 about[key] = tensor
     named = Column("saved tensor, of which shape", overflow="fold", min_width=_NAME_WIDTH)
-    title = "what each level keeps of what autograd saves (* stands for numbers)"
-    table = Table(named, *levels, Column("exact because", max_width=_WHY_WIDTH), title=title)
     keys = sorted(kept, key=lambda key: -max(kept[key].values()))
+    divisor, unit = unit_of(max((max(kept[key].values()) for key in keys), default=0))
+    title = f"what each level keeps of what autograd saves, {unit} (* stands for numbers)"
+    why = Column("exact because", max_width=_WHY_WIDTH)
+    table = Table(named, *levels, why, title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for key in keys[:rows]:
-        cells = (f"{shown_bytes(kept[key][name])}{how[key].get(name, '')}" for name in levels)
+        cells = (f"{kept[key][name] / divisor:.2f}{how[key].get(name, '')}" for name in levels)
         shape = "x".join(map(str, about[key].shape))
         table.add_row(f"{escape(key)} [dim]{shape} {about[key].dtype}[/]", *cells, escape(about[key].why_exact))
     if len(keys) > rows:
-        rest = (shown_bytes(sum(kept[key][name] for key in keys[rows:])) for name in levels)
+        rest = (f"{sum(kept[key][name] for key in keys[rows:]) / divisor:.2f}" for name in levels)
         table.add_row(f"[dim]{len(keys) - rows} more[/]", *rest, "")
     return table
 
