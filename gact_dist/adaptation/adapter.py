@@ -229,6 +229,7 @@ class Adapter:
         self._rank = distributed.rank(*data_parallel) if data_parallel else 0
         ranks = math.prod(distributed.world_size(group) for group in data_parallel)
         self._groups = groups
+        self._is_first = distributed.is_first(groups)  # and so says what all have agreed on
         self._draws = max(1, _PROBES // ranks)
         self._heaviest_bytes = 0
         self._warned = False
@@ -254,7 +255,7 @@ class Adapter:
             self._hooks.plan = self.policy.first_plan_in(step_bytes)
         costs, invalid, exact = yield from self._measured_without_faults(now)
         exact = {**now.stored_exactly, **exact}
-        for name, ranks in invalid.items():
+        for name, ranks in invalid.items() if self._is_first else ():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
         current = self._hooks.plan
@@ -295,7 +296,8 @@ class Adapter:
 
     def idle(self, step: int) -> None:
         """A step was given no loss function to measure with: warn once if the job never gives one."""
-        if step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval) and not self._hooks.plan.bits:
+        is_time = step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval)
+        if is_time and not self._hooks.plan.bits and self._is_first:
             _log.warning(
                 "policy %s has chosen no bits in %d steps because step() was given no loss function: every tensor has "
                 "%s bits; %s",
@@ -369,7 +371,8 @@ class Adapter:
         lost = [name for name in invalid if name not in costs.names]
         if not judged or not lost:
             return costs, invalid, found
-        _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
+        if self._is_first:
+            _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
         return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
 
     def _faults_of(self, plan: Plan, now: _Progress, predicted: float, costs: Costs) -> dict[str, str]:
@@ -399,10 +402,12 @@ class Adapter:
             finer = self._parts(now, 2 * self._finer) > parts
             if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
-                _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
+                if self._is_first:
+                    _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
             elif estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
-                _log.warning("out of memory for second derivatives: sensitivity is measured by perturbation")
+                if self._is_first:
+                    _log.warning("out of memory for second derivatives: sensitivity is measured by perturbation")
             else:
                 return costs, invalid
 

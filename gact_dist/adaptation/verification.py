@@ -106,6 +106,7 @@ class Verifier:
     def __init__(self, model: nn.Module, hooks: SavedTensorHooks, groups: Sequence[Any]) -> None:
         """groups: over which ranks share one plan, to reduce over one after the other."""
         self._model, self._hooks, self._groups = model, hooks, groups
+        self._is_first = distributed.is_first(groups)  # and so says what all have agreed on
         self._limit = hooks.config.noise_limit
         self.exact: dict[str, str] = {}
         """the tensors that were found so far, each with the reason"""
@@ -267,6 +268,8 @@ class Verifier:
     def _warn_of_noise(self, seen: _Seen) -> None:
         if seen.error > seen.square > 0.0 and not self._warned:
             self._warned = True
+            if not self._is_first:
+                return
             _log.warning(
                 "rounding adds more noise to the gradient than there is gradient: its squared error is %.3g and its "
                 "square %.3g; use more bits, or policy acgc, which keeps to an error",
@@ -277,7 +280,7 @@ class Verifier:
     # -- the search -------------------------------------------------------------------------------------------------
 
     def _store_exactly(self, found: Sequence[str], reason: str, complete: bool) -> dict[str, str]:
-        if found:
+        if found and self._is_first:
             _log.warning(
                 "stored exactly from now on: %s%s, because with rounding %s",
                 _listed(found),
@@ -300,10 +303,11 @@ class Verifier:
             return seen.compared and self._fault(seen, changed, compare) is None
 
         if not vanishes(names):
-            _log.warning(
-                "the gradient differs from the exact one even with every tensor stored exactly: the model computes "
-                "something else each time, or bits are not the cause; the plan stays as it is"
-            )
+            if self._is_first:
+                _log.warning(
+                    "the gradient differs from the exact one even with every tensor stored exactly: the model computes "
+                    "something else each time, or bits are not the cause; the plan stays as it is"
+                )
             return [], True
         return _search(self._kinds(names), vanishes)
 

@@ -87,6 +87,11 @@ def rank(group: ProcessGroup | None = None) -> int:
     return dist.get_rank(group) if _member(group) else 0
 
 
+def is_first(groups: Sequence[Any]) -> bool:
+    """Whether this rank is the one of these groups that says what all of them have agreed on."""
+    return all(rank(group) == 0 for group in groups)
+
+
 def world_size(group: ProcessGroup | None = None) -> int:
     """Ranks in the group; 1 when torch.distributed is not initialised."""
     return dist.get_world_size(group) if _member(group) else 1

@@ -77,7 +77,8 @@ def _cloned_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    # within a forward of FSDP1 parameters are views, which have none
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.is_leaf]
     for parameter, _ in gradients:
         parameter.grad = None
     try:

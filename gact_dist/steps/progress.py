@@ -21,9 +21,9 @@ class Progress:
 
     def __init__(self, model: nn.Module, config: Config, groups: Sequence[Any], compresses: bool) -> None:
         """compresses: whether the policy does anything."""
-        self._groups = groups
+        self._is_first = distributed.is_first(groups)
         self._news: str | None = ""
-        if self.is_first_rank:
+        if self._is_first:
             name, ranks = type(distributed.unwrap(model)).__name__, math.prod(map(distributed.world_size, groups))
             what = _settings(config) if compresses else "nothing is compressed"
             _log.info("attached to %s: %s%s", name, what, f", one plan for {ranks} ranks" if ranks > 1 else "")
@@ -45,16 +45,11 @@ class Progress:
             return
         news, self._news = self._news, None
         exact, retained = hooks.account.exact_bytes, sum(row.bytes for row in hooks.account.rows)
-        if self.is_first_rank and retained:
+        if self._is_first and retained:
             _log.info(
                 "step %d: %s%.2f MiB kept for backward in place of %.2f MiB, ratio %.2f",
                 step, news and f"{news}; ", retained / 2**20, exact / 2**20, exact / retained,
             )  # fmt: skip
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this rank is the one that speaks for those that share a plan."""
-        return all(distributed.rank(group) == 0 for group in self._groups)
 
 
 def _settings(config: Config) -> str:

@@ -298,7 +298,7 @@ class Schedule:
         with self.measurement():
             _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
         if fault is not None:
-            if self._progress.is_first_rank:
+            if distributed.is_first(self.groups):
                 _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
             self.adapt(batch, Haste.FAULT)
         if found:

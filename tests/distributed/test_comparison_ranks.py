@@ -95,14 +95,15 @@ def trained(wrapper: str, level: str, steep_on: int | None, infinite_on: int | N
 
 
 def found(first: tuple, second: tuple) -> bool:
-    """Whether the operator's divisor was found by both ranks, with as many collectives and the same entries."""
+    """Whether the operator's divisor was found by both ranks, with as many collectives and the same entries; the first
+    says so."""
     assert first[0] == second[0]
     assert first[1] == second[1]
     assert first[3] == second[3]
     told = [
         any("stored exactly from now on" in text and CULPRIT in text for text in rank[4]) for rank in (first, second)
     ]
-    assert told[0] == told[1] == (CULPRIT in first[0])
+    assert told == [CULPRIT in first[0], False]
     assert any(CULPRIT in entry["stored_exactly"] for entry in first[1]) == told[0]
     return told[0]
 
