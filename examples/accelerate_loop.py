@@ -25,7 +25,7 @@ class Printer(GeneralTracker):
     name, requires_logging_directory, tracker = "printer", False, None
 
     def store_init_configuration(self, values):
-        pass
+        """Settings are not printed."""
 
     def log(self, values, step, **kwargs):
         print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()), flush=True)

@@ -33,7 +33,7 @@ import torch
 from benchmarks.step.bench_step import Machine, Training, environment, optimizer_of
 from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
 from benchmarks.step.strategies import STRATEGIES
-from gact_dist.cli.batch_search import Probe, largest, next_batch
+from gact_dist.cli.batch_search import OUT_OF_MEMORY, Probe, largest, next_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "benchmarks.step.bench_batch"
@@ -44,15 +44,6 @@ PROBED = (
 FUSED = ("checkpoint", "checkpoint + L2")
 """under a checkpoint, measured with fused attention where the rest has the materialised one"""
 _TIMED_STEPS = 5
-# the last is all that an allocation in the native library says when it fails
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "ALLOC_FAILED",
-    "MemoryError",
-    '"aten::new_empty"',
-)
 _KILLED = -9  # by the kernel, when the host has no memory left
 
 
@@ -126,7 +117,7 @@ def run_probe(command: Sequence[str], batch: int, timeout_s: float) -> Probe:
         return Probe(batch=batch, fits=False, reason=f"not over after {timeout_s:g} s")
     if done.returncode == 0:
         return Probe(**json.loads(done.stdout.splitlines()[-1]))
-    said = [line for line in done.stderr.splitlines() if any(words in line for words in _OUT_OF_MEMORY)]
+    said = [line for line in done.stderr.splitlines() if any(words in line for words in OUT_OF_MEMORY)]
     if said or done.returncode == _KILLED:
         return Probe(batch=batch, fits=False, reason=said[-1][:300] if said else "killed by the host's kernel")
     raise RuntimeError(f"a probe of batch {batch} ended with status {done.returncode}: {done.stderr[-2000:]}")

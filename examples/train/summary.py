@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gact_dist.cli.layers import layer_of
+
 MIB = 2**20
 LAST_STEPS = 10
 TITLE_WIDTH = 38
@@ -21,16 +23,6 @@ class LayerBits:
     retained_bytes: int
     bits: float
     """Payload bits per element, averaged over the quantised elements of the layer; nan if there are none."""
-
-
-def layer_of(name: str) -> str:
-    """The layer of a saved tensor named module.path:operator@line: its path up to a number, or the first two parts."""
-    path = name.partition(":")[0]
-    parts = path.split(".") if path else ["(top level)"]
-    for position, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: position + 1])
-    return ".".join(parts[:2])
 
 
 def bits_per_layer(rows: Sequence[dict[str, Any]]) -> list[LayerBits]:

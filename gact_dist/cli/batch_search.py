@@ -12,6 +12,16 @@ RESOLUTION = 1 / 32
 _LARGEST_STEP = (8, 64)  # times the largest batch that is known to fit; where two are known and predict
 _LOST = 8  # allocators seldom lose more than this part of the memory to fragments
 
+# the last is all that an allocation in the native library says when it fails
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "ALLOC_FAILED",
+    "MemoryError",
+    '"aten::new_empty"',
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:

@@ -8,6 +8,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -40,7 +41,7 @@ class Job:
     """loss_fn(batch): the scalar loss"""
 
 
-class UserCode:
+class UserCode(AbstractContextManager[Any]):
     """A context in which the user's code runs: what it raises becomes a CommandError with the user's own line.
 
     It is a class because every error counts, of whatever type: they are not ours to choose among.
@@ -49,9 +50,6 @@ class UserCode:
     def __init__(self, doing: str) -> None:
         """doing: for the message, "building the model"."""
         self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

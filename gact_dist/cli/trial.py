@@ -24,21 +24,12 @@ from ..config import Config
 from ..controller import attach
 from ..policies import policy_of
 from ..run_log import peak_resident_bytes
-from .batch_search import Probe
+from .batch_search import OUT_OF_MEMORY, Probe
 from .loading import Job, UserCode, load_function, load_job
 from .output import CommandError
 
 UNTOUCHED = "L0"
 _ADAPTING_STEPS, _TIMED_STEPS = 8, 3
-# the last is all that an allocation in the native library says when it fails
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "ALLOC_FAILED",
-    "MemoryError",
-    '"aten::new_empty"',
-)
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -60,7 +51,7 @@ class Trial:
 
 def says_out_of_memory(text: str) -> str:
     """The line of an error's text that says that there was too little memory; empty if none does."""
-    return next((line.strip()[:200] for line in text.splitlines() if any(word in line for word in _OUT_OF_MEMORY)), "")
+    return next((line.strip()[:200] for line in text.splitlines() if any(word in line for word in OUT_OF_MEMORY)), "")
 
 
 def try_here(trial: Trial) -> Probe:

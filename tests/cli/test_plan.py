@@ -42,7 +42,8 @@ def test_a_budget_in_bytes_and_one_in_error(jobs, run_json, tmp_path):
     wide = run_json("plan", f"{jobs}:small", "--retained-bytes", "30KiB", "-o", tmp_path / "a.json")
     assert wide["retained_bytes"] <= 30 * 1024
     bounded = run_json("plan", f"{jobs}:small", "--error", 0.1, "-o", tmp_path / "b.json")
-    gact = gact_dist.attach(load_job(f"{jobs}:small").model, config=Config(policy="acgc", error=0.1, plan_file=str(tmp_path / "b.json")))  # fmt: skip  # noqa: E501
+    config = Config(policy="acgc", error=0.1, plan_file=str(tmp_path / "b.json"))
+    gact = gact_dist.attach(load_job(f"{jobs}:small").model, config=config)
     assert len(gact.plan) == bounded["tensors"]
 
 

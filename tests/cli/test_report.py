@@ -115,7 +115,8 @@ def test_memory_over_a_step_ends_where_the_report_does(two_runs):
 
 
 def test_a_run_of_the_examples_is_read_from_its_result(tmp_path, run_json):
-    rows = [{"name": "layer.0:Add@1", "shape": [4, 256], "dtype": "torch.float32", "codec": "quantised", "bits": 4.0, "bytes": 600, "sensitivity": 1.0}]  # fmt: skip  # noqa: E501
+    stored = {"codec": "quantised", "bits": 4.0, "bytes": 600, "sensitivity": 1.0}
+    rows = [{"name": "layer.0:Add@1", "shape": [4, 256], "dtype": "torch.float32", **stored}]
     result = {
         "config_name": "text", "world_size": 2, "device": "cpu", "losses": [1.0, 0.5], "accuracy": 0.75,
         "step_time_median_s": 0.2, "peak_bytes": 3 << 20, "step_peaks_bytes": [3 << 20, 2 << 20],

@@ -4,43 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import wrapped
 from ranks import count_collectives
 from scarce_memory import Scarce
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
-from unsafe_operators import Layer, divides, loss_of, stack
+from unsafe_operators import divides, loss_of, stack
 
 import gact_dist
 from gact_dist import Config
 
 CULPRIT = "layers.1:Mul@divides+2"
 STEPS = 3
-
-
-def fsdp1(model: nn.Module) -> nn.Module:
-    layers, cpu = ModuleWrapPolicy({Layer}), torch.device("cpu")
-    return FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True, auto_wrap_policy=layers)
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": DistributedDataParallel,
-    "FSDP1": fsdp1,
-    "FSDP2": fsdp2,
-}
 
 
 class Messages(logging.Handler):
@@ -63,7 +41,7 @@ def trained(wrapper: str, level: str, steep_on: int | None, infinite_on: int | N
     model.layers[1].operator = partial(divides, steepness=steepness)
     torch.manual_seed(rank)
     batch = (torch.randn_like(x), target)
-    model = WRAPPERS[wrapper](model)
+    model = wrapped.WRAPPERS[wrapper](model, model.layers)
     gact = gact_dist.attach(model, config=Config.from_level(level, min_numel=64))
     if fitting is not None and rank == 0:
         Scarce(model, gact, fitting)
@@ -109,7 +87,7 @@ def found(first: tuple, second: tuple) -> bool:
 
 
 @pytest.mark.parametrize("level", ["L1", "L2"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrapped.WRAPPERS)
 def test_a_fault_on_one_rank_is_stored_exactly_on_both(ranks, wrapper, level):
     both = ranks(trained, wrapper, level, 1, None, None, False)
     assert found(*both)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import wrapped
 from small_models import gpt, loss_of
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import fully_shard
 
 import gact_dist
 from gact_dist import Config
@@ -22,30 +20,14 @@ from gact_dist.hooks import SavedTensorHooks
 STEPS = 4
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
-    policy = ModuleWrapPolicy({type(model.blocks[0])})
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy)
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def norms_apart(model: nn.Module) -> nn.Module:
+def norms_apart(model: nn.Module, blocks: wrapped.Blocks) -> nn.Module:
     """Each norm is a unit of its own: its parameters are gone when the next operator saves its result."""
     for norm in [module for module in model.modules() if isinstance(module, nn.LayerNorm)]:
         fully_shard(norm)
-    return fsdp2(model)
+    return wrapped.fsdp2(model, blocks)
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": DistributedDataParallel,
-    "FSDP1": fsdp1,
-    "FSDP2": fsdp2,
-    "FSDP2, norms apart": norms_apart,
-}
+WRAPPERS = {**wrapped.WRAPPERS, "FSDP2, norms apart": norms_apart}
 
 
 def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[float]]:
@@ -54,17 +36,10 @@ def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[fl
     model, batch = gpt()
     torch.manual_seed(dist.get_rank())
     batch = tuple(tensor[torch.randperm(len(tensor))] for tensor in batch)
-    model = WRAPPERS[wrapper](model)
+    model = WRAPPERS[wrapper](model, model.blocks)
     config = Config(policy="off") if derive is None else Config(bits=6, derive=derive, min_numel=16)
     gact = gact_dist.attach(model, config=config)
-    loss_fn, optimizer, losses = loss_of(model), torch.optim.SGD(model.parameters(), 0.05), []
-    for _ in range(STEPS):
-        with gact.step(loss_fn, batch):
-            loss = loss_fn(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = wrapped.losses_of(gact, model, loss_of(model), batch, STEPS)
     rows = [] if derive is None else gact.report().rows
     derived = [row.name.rpartition(":")[2].partition("@")[0] for row in rows if row.codec == "derived"]
     return gact.plan, sorted(set(derived)), losses
@@ -87,7 +62,7 @@ def rehearsals_where_rank_1_keeps_learning() -> int:
     """How often a rank ran the forward that shows what is derived."""
     torch.manual_seed(0)
     model, batch = gpt()
-    model, loss_fn = fsdp2(model), loss_of(model)
+    model, loss_fn = wrapped.fsdp2(model, model.blocks), loss_of(model)
     gact = gact_dist.attach(model, config=Config(bits=6, derive=True, min_numel=16))
     learnt, original = count(), SavedTensorHooks.state_dict
     rehearsal = SavedTensorHooks.rehearsal

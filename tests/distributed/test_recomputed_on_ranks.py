@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
+import wrapped
 from small_models import gpt, loss_of
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gact_dist
 from gact_dist import Config
 
 STEPS = 4
-
-
-def fsdp1(model: nn.Module) -> nn.Module:
-    policy = ModuleWrapPolicy({CheckpointWrapper})
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy)
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": DistributedDataParallel,
-    "FSDP1": fsdp1,
-    "FSDP2": fsdp2,
-}
 
 
 def trained(wrapper: str, config: Config) -> tuple[dict, list[float]]:
@@ -45,20 +23,13 @@ def trained(wrapper: str, config: Config) -> tuple[dict, list[float]]:
     model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
     torch.manual_seed(dist.get_rank())
     batch = tuple(tensor[torch.randperm(len(tensor))] for tensor in batch)
-    model = WRAPPERS[wrapper](model)
+    model = wrapped.WRAPPERS[wrapper](model, model.blocks)
     gact = gact_dist.attach(model, config=config)
-    loss_fn, optimizer, losses = loss_of(model), torch.optim.SGD(model.parameters(), 0.05), []
-    for _ in range(STEPS):
-        with gact.step(loss_fn, batch):
-            loss = loss_fn(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = wrapped.losses_of(gact, model, loss_of(model), batch, STEPS)
     return gact.plan, losses
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrapped.WRAPPERS)
 def test_recomputed_blocks_are_compressed_on_all_ranks_alike(ranks, wrapper):
     untouched = ranks(trained, wrapper, Config(policy="off"))
     exact = ranks(trained, wrapper, Config(policy="exact", recomputed=True))
