@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from .._torch_internals import attention_kernel
 
-_LEAST_BLOCK, _LARGEST_BLOCK = 2**18, 2**23  # scores in float32; the derivative holds some ten times as much
+_LEAST_BLOCK, _LARGEST_BLOCK = 2**18, 2**23  # scores in float32; the derivative holds five times as much
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64  # of rows: those above a block's last row have no part in it
 
 
@@ -60,7 +60,8 @@ class ScaledDotProductAttention(Function):
 class _AttentionGradient(Function):
     """The gradients of query, key, value and a learned mask; their derivative holds the scores of one block at a time.
 
-    Autograd would keep about ten matrices of the size of the scores for it, in every layer at once.
+    Autograd would keep about ten matrices of the size of the scores for it, in every layer at once. So the derivative
+    is written out, see _block_derivative().
     """
 
     @staticmethod
@@ -84,11 +85,8 @@ class _AttentionGradient(Function):
         sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in tensors]
         for block in _blocks(tensors[2], tensors[3], ctx.causal):
             known = block.mask(mask, ctx.causal), None if logsumexp is None else logsumexp[block.queries]
-            with torch.enable_grad():
-                inputs = [part.detach().float().requires_grad_() for part in block.of(tensors)]
-                gradients = _block_gradients(*known, ctx.scale, *inputs)
-            parts = [part.float() for part in block.of(weights, first=2)]
-            block.add(sums, torch.autograd.grad(gradients, inputs, parts))
+            parts = [[part.float() for part in found] for found in (block.of(tensors), block.of(weights, first=2))]
+            block.add(sums, _block_derivative(*known, ctx.scale, *parts))
         return None, None, None, None, *(total.to(tensor.dtype) for total, tensor in zip(sums, tensors, strict=True))
 
 
@@ -119,11 +117,12 @@ class _Block:
             yield tensor, tuple(slice(None) if size == 1 else where for size, where in sizes)
 
     def mask(self, mask: Tensor | None, causal: bool) -> Tensor | None:
-        """The block's part of the mask; the causal mask is made here."""
-        if causal:
-            rows, columns = range(self.scores[2])[self.queries[2]], self.keys[2].stop
-            return torch.ones(len(rows), columns, dtype=torch.bool, device=self.device).tril(rows.start)
-        return None if mask is None else mask.expand(self.scores)[self.queries]
+        """The block's part of the mask; the causal mask is made here, for the columns from the first row's on."""
+        if not causal:
+            return None if mask is None else mask.expand(self.scores)[self.queries]
+        rows = range(self.scores[2])[self.queries[2]]
+        shape = len(rows), max(0, self.keys[2].stop - rows.start)
+        return torch.full(shape, -math.inf, device=self.device).triu_(1)
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
@@ -154,23 +153,69 @@ def _block_gradients(
     """Gradients of the query and a learned mask, and what these queries add to those of the key and the value."""
     grad, repeats = grad.float(), q.shape[1] // k.shape[1]
     q = q.float() * scale  # in place of all scores
-    scores = _scores(q, k, learned[0] if learned else mask)
-    # softmax as a fitted logsumexp has it
-    probability = torch.softmax(scores, -1) if logsumexp is None else (scores - logsumexp.unsqueeze(-1)).exp()
+    probability = _probability(q, k, learned[0] if learned else mask, logsumexp)
     dv = probability.transpose(-2, -1) @ grad
-    dprobability = grad @ _repeat(v, repeats).transpose(-2, -1)
-    dscores = probability * (dprobability - (grad * out.float()).sum(-1, keepdim=True))
+    dscores = grad @ _repeat(v, repeats).transpose(-2, -1)
+    dscores.sub_((grad * out.float()).sum(-1, keepdim=True)).mul_(probability)
     dmask = [dscores.sum_to_size(x.shape) for x in learned]
     dk = dscores.transpose(-2, -1) @ q
-    return dscores @ _repeat(k, repeats) * scale, _fold(dk, repeats), _fold(dv, repeats), *dmask
+    return (dscores @ _repeat(k, repeats)).mul_(scale), _fold(dk, repeats), _fold(dv, repeats), *dmask
+
+
+def _block_derivative(
+    mask: Tensor | None, logsumexp: Tensor | None, scale: float, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The gradients, at the tensors that _block_gradients() takes, of the sum of its results times weights.
+
+    With P the probabilities, D the rows' sums of grad * out, and U, W, Z the weights of the gradients of query, key and
+    value (and X that of a learned mask), that sum is that of P * ((grad v^T - D) * T + grad Z^T), where
+    T = scale U k^T + scale q W^T + X. All in float32.
+    """
+    out, grad, q, k, v, *learned = inputs
+    repeats = q.shape[1] // k.shape[1]
+    k, v, of_k, of_v = (_repeat(x, repeats) for x in (k, v, *weights[1:3]))
+    q, of_q = q * scale, weights[0] * scale
+    probability = _probability(q, k, learned[0] if learned else mask, logsumexp)
+    tilt = torch.cat([of_q, q], -1) @ torch.cat([k, of_k], -1).transpose(-2, -1)
+    if learned:
+        tilt += weights[3]
+    to_grad = probability * tilt
+    to_rows = to_grad.sum(-1, keepdim=True).neg_()
+    dscores = (grad @ v.transpose(-2, -1)).sub_((grad * out).sum(-1, keepdim=True))
+    to_scores = (grad @ of_v.transpose(-2, -1)).addcmul_(tilt, dscores).mul_(probability)
+    del tilt
+    dscores.mul_(probability)
+    if logsumexp is None:  # else a constant
+        to_scores.addcmul_(probability, to_scores.sum(-1, keepdim=True), value=-1.0)
+    dgrad = (to_grad @ v).add_(probability @ of_v).addcmul_(to_rows, out)
+    dv = to_grad.transpose(-2, -1) @ grad
+    dq = (to_scores @ k).add_(dscores @ of_k).mul_(scale)
+    dk = (to_scores.transpose(-2, -1) @ q).add_(dscores.transpose(-2, -1) @ of_q)
+    dmask = [to_scores.sum_to_size(x.shape) for x in learned]
+    return to_rows * grad, dgrad, dq, _fold(dk, repeats), _fold(dv, repeats), *dmask
+
+
+def _probability(q: Tensor, k: Tensor, mask: Tensor | None, logsumexp: Tensor | None) -> Tensor:
+    """The softmax of the scores, as a fitted logsumexp has it, or with the one that was saved."""
+    scores = _scores(q, k, mask)
+    probability = torch.softmax(scores, -1) if logsumexp is None else (scores - logsumexp.unsqueeze(-1)).exp_()
+    if mask is not None and mask.dim() == 4:  # as in torch, a row that may attend to nothing does not
+        hidden = mask == -math.inf if mask.is_floating_point() else ~mask
+        probability.masked_fill_(hidden.all(-1, keepdim=True), 0.0)
+    return probability
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """q: in float32, times the scale."""
+    """q: in float32, times the scale. mask: for the last columns, or for all if it has one."""
     scores = q @ _repeat(k, q.shape[1] // k.shape[1]).transpose(-2, -1)
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    masked = scores if mask.shape[-1] == 1 else scores[..., scores.shape[-1] - mask.shape[-1] :]
+    if mask.dtype == torch.bool:
+        masked.masked_fill_(~mask, -math.inf)
+    else:
+        masked += mask
+    return scores
 
 
 def _repeat(x: Tensor, repeats: int) -> Tensor:

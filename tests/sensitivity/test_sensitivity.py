@@ -122,6 +122,33 @@ def test_every_attention_of_a_cpu_is_compressed_and_its_variance_predicted(backe
     assert sum(f":{own}@" in name for name in quantised) == len(model.blocks)  # its output, or its probabilities
 
 
+class PaddedAttention(nn.Module):
+    """[batch, length, 32] -> the same, with causal attention to all but the first third, which is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        length = x.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        seen[:, : length // 3] = False  # so the first rows attend to nothing
+        q, k, v = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+
+
+def test_attention_of_rows_that_see_nothing_is_compressed_and_its_variance_predicted():
+    model, x = PaddedAttention(), torch.randn(4, 18, 32)
+
+    def loss_fn(x):
+        return model(x).square().mean()
+
+    predicted = sum(float(item.variance[3]) for item in measured(model, loss_fn, x, probes=64, bits=4))
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    actual = variance_of_gradient(model, loss_fn, x, gact, draws=64)
+    assert predicted == pytest.approx(actual, rel=0.25)  # as above
+
+
 class RotaryAttention(nn.Module):
     """Attention whose rotary embeddings are computed in float32, under autocast [batch, length, 64] -> [.., 10]."""
 
@@ -411,7 +438,8 @@ def test_a_tensor_that_is_stored_exactly_at_its_width_is_measured_at_fewer_bits(
 
 
 LEARNED = {"learned mask of heads": (4, 6, 6), "learned mask of keys": (2, 1, 1, 6)}
-ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries", *LEARNED)
+PADDED = "rows that see nothing", "rows that see only infinity"
+ATTENTION = ("plain", "causal", "boolean mask", "additive mask", "grouped queries", *PADDED, *LEARNED)
 
 
 def _attention_inputs(variant):
@@ -422,6 +450,10 @@ def _attention_inputs(variant):
     mask = {"boolean mask": torch.rand(6, 6) > 0.3, "additive mask": torch.randn(2, 1, 6, 6)}.get(variant)
     if variant == "boolean mask":
         mask.fill_diagonal_(True)
+    if variant in PADDED:  # causal, with padding on the left of the first sample
+        mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+        mask[0, ..., :2] = False
+        mask = mask if variant == PADDED[0] else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return q, k, v, torch.randn(LEARNED[variant]) if variant in LEARNED else mask
 
 
@@ -438,13 +470,15 @@ def test_differentiable_attention_has_the_gradients_of_the_operator(variant):
 
 
 @pytest.mark.parametrize("scores", [1, 6, 20, 40, 100, 144, 300], ids="blocks of at most {} scores".format)
-@pytest.mark.parametrize("variant", ATTENTION)
+@pytest.mark.parametrize("variant", [*ATTENTION, "saved logsumexp"])
 def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores, monkeypatch):
     q, k, v, mask = _attention_inputs(variant)
     causal, repeats = variant == "causal", 4 // k.shape[1]
     added = torch.zeros(6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf) if causal else mask
-    if variant == "boolean mask":
-        added = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    blind = False if added is None else (added == -torch.inf).all(-1, keepdim=True)
+    saved = torch.randn(2, 4, 6) if variant == "saved logsumexp" else None
     out, grad = torch.randn_like(q), torch.randn_like(q)  # as a rounded output, this is not what q, k and v would give
     learned = [mask[(None,) * (4 - mask.dim())]] if variant in LEARNED else []
     constant = None if learned else mask
@@ -452,8 +486,10 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
 
     def plainly(out, grad, q, k, v, added=added):
         keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
-        scores = q @ keys.transpose(-2, -1) * 8**-0.5
-        probability = (scores if added is None else scores + added).softmax(-1)
+        scores = q @ keys.transpose(-2, -1) * 8**-0.5 + (0.0 if added is None else added)
+        scores = torch.where(blind, 0.0, scores) if variant in PADDED else scores
+        probability = (scores - saved.unsqueeze(-1)).exp() if saved is not None else scores.softmax(-1)
+        probability = torch.where(blind, 0.0, probability) if variant in PADDED else probability
         dsum = probability * (grad @ values.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True))
         dmask = [dsum.sum_to_size(x.shape) for x in learned]
         dscores = dsum * 8**-0.5
@@ -461,7 +497,7 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
         return dscores @ keys, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv)), *dmask
 
     def in_blocks(*tensors):
-        return differentiable_attention._AttentionGradient.apply(constant, None, causal, 8**-0.5, *tensors)
+        return differentiable_attention._AttentionGradient.apply(constant, saved, causal, 8**-0.5, *tensors)
 
     found = []
     for limit in ("_LEAST_BLOCK", "_LARGEST_BLOCK"):
