@@ -10,10 +10,11 @@ interrupted or has no graph, or its graph is dropped without a backward, kept ov
 differentiated twice.
 
 Every 21 steps of each job, after a garbage collection, the script counts what is alive: tensors and objects of
-gact_dist's classes that Python knows, open file descriptors, threads, and the resident set. The median of the last
-quarter must not exceed that of the second quarter: by nothing for what is counted, by 1 % for the resident set. The
-first quarter is the time that caches take to fill, and the history of adaptations, which has the figures of single
-tensors for the last hundred.
+gact_dist's classes that Python knows, open file descriptors, threads, and the resident set. Host memory that is kept
+for the next payloads is given back before: how many blocks of it there are depends on the times of copies. The median
+of the last quarter must not exceed that of the second quarter: by nothing for what is counted, by 1 % for the resident
+set. The first quarter is the time that caches take to fill, and the history of adaptations, which has the figures of
+single tensors for the last hundred. If something grows, the classes that do are named.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import collections
 import dataclasses
 import gc
 import json
+import operator
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +46,7 @@ import small_models
 import gact_dist
 from benchmarks.reliability import results
 from gact_dist import Config
+from gact_dist.offload import HostOffload
 
 SETTINGS = {"policy": "gact", "bits": 4, "min_numel": 16, "adapt_interval": 4, "adapt_tolerance": 0.0}
 STEPS_BETWEEN_LINES = 1000
@@ -102,6 +104,7 @@ class Job:
         self.adaptations = 0
         self.graphs: collections.deque[Tensor] = collections.deque(maxlen=KEPT_GRAPHS)
         self.raising: str | None = None
+        self.offload: HostOffload | None = None
         self.gact = self.attach()
 
     def attach(self) -> gact_dist.Controller:
@@ -109,7 +112,11 @@ class Job:
         if self.device is None:
             gact = gact_dist.attach(self.model, config=Config(**SETTINGS))
             return gact.follow() if self.follows else gact
-        opened = partial(simulated_device._open_offload, self.device)
+
+        def opened(*given: Any) -> HostOffload:
+            self.offload = simulated_device._open_offload(self.device, *given)
+            return self.offload
+
         with mock.patch("gact_dist.steps.schedule.open_offload", opened):
             offload = {"enabled": True, "min_bytes": 16, "max_device_bytes": 4096}
             return gact_dist.attach(self.model, config=Config(**SETTINGS, offload=offload))
@@ -174,6 +181,11 @@ class Job:
         with torch.no_grad():
             self._forward(measured=False)
 
+    def gives_back(self) -> None:
+        """Host memory that waits for the next payload of its size."""
+        if self.offload is not None:
+            self.offload.pool.trim()
+
     def step(self) -> str:
         """The next step; returns which kind it was."""
         kind = CYCLE[self.steps % len(CYCLE)]
@@ -212,19 +224,26 @@ class Alive:
     descriptors: int
     threads: int
     resident_bytes: int
+    classes: collections.Counter[str] = dataclasses.field(repr=False)
+    """the objects, by their class"""
 
     @classmethod
     def now(cls) -> Alive:
         """After a garbage collection."""
         gc.collect()
-        tensors = objects = 0
+        tensors, classes = 0, collections.Counter[str]()
         for item in gc.get_objects():
             kind = type(item)
             tensors += Tensor in kind.__mro__
-            objects += str(kind.__module__).startswith("gact_dist")
+            if str(kind.__module__).startswith("gact_dist"):
+                classes[f"{kind.__module__}.{kind.__qualname__}"] += 1
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return cls(tensors, objects, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
+        descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+        return cls(tensors, classes.total(), descriptors, threads, resident, classes)
+
+
+COUNTED = [field.name for field in dataclasses.fields(Alive) if field.name != "classes"]
 
 
 class Run:
@@ -241,6 +260,8 @@ class Run:
         for _ in range(count):
             self.kinds[self.jobs[self.kinds.total() % len(self.jobs)].step()] += 1
             if self.kinds.total() % (len(self.jobs) * len(CYCLE)) == 0:
+                for job in self.jobs:
+                    job.gives_back()
                 self.alive.append(Alive.now())
 
     @property
@@ -249,19 +270,23 @@ class Run:
 
     def medians(self) -> dict[str, tuple[float, float]]:
         """Of each thing counted: the median of the second quarter and that of the last one."""
+        return {name: self._medians(operator.attrgetter(name)) for name in COUNTED}
+
+    def _medians(self, counted: Callable[[Alive], int]) -> tuple[float, float]:
         quarter = len(self.alive) // 4
         parts = self.alive[quarter : 2 * quarter], self.alive[3 * quarter :]
-        names = [field.name for field in dataclasses.fields(Alive)]
-        return {name: _medians(name, *parts) for name in names}
+        early, late = (statistics.median(map(counted, part)) for part in parts)
+        return early, late
+
+    def classes_that_grew(self) -> dict[str, tuple[float, float]]:
+        """Medians of the classes of which more is alive in the last quarter."""
+        names = sorted(set().union(*(alive.classes for alive in self.alive)))
+        found = {name: self._medians(lambda alive, name=name: alive.classes[name]) for name in names}
+        return {name: medians for name, medians in found.items() if medians[1] > medians[0]}
 
     def leaks(self) -> list[str]:
         """What has grown beyond its bound."""
         return [name for name, (early, late) in self.medians().items() if late > early * BOUNDS.get(name, 1.0)]
-
-
-def _medians(name: str, early: list[Alive], late: list[Alive]) -> tuple[float, float]:
-    of_early, of_late = (statistics.median(getattr(alive, name) for alive in part) for part in (early, late))
-    return of_early, of_late
 
 
 def _figures(run: Run, seconds: float) -> dict[str, Any]:
@@ -271,8 +296,9 @@ def _figures(run: Run, seconds: float) -> dict[str, Any]:
         "adaptations": run.adaptations,
         "steps_of_each_kind": dict(sorted(run.kinds.items())),
         "median_of_the_second_and_the_last_quarter": run.medians(),
-        "bounds": {field.name: BOUNDS.get(field.name, 1.0) for field in dataclasses.fields(Alive)},
+        "bounds": {name: BOUNDS.get(name, 1.0) for name in COUNTED},
         "leaks": run.leaks(),
+        "classes_that_grew": run.classes_that_grew(),
     }
 
 
