@@ -242,7 +242,7 @@ class Adapter:
     def _adapted(self, now: _Progress) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         if self._heaviest_bytes:
-            now.most_parts = _most_parts(self._heaviest_bytes, len(self._hooks.account.rows))
+            now.most_parts = _most_parts(self._heaviest_bytes, self._hooks.account.count)
         if now.haste is Haste.NONE:
             conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
             now.is_spread, was_seen = distributed.any_rank(conditions, self._groups)
@@ -313,7 +313,7 @@ class Adapter:
         self._heaviest_bytes = max(self._heaviest_bytes, account.exact_bytes)
         if budget is None:
             return
-        retained = sum(row.bytes for row in account.rows)
+        retained = account.retained_bytes
         if retained > budget and not self._warned:
             self._warned = True
             why = (

@@ -7,7 +7,7 @@ takes no more memory than the narrowest plan.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class ReportRow:
     """with compressor error-bounded, what the tensor would take at one width with the same error; else 0"""
 
 
+_BYTES = [field.name for field in fields(ReportRow)].index("bytes")
+
+
 class Footprint:
     """Bytes that one step of this rank keeps, for every width of every tensor. See [Note: weighing]."""
 
@@ -103,21 +106,35 @@ class Account:
     """The account of one step of one rank. footprint: also notes all that is kept."""
 
     def __init__(self, footprint: Footprint | None = None) -> None:
-        self.rows: list[ReportRow] = []
+        self._rows: list[tuple[Any, ...]] = []  # the fields of each row: few steps are asked for their rows
         self.exact_bytes = 0
         """what the untouched job would keep"""
         self._footprint = footprint
 
+    @property
+    def rows(self) -> list[ReportRow]:
+        """One for each saved tensor, in the order of saving."""
+        return [ReportRow(*row) for row in self._rows]
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    @property
+    def retained_bytes(self) -> int:
+        """The bytes of all rows."""
+        return sum(row[_BYTES] for row in self._rows)
+
     def begin(self) -> None:
         """Start empty."""
-        self.rows = []
+        self._rows = []
         self.exact_bytes = 0
 
-    def reserve(self, tensor: Tensor, name: str) -> ReportRow:
-        """A row for a saved tensor, in the order of saving, until it is known what is kept of it."""
-        row = ReportRow(name, tuple(tensor.shape), tensor.dtype, "exact", 8.0 * tensor.element_size(), 0)
-        self.rows.append(row)
-        return row
+    def reserve(self, tensor: Tensor, name: str) -> int:
+        """A row for a saved tensor, in the order of saving, until it is known what is kept of it; its number."""
+        self._rows.append((name, tuple(tensor.shape), tensor.dtype, "exact", 8.0 * tensor.element_size(), 0))
+        return len(self._rows) - 1
 
     def add(
         self,
@@ -126,11 +143,11 @@ class Account:
         record: StorageRecord,
         payload: Content,
         host_bytes: int = 0,
-        reserved: ReportRow | None = None,
+        reserved: int | None = None,
     ) -> None:
         """Note what is kept of a saved tensor: an alias, or a codec's payload.
 
-        host_bytes: how much of it is on the host. reserved: the row that it has already.
+        host_bytes: how much of it is on the host. reserved: the number of the row that it has already.
         """
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
@@ -154,12 +171,11 @@ class Account:
         else:
             kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
             one_width = payload.one_width_bytes
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        row = ReportRow(name, shape, dtype, kind, bits, retained, None, host_bytes, one_width)
+        row = name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, None, host_bytes, one_width
         if reserved is None:
-            self.rows.append(row)
+            self._rows.append(row)
         else:
-            self.rows[next(i for i, known in enumerate(self.rows) if known is reserved)] = row
+            self._rows[reserved] = row
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)
 
@@ -172,18 +188,17 @@ class Account:
             self.exact_bytes += max(0, whole - record.seen_bytes)
             record.seen_bytes, record.aliased = max(whole, record.seen_bytes), True
         bits = 8.0 * tensor.element_size()
-        self.rows.append(ReportRow(name, tuple(tensor.shape), tensor.dtype, "exact", bits, retained))
+        self._rows.append((name, tuple(tensor.shape), tensor.dtype, "exact", bits, retained))
         if self._footprint is not None:
             self._footprint.other_bytes += retained
 
     def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed | Recipe) -> None:
         """A tensor that was noted as packed or derived is kept exactly instead."""
-        numbers = [i for i, row in enumerate(self.rows) if row.name == name and row.shape == tuple(packed.shape)]
+        numbers = [i for i, row in enumerate(self._rows) if row[:2] == (name, tuple(packed.shape))]
         retained = 0 if record.aliased else min(tensor.untyped_storage().nbytes(), tensor.nbytes)
         record.aliased = True
         if numbers:
-            row = self.rows[numbers[-1]]
-            bits = 8.0 * tensor.element_size()
-            self.rows[numbers[-1]] = ReportRow(row.name, row.shape, row.dtype, "exact", bits, retained)
+            known = self._rows[numbers[-1]][:3]
+            self._rows[numbers[-1]] = *known, "exact", 8.0 * tensor.element_size(), retained
         if self._footprint is not None:
             self._footprint.replace(name, packed, retained)

@@ -26,15 +26,24 @@ _PARAMETER_ARITHMETIC = frozenset({
 _SUMS = frozenset({"Add", "Sub", "Rsub"})
 _PRODUCTS = frozenset({"Mul", "Div"})
 _MOST_NODES = 64
+_FROM_ACTIVATIONS = "gact_dist: computed from activations"
+"""in a node's metadata"""
 
 
 def made_from_parameters(node: Any) -> bool:
     """Whether everything below an autograd node is a view, a cast or arithmetic on parameters: an average, a low-rank
     update of a weight, its spectral norm. See [Note: operands without a graph]."""
+    made = node is not None and _is_made_from_parameters(node)
+    if node is not None and not made:
+        node.metadata[_FROM_ACTIVATIONS] = True  # so that those which are computed from it are known at once
+    return made
+
+
+def _is_made_from_parameters(node: Any) -> bool:
     pending, left = [node], _MOST_NODES
     while pending:
         node = pending.pop()
-        if node is None:
+        if node is None or _FROM_ACTIVATIONS in node.metadata:
             return False
         operator = operator_name(node.name())
         if operator == "torch::autograd::AccumulateGrad":
@@ -146,7 +155,8 @@ class ParameterRecognition:
         module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
         recognised by shape and type against its own parameters.
         """
-        if isinstance(tensor, nn.Parameter):
+        kind = type(tensor)
+        if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
             return True
         if tensor.grad_fn is not None:
             return made_from_parameters(tensor.grad_fn)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import codec
 from ..offload import HostOffload
 from ..policies import Plan
-from .accounting import Account, ReportRow
+from .accounting import Account
 from .aliases import StorageRecord
 from .derived import Derived
 from .encoder import Encoder
@@ -106,7 +106,7 @@ class Store(Sink):
         self._derived = Derived() if derived is None else derived
         self._encoder = encoder
         self._logsumexp = LogsumexpFit()
-        self._reserved: dict[Stored, ReportRow] = {}
+        self._reserved: dict[Stored, int] = {}
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""

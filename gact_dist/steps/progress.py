@@ -44,7 +44,7 @@ class Progress:
         if self._news is None or hooks is None:
             return
         news, self._news = self._news, None
-        exact, retained = hooks.account.exact_bytes, sum(row.bytes for row in hooks.account.rows)
+        exact, retained = hooks.account.exact_bytes, hooks.account.retained_bytes
         if self._is_first and retained:
             _log.info(
                 "step %d: %s%.2f MiB kept for backward in place of %.2f MiB, ratio %.2f",
