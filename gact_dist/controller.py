@@ -20,6 +20,14 @@ from .steps import Following, Iterations, Schedule, default_level, read_state, s
 _log = logging.getLogger(__name__)
 
 
+def _check_loss_fn(loss_fn: Any) -> None:
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is a {type(loss_fn).__name__}, expected a function that is given the batch, runs the model and "
+            "returns the loss: lambda batch: criterion(model(batch[0]), batch[1])"
+        )
+
+
 def _no_controller() -> None:
     """What a pickled model has in place of its controller."""
 
@@ -91,7 +99,9 @@ class Controller:
                 the size of each example's gradient is then remembered and says, when the example comes again, how many
                 bits it gets; other policies have no use for it.
         """
-        self._expect(Lifecycle.ATTACHED, "step()", "call uninstall_hook() first, or use iterate()")
+        mend = "under follow() every forward is a step; after install_hook() use iterate() or uninstall_hook()"
+        self._expect(Lifecycle.ATTACHED, "step()", mend)
+        _check_loss_fn(loss_fn)
         schedule = self._schedule
         if schedule.hooks is None or not schedule.enabled:
             yield
@@ -138,6 +148,7 @@ class Controller:
             RuntimeError: the loss function raised an error on another rank, which is named; there that error is raised.
         """
         self._expect_not_detached("calibrate()")
+        _check_loss_fn(loss_fn)
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), Haste.CALIBRATION)

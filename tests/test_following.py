@@ -93,3 +93,38 @@ def test_a_followed_model_that_never_ran_can_be_copied_and_is_freed():
     del model, gact, other
     gc.collect()
     assert dropped() is None
+
+
+def doubled(model, x):
+    return model.double(), x.double()
+
+
+def with_more_classes(model, x):
+    model[2] = nn.Linear(64, model[2].out_features + 8)
+    return model, x
+
+
+def with_more_inputs(model, x):
+    model[0] = nn.Linear(model[0].in_features + 3, 64)
+    return model, torch.randn(len(x), model[0].in_features)
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("change", [doubled, with_more_classes, with_more_inputs])
+@pytest.mark.parametrize(
+    "settings", [{}, {"policy": "uniform"}, {"policy": "acgc", "error": 0.25}, {"estimator": "perturbation"}], ids=str
+)
+def test_a_model_that_changes_after_it_was_observed_trains_on_and_adapts_later(settings, change, rows):
+    """As one that grows, or goes to another type or device: what was observed of it before is of no use."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(rows, 64)
+    gact = gact_dist.attach(
+        model, config=Config(**{"min_numel": 0, "adapt_interval": 2, "adapt_tolerance": 0} | settings)
+    )
+    gact.follow()
+    for step in range(8):
+        if step in (1, 3):
+            _, x = change(model, x)
+        model(x).square().mean().backward()
+    assert bool(gact.plan) == (settings.get("policy") != "uniform")
+    gact.detach()

@@ -249,8 +249,22 @@ def test_follow_twice_is_refused():
     gact.follow()
     with pytest.raises(RuntimeError, match="this one is following"):
         gact.follow()
-    with pytest.raises(RuntimeError, match="this one is following"), gact.step():
+    with (
+        pytest.raises(RuntimeError, match=r"following: under follow\(\) every forward is a step"),
+        gact.step(),
+    ):
         pass
+
+
+def test_a_loss_in_place_of_a_loss_function_is_refused():
+    model = mlp(32, 4)
+    gact = gact_dist.attach(model, config=ROUNDED)
+    x = torch.randn(64, 32)
+    loss = model(x).square().mean()
+    with pytest.raises(TypeError, match="loss_fn is a Tensor, expected a function"), gact.step(loss, x):
+        pass
+    with pytest.raises(TypeError, match="loss_fn is a Tensor, expected a function"):
+        gact.calibrate(loss, x)
 
 
 def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(caplog):

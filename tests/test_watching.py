@@ -36,7 +36,7 @@ CASES = [case for case in itertools.product(CULPRITS, LEVELS) if case != ("takes
 
 
 def config(level: str, **changes: object) -> Config:
-    return Config.from_level(level, min_numel=64, **changes)
+    return Config.from_level(level, **{"min_numel": 64, **changes})
 
 
 def exactly_stored(gact: Controller) -> set[str]:
@@ -226,6 +226,16 @@ def test_a_model_that_is_never_the_same_is_told_and_left_as_it_is(caplog):
     job = Job(model, batch, unsafe_operators.loss_of(model), config("L1"))
     with job.gact.step(job.loss_fn, batch):
         job.loss_fn(batch)
+    assert exactly_stored(job.gact) == set()
+    assert [text for text in warnings_of(caplog) if "even with every tensor stored exactly" in text]
+
+
+def test_a_model_that_is_never_the_same_and_has_nothing_to_round_is_told_too(caplog):
+    model, x = Unsteady(), torch.randn(8, 32)
+    job = Job(model, x, lambda batch: model(batch).square().mean(), config("L1", min_numel=4096))
+    for _ in range(2):
+        with job.gact.step(job.loss_fn, x):
+            job.loss_fn(x)
     assert exactly_stored(job.gact) == set()
     assert [text for text in warnings_of(caplog) if "even with every tensor stored exactly" in text]
 

@@ -325,7 +325,7 @@ def max_over_groups(
         known = dict(zip(union, values, strict=True))
         union = _union_of_names(union, values.shape[1], group)
         nothing = torch.zeros(values.shape[1], dtype=torch.float64, device="cpu")
-        values = torch.stack([known.get(name, nothing) for name in union])
+        values = torch.stack([known.get(name, nothing) for name in union]) if union else values
         values = _reduced(values, dist.ReduceOp.MAX, group)
     return union, values
 

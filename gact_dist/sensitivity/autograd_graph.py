@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._torch_internals import keeps_tensors
+from .._torch_internals import keeps_tensors, number_of
 from ..distributed import own_part
 
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
@@ -43,6 +43,24 @@ def parameters_among(nodes: Sequence[Any]) -> list[Tensor]:
     """The leaves of a graph that are parameters (all leaves, where parameters are plain tensors)."""
     leaves = [node.variable for node in nodes if hasattr(node, "variable")]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
+
+
+def any_made_before(nodes: Iterable[Any], number: int) -> bool:
+    """Whether any node was made before a forward: it is the job's, whose own backward still needs what it saved.
+
+    number: next_sequence_number() before the forward. A node that another thread made may count as one.
+    """
+    return any(number_of(node) < number for node in nodes)
+
+
+def gradients_of_parameters(loss: Tensor, began: int) -> list[Tensor | None]:
+    """Of the parameters that a loss depends on; frees its graph, but not that of the job which it may go on in.
+
+    began: next_sequence_number() before the forward.
+    """
+    nodes = nodes_below([loss])
+    retain_graph = any_made_before(nodes, began)
+    return list(torch.autograd.grad(loss, parameters_among(nodes), retain_graph=retain_graph, allow_unused=True))
 
 
 def float32_parts(gradient: Tensor) -> Tensor:

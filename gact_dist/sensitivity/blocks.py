@@ -162,6 +162,8 @@ class BlockForward:
         """of the tensors that a step derives, in the same way"""
         self.one: Tensor = torch.ones((), device="cpu")
         """the gradient of the loss"""
+        self.began = 0
+        """next_sequence_number() before the forward"""
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
         self._passing = False  # a region that is not cut is running
@@ -173,6 +175,7 @@ class BlockForward:
     @contextmanager
     def run(self, forward: Callable[[], Any], fraction: float) -> Iterator[None]:
         """Run forward(), which returns the loss or calls backward on it; within the context its graph is there."""
+        self.began = next_sequence_number()
         with ExitStack() as self._open:
             self.learn_names([self._model])  # which sharding may change to gather them
             root = self._recorded(forward, fraction)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from .._torch_internals import in_backward
+from .._torch_internals import in_backward, next_sequence_number
 from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
-from .autograd_graph import nodes_below, parameters_among, scalar, watched
+from .autograd_graph import gradients_of_parameters, nodes_below, parameters_among, scalar, watched
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
@@ -235,8 +235,9 @@ class Reruns:
 
     def gradients(self, rounded: dict[str, tuple[int, int]]) -> list[Tensor | None]:
         """The gradients of the parameters with some tensors rounded."""
+        began = next_sequence_number()
         with self.recorded(MeasuringMode(differentiable=False), rounded) as (loss, _):
-            return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
+            return gradients_of_parameters(loss, began)
 
 
 def perturb_by_rerun(

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
+from .._torch_internals import next_sequence_number
 from ..codec import MAX_BITS
 from ..distributed import whole_value
 from ..hooks import Encoder, OperatorObserver, Recorded, SavedTensorHooks
 from ..policies import Bits, Plan, one_width
-from .autograd_graph import float32_parts, nodes_below, parameters_among, scalar, values_of
+from .autograd_graph import float32_parts, gradients_of_parameters, nodes_below, parameters_among, scalar, values_of
 from .checkpoint import measurable
 from .influence import Influence, disjoint
 from .isolation import generators_restored, untouched
@@ -142,8 +143,8 @@ class CompiledRuns:
 
     def gradients(self, rounded: Mapping[str, tuple[int, int]]) -> list[Tensor | None]:
         """Of the parameters, with some saved tensors rounded: name -> (bits, seed)."""
-        loss = self._run(None, rounded)[0]
-        return list(torch.autograd.grad(loss, parameters_among(nodes_below([loss])), allow_unused=True))
+        began = next_sequence_number()
+        return gradients_of_parameters(self._run(None, rounded)[0], began)
 
     def _run(
         self, observer: OperatorObserver | None, rounded: Mapping[str, tuple[int, int]]

@@ -163,13 +163,29 @@ class ProbeBatch:
     def _loss_of(self, part: Any, fraction: float) -> Any:
         """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
         if fraction == 1.0:
-            return self._loss_fn(part)
+            return self._loss_of_all(part)
         try:
             return self._loss_fn(part)
         except torch.OutOfMemoryError:
             raise
         except REFUSALS as error:
             raise _PartRefused(error) from error
+
+    def _loss_of_all(self, batch: Any) -> Any:
+        """As _loss_of(), of all examples there are.
+
+        The job may have changed the model since the step that was observed: its dtype, its device, its last layer. If
+        the model is broken, the job's own forward says so.
+        """
+        if not isinstance(batch, Observation):
+            return self._loss_fn(batch)
+        try:
+            return self._loss_fn(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS as error:
+            reason = str(error).split("\n", 1)[0]
+            raise MeasurementError(f"the model does not run on the inputs of an earlier step: {reason}") from error
 
     @property
     def can_be_kept(self) -> bool:
@@ -193,8 +209,11 @@ class ProbeBatch:
         self._part, self.fraction, self._refuses_parts = self._batch, 1.0, True
 
     def loss_of_whole(self) -> Any:
-        """Run the model on the whole batch; the scalar loss, or None if the loss function called backward on it."""
-        return self._loss_fn(self._batch)
+        """Run the model on the whole batch; the scalar loss, or None if the loss function called backward on it.
+
+        Raises MeasurementError where the model no longer runs on what was observed.
+        """
+        return self._loss_of_all(self._batch)
 
     def whole(self) -> Any:
         """Run the model on the whole batch, as the next step will."""

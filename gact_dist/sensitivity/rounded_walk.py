@@ -25,7 +25,7 @@ from torch.autograd import Function
 from ..distributed import gathered, whole_value
 from ..hooks import Content, Draw, Replaceable, StoredAgain, decoded
 from ..policies import Moments
-from .autograd_graph import added, float32_parts, values_of
+from .autograd_graph import added, any_made_before, float32_parts, values_of
 from .blocks import Between, BlockForward, Exit, Visit
 from .parts import Part, present
 
@@ -285,6 +285,7 @@ class RoundedWalk:
             if not heads:
                 continue
             retain_graph = number + 1 < len(entering) or between in self._read_again
+            retain_graph = retain_graph or any_made_before(between.nodes, self._forward.began)
             with self._rounded(number):
                 part = Part(heads, [end.edge for end in between.tails], between.leaves, ())
                 found = self._gradients_of(part, given, number, retain_graph)

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._torch_internals import next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
-from .autograd_graph import nodes_below, parameters_among, scalar
+from .autograd_graph import gradients_of_parameters, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
@@ -141,8 +142,9 @@ def whole_gradient(
     mode = None if has_compiled_parts(model) else MeasuringMode(differentiable=False)
     context: Any = mode or nullcontext()
     with untouched(model), measurable(context):
+        began = next_sequence_number()
         with hooks.rehearsal(plan, draw, fraction) as footprint, context:
             result = forward()
         root = scalar(result if mode is None else mode.root_of(result))
-        found = torch.autograd.grad(root, parameters_among(nodes_below([root])), allow_unused=True)
+        found = gradients_of_parameters(root, began)
         return {number: part for number, part in enumerate(found) if part is not None}, footprint

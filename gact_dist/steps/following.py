@@ -188,7 +188,8 @@ class Following:
         self._asked = False
         unit = observation.squared_gradient if schedule.policy.follows_gradient else None
         loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._caller)
-        schedule.draw(partial(loss_fn, observation), unit)
+        examples = schedule.probe_examples(schedule.config.calibration_samples)
+        batch = ProbeBatch(loss_fn, observation, examples, forward=whole, unit=unit)
+        schedule.draw(batch.loss_of_whole, unit)
         if schedule.due():
-            examples = schedule.probe_examples(schedule.config.calibration_samples)
-            schedule.measure(ProbeBatch(loss_fn, observation, examples, forward=whole, unit=unit))
+            schedule.measure(batch)

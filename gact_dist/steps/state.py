@@ -120,8 +120,11 @@ def read_state(saved: Any, key: str, model: nn.Module, interval: int, default_bi
     text = saved.get(key, saved.get(_KEY)) if isinstance(saved, Mapping) else None
     try:
         fields = json.loads(text) if isinstance(text, str) else None
-    except json.JSONDecodeError:
-        fields = None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the text under {key!r} in the state cannot be read ({error}); it was cut off or changed: pass what "
+            "state_dict() returned"
+        ) from None
     if not isinstance(fields, dict) or "plan" not in fields:
         got = f"keys {sorted(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise ValueError(
