@@ -103,21 +103,24 @@ class Controller:
         self._expect(Lifecycle.ATTACHED, "step()", mend)
         _check_loss_fn(loss_fn)
         schedule = self._schedule
-        if schedule.hooks is None or not schedule.enabled:
+        if schedule.hooks is None or not schedule.enabled or not schedule.threads.enter():
             yield
             return
-        schedule.next_step()
-        watched = schedule.hooks.encoder.examples.begin(sample_index, batch)
-        if loss_fn is not None:
-            schedule.draw(partial(loss_fn, batch))
-            if schedule.due():
-                examples = schedule.probe_examples(self.config.calibration_samples)
-                schedule.measure(ProbeBatch(loss_fn, batch, examples))
-        elif schedule.adapter is not None:
-            schedule.adapter.idle(schedule.step)
-        with schedule.forward(), watched:
-            yield
-        schedule.watch()
+        try:
+            schedule.next_step()
+            watched = schedule.hooks.encoder.examples.begin(sample_index, batch)
+            if loss_fn is not None:
+                schedule.draw(partial(loss_fn, batch))
+                if schedule.due():
+                    examples = schedule.probe_examples(self.config.calibration_samples)
+                    schedule.measure(ProbeBatch(loss_fn, batch, examples))
+            elif schedule.adapter is not None:
+                schedule.adapter.idle(schedule.step)
+            with schedule.forward(), watched:
+                yield
+            schedule.watch()
+        finally:
+            schedule.threads.leave()
 
     def follow(self) -> "Controller":
         """From now on every forward of the model that builds a graph is a step, without a line in the training loop.

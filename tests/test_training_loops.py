@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -323,3 +324,48 @@ def test_a_step_inside_the_capture_of_a_cuda_graph_is_refused(follow, monkeypatc
     begin = partial(model, torch.randn(32, 64)) if follow else gact.step().__enter__
     with pytest.raises(RuntimeError, match=r"each replay would round .* Capture without gact_dist"):
         begin()
+
+
+class Meeting(nn.Module):
+    """A layer whose forward, in the thread that comes first, waits until the other has run its own whole step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.reached, self.over = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.over.wait(60)
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_step_beside_that_of_another_thread_is_exact_and_told(follows, caplog):
+    model = nn.Sequential(Meeting(), nn.Linear(32, 8))
+    batches = torch.randn(2, 16, 32)
+    meeting = model[0]
+    meeting.reached.set()
+    plain = torch.autograd.grad(model(batches[1]).square().sum(), list(model.parameters()))
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=16, noise_limit=0.0))
+    gact = gact.follow() if follows else gact
+    meeting.reached.clear()
+    found: dict[str, Any] = {}
+
+    def gradient(batch: Tensor) -> tuple[Tensor, ...]:
+        with nullcontext() if follows else gact.step():
+            loss = model(batch).square().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    first = threading.Thread(target=lambda: found.update(first=gradient(batches[0])))
+    first.start()
+    assert meeting.reached.wait(60)
+    second = gradient(batches[1])
+    meeting.over.set()
+    first.join()
+    assert all(torch.equal(a, b) for a, b in zip(second, plain, strict=True))
+    assert caplog.text.count("a step began in one thread while another thread was in one") == 1
+    rows = gact.report().rows
+    assert [row.codec for row in rows] == ["quantised"] * (2 if follows else 3)  # the model's, and the loss's
+    assert not all(torch.equal(a, b) for a, b in zip(gradient(batches[1]), plain, strict=True))  # compressed again

@@ -66,7 +66,7 @@ class Following:
 
     def _interrupted(self) -> None:
         """A forward did not finish, perhaps by Ctrl-C or sys.exit(), after which torch calls no hook."""
-        if not self._schedule.measuring:
+        if not self._schedule.measuring and self._schedule.threads.may_enter():
             self._step.close()
             self._in_step, self._candidate = False, None
 
@@ -86,7 +86,7 @@ class Following:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         schedule = self._schedule
-        if self._is_part_of_a_step(module):
+        if self._is_part_of_a_step(module) or not schedule.threads.may_enter():
             return
         self._step.close()  # of a forward that raised before its end
         self._in_step = False
@@ -94,6 +94,17 @@ class Following:
             return
         if hooks_are_disabled():  # a forward inside a torch.func transform, beside the job's own
             return
+        with ExitStack() as step:  # left here only by an error
+            if not schedule.threads.enter():
+                return
+            step.callback(schedule.threads.leave)
+            self._begin_step(module, args, kwargs, step)
+            self._step = step.pop_all()
+        self._in_step = True
+
+    def _begin_step(self, module: nn.Module, args: tuple, kwargs: dict, step: ExitStack) -> None:
+        """step: closed when the forward is over."""
+        schedule = self._schedule
         if self._caller is not module:
             self._caller, self._observation = module, None
         schedule.next_step()
@@ -112,9 +123,7 @@ class Following:
                 wanted = sys.maxsize
             self._asked = True
             self._candidate = Observation((args, kwargs), schedule.probe_examples(wanted))
-        self._step = ExitStack()
-        self._step.enter_context(schedule.forward())
-        self._in_step = True
+        step.enter_context(schedule.forward())
 
     def _is_part_of_a_step(self, module: nn.Module) -> bool:
         """Whether a call is one within training_step, or the one by which DDP comes to it."""
@@ -133,6 +142,8 @@ class Following:
 
     def _end(self, module: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> None:
         if self._schedule.measuring or not self._in_step or module is not self._caller:
+            return
+        if not self._schedule.threads.may_enter():
             return
         self._in_step = False
         self._step.close()

@@ -32,6 +32,7 @@ from ..run_log import RunLog
 from ..sensitivity import ProbeBatch
 from . import malloc
 from .joined_steps import JoinedSteps
+from .one_thread import OneThread
 from .optimizer_steps import OptimizerSteps
 from .plan_file import read_plan_file, warn_of_unknown, write_plan_file
 from .progress import Progress
@@ -76,6 +77,7 @@ class Schedule:
         self._facts = _facts_of(config)
         self.enabled = self.hooks is not None
         """whether forwards are compressed; see disable()"""
+        self.threads = OneThread()
         self._in_forward = 0
         self._after_forward: Callable[[], None] | None = None
         self.step = 0
