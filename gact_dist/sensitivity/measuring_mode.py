@@ -1,6 +1,7 @@
 """Operators that are replaced while a forward is measured."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,18 @@ REPLACEMENTS: dict[Callable, Callable] = {
 """Fused functions of torch.nn.functional, and what replaces them where the gradient is differentiated."""
 
 
+def _chunked_loss(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """linear_cross_entropy whose backward can run again: by default it overwrites the gradients that it hands out."""
+    again = None if options is None else replace(options, allow_retain_graph=True)
+    return F.linear_cross_entropy(*args, options=again, **kwargs)
+
+
+_REPEATABLE: dict[Callable, Callable] = {}
+"""Functions whose backward runs only once, and what replaces them where it runs several times."""
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    _REPEATABLE[F.linear_cross_entropy] = _chunked_loss
+
+
 class MeasuringMode(OperatorObserver):
     """An observer that keeps the root of a backward call instead of running it, so that a closure which ends in
     loss.backward() can be measured without touching any .grad; and that replaces fused operators."""
@@ -33,10 +46,10 @@ class MeasuringMode(OperatorObserver):
         self._inner_root: Tensor | None = None
         self.inner_backward = False
         """whether the forward ran a backward with create_graph=True; see [Note: inner backward] in inner_backward.py"""
-        self._replacements = REPLACEMENTS if differentiable else {}
+        self._replacements = {**_REPEATABLE, **REPLACEMENTS} if differentiable else _REPEATABLE
         if differentiable and not fits:
             unfitted = partial(attention, fits=False)
-            self._replacements = {**REPLACEMENTS, F.scaled_dot_product_attention: unfitted}
+            self._replacements = {**self._replacements, F.scaled_dot_product_attention: unfitted}
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         if function in BACKWARDS and kwargs.get("create_graph"):

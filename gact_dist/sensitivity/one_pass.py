@@ -44,7 +44,7 @@ from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_pr
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
-from .parts import OpaqueError, seen_through
+from .parts import BackwardError, OpaqueError, backward, seen_through
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .surroundings import Generators
 from .walk import Measured, Walk
@@ -154,7 +154,7 @@ def measure(
             if not whole:
                 raise MeasurementError(str(error)) from error
             return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, probes)
-        except (CutError, OpaqueError, ReplayError) as error:
+        except (CutError, OpaqueError, ReplayError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
             _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
@@ -168,7 +168,12 @@ def measure(
         if not mode.inner_backward:
             exact = [record for record in records if isinstance(record, Recorded)]
             graph = RecordedGraph(scalar(root), exact, hooks.encoder, seed)
-            return _perturbed(hooks, perturb(graph, graph.compressible))
+            try:
+                with backward():
+                    return _perturbed(hooks, perturb(graph, graph.compressible))
+            except BackwardError as error:
+                _log.info("%s: measuring by perturbation, with a forward for every tensor", error)
+            del graph, exact
     records.clear()
     del root
     return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
@@ -241,7 +246,7 @@ def _without_compiler(
             with torch.compiler.set_stance("force_eager"):
                 walked = way.measured(blocks, forward)
             return {item.name: item for item in walked}
-        except (InnerBackwardError, CutError, OpaqueError, ReplayError) as error:
+        except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
             _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
             if not blocks or isinstance(error, InnerBackwardError):
                 return {}
@@ -367,7 +372,7 @@ class Paused:
         """
         try:
             return self._way.second_half(self._blocks, forward, self._generators, self._found, self._halfway)
-        except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError) as error:
+        except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError, BackwardError) as error:
             if not _may_be_whole(self._way.model):
                 raise MeasurementError(str(error)) from error
             raise ResumeError(str(error)) from error

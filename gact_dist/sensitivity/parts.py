@@ -21,6 +21,22 @@ class OpaqueError(RuntimeError):
     """A part of a model has an operator whose backward cannot be differentiated."""
 
 
+class BackwardError(RuntimeError):
+    """A plain backward raised an error. Some run only once, as their second run finds what the first has overwritten;
+    of an error that any backward raises the job's own will tell."""
+
+
+@contextmanager
+def backward() -> Iterator[None]:
+    """Within the context an error of torch, or of a custom function, is a BackwardError."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if type(error) not in (RuntimeError, NotImplementedError):
+            raise
+        raise BackwardError(_first_line(error)) from error
+
+
 @dataclass(eq=False)
 class Part:
     """A part of the graph that is differentiated twice: gradients enter at its heads, leave at its tails and leaves."""
@@ -33,15 +49,13 @@ class Part:
     def gradients(
         self, entering: Sequence[Tensor] | None, create_graph: bool = False, retain_graph: bool = True
     ) -> list[Tensor | None]:
-        """At tails, then leaves."""
+        """At tails, then leaves. Raises BackwardError."""
         inputs = [*self.tails, *(edge for _, edge in self.leaves)]
         if not inputs:
             return []
-        return list(
-            torch.autograd.grad(
-                self.heads, inputs, entering, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
-            )
-        )
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": True}
+        with backward():
+            return list(torch.autograd.grad(self.heads, inputs, entering, **options))
 
     def differentiable_gradients(
         self, entering: Sequence[Tensor] | None, groups: Sequence[Any] = ()

@@ -30,6 +30,7 @@ from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .one_pass import BOUNDARY_BITS, InnerBackwardError, MeasurementError
 from .partition import blocks_of
+from .parts import BackwardError
 from .rounded_walk import GradientMoments, RoundedWalk
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def walked(
                 if mode.inner_backward:
                     raise InnerBackwardError
                 return by_walk(cut)
-        except (CutError, ReplayError, InnerBackwardError) as error:
+        except (CutError, ReplayError, InnerBackwardError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
             _log.info("%s: drawing gradients with what is around it", error)
