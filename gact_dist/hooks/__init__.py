@@ -1,6 +1,6 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
-from .accounting import Footprint, ReportRow, parts_of
+from .accounting import LOG_SOFTMAX, Footprint, ReportRow, parts_of
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
@@ -20,6 +20,7 @@ from .roles import BACKWARDS, OperatorObserver
 
 __all__ = [
     "BACKWARDS",
+    "LOG_SOFTMAX",
     "STARTS",
     "Calling",
     "Clock",

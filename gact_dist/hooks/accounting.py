@@ -64,6 +64,8 @@ class ReportRow:
     """with compressor error-bounded, what the tensor would take at one width with the same error; else 0"""
 
 
+LOG_SOFTMAX = ":LogSoftmax"
+"""in the names of what a cross entropy saves"""
 _BYTES = [field.name for field in fields(ReportRow)].index("bytes")
 
 
@@ -125,6 +127,11 @@ class Account:
     def retained_bytes(self) -> int:
         """The bytes of all rows."""
         return sum(row[_BYTES] for row in self._rows)
+
+    @property
+    def log_softmax_bytes(self) -> int:
+        """Of these, what a cross entropy keeps exactly, which grows with the number of classes."""
+        return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0])
 
     def begin(self) -> None:
         """Start empty."""

@@ -26,7 +26,7 @@ from .._torch_internals import fake_tensors, is_fake
 from ..config import LEVELS, Config
 from ..controller import Controller, attach
 from ..distributed import fake_ranks
-from ..hooks import ReportRow
+from ..hooks import LOG_SOFTMAX, ReportRow
 from ..policies import policy_of
 from .analysis import Step
 from .full_batches import full_batches
@@ -37,7 +37,6 @@ from .tracker import Phase, Tracker
 UNTOUCHED = "untouched"
 _DERIVE = "+derive"
 _EXACT = "exact"  # the codec of a row
-_LOG_SOFTMAX = ":LogSoftmax@"  # in the name of one
 DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2" + _DERIVE, "L2.1", "L2.2")
 _MOST_STEPS = 4  # in which the hooks learn
 Build = Callable[[], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
@@ -257,6 +256,6 @@ def _why_exact(row: ReportRow, because: dict[str, str], min_numel: int) -> str:
         return "it holds integers"
     if row.shape[-1] == 1:
         return "it is a statistic: one value a row"
-    if _LOG_SOFTMAX in row.name:
+    if LOG_SOFTMAX in row.name:
         return "it is the log-softmax next to the loss"
     return "it is a statistic or a mask, or nothing was seen to read it"

@@ -14,6 +14,8 @@ from ..hooks import SavedTensorHooks
 from ..policies import Plan
 
 _log = logging.getLogger(__name__)
+_LARGE = 0.2
+"""of all that is kept"""
 
 
 class Progress:
@@ -23,6 +25,7 @@ class Progress:
         """compresses: whether the policy does anything."""
         self._is_first = distributed.is_first(groups)
         self._news: str | None = ""
+        self._said = False  # what the loss keeps
         if self._is_first:
             name, ranks = type(distributed.unwrap(model)).__name__, math.prod(map(distributed.world_size, groups))
             what = _settings(config) if compresses else "nothing is compressed"
@@ -50,6 +53,16 @@ class Progress:
                 "step %d: %s%.2f MiB kept for backward in place of %.2f MiB, ratio %.2f",
                 step, news and f"{news}; ", retained / 2**20, exact / 2**20, exact / retained,
             )  # fmt: skip
+            self._say_what_the_loss_keeps(hooks.account.log_softmax_bytes, retained)
+
+    def _say_what_the_loss_keeps(self, nbytes: int, retained: int) -> None:
+        if nbytes > _LARGE * retained and not self._said:
+            self._said = True
+            _log.info(
+                "%.2f MiB of these are the log-softmax of a cross entropy, which is stored exactly; a chunked loss "
+                "does not keep it (docs/memory.md, A large vocabulary)",
+                nbytes / 2**20,
+            )
 
 
 def _settings(config: Config) -> str:

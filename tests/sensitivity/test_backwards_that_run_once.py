@@ -112,7 +112,7 @@ def test_their_jobs_are_measured_compared_and_trained(make, caplog):
             loss = loss_fn(batch)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     adapted = [entry for entry in gact.history if "event" not in entry]
     assert len(adapted) >= 2
@@ -143,3 +143,15 @@ def test_a_chunked_loss_keeps_no_logits_and_is_exact_with_exact_codecs():
         loss = loss_fn(batch)
     assert torch.equal(flat_gradient(model, loss), exact)
     assert not any(row.shape[-1] == WORDS for row in gact.report().rows)
+
+
+@has_chunked
+@pytest.mark.parametrize(("loss", "lines"), [(plain, 1), (chunked, 0)])
+def test_the_log_names_a_large_log_softmax_once(loss, lines, caplog):
+    caplog.set_level(logging.INFO)
+    model, batch, loss_fn = job(loss)
+    gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=16, adapt_interval=1))
+    for _ in range(3):
+        with gact.step(loss_fn, batch):
+            loss_fn(batch)
+    assert caplog.text.count("MiB of these are the log-softmax of a cross entropy") == lines
