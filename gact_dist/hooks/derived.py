@@ -13,7 +13,8 @@ A recipe holds handles, never nodes or tensors with a graph: a handle that held 
 vectors of parameters are copied, as sharding may have taken them away when the recipe is used.
 
 The sensitivity of what a tensor is derived from has both paths: a measurement does not cut the graph at a tensor that
-an earlier forward has derived (KnownRoles.derived).
+an earlier forward has derived (KnownRoles.derived). Where there is no graph, as for an input of the model, there is no
+second path to follow: from what is rounded there nothing is derived.
 """
 
 from __future__ import annotations
@@ -184,16 +185,22 @@ def _made_by(node: Any, wanted: _Making, depth: int) -> Expression:
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
     """An operand with as many elements as the result: what the node saved, or what made it."""
-    handle = saved_handle(node, slot)
+    handle, below = saved_handle(node, slot), node.next_functions[edge][0]
     if handle is None:
-        return _made_by(_operator(node.next_functions[edge][0]), wanted, depth + 1)
-    if not _is_stored(handle) or _numel(handle) != wanted.numel:
+        return _made_by(_operator(below), wanted, depth + 1)
+    if not _is_stored(handle) or _numel(handle) != wanted.numel or below is None:
         raise _NotDerivable
     return handle
 
 
 def _is_stored(handle: Any) -> bool:
     return isinstance(handle.base if isinstance(handle, View) else handle, (Stored, Replaceable))
+
+
+def _is_rounded(handle: Any) -> bool:
+    base = handle.base if isinstance(handle, View) else handle
+    payload = base.payload if isinstance(base, Stored) else None
+    return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
 
 
 def _numel(handle: Any) -> int:
@@ -314,6 +321,8 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
     if isinstance(handle, Kept):
         return _small(handle.vector, wanted)
     if handle is not None and _is_stored(handle):
+        if node.next_functions[edge][0] is None and _is_rounded(handle):
+            raise _NotDerivable
         return handle
     return _operand(node, slot, edge, wanted, depth)
 
