@@ -257,6 +257,15 @@ def saves_own_result(node: Any) -> bool:
     return node._saved_result is None
 
 
+APPLY_HAS_FRAME = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+"""whether Function.apply is written in Python: its frame then calls the pack hook for what a function saves"""
+
+
+def function_of_context(context: Any) -> type | None:
+    """The custom autograd function whose forward a context was made for."""
+    return getattr(context, "_forward_cls", None)
+
+
 def keeps_tensors(node: Any) -> bool:
     """Whether a custom autograd function saved any tensor."""
     return bool(node._raw_saved_tensors)

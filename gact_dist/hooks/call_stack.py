@@ -7,13 +7,14 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch.autograd.function as autograd_function
-from torch import nn
+from torch import Tensor, nn
 
 from .._paths import PACKAGE_ROOT
-from .._torch_internals import DIRECTORY, creates_graph, is_backward_call
-from ..distributed import operator_aliases, plumbing
+from .._torch_internals import APPLY_HAS_FRAME, DIRECTORY, creates_graph, is_backward_call
+from ..distributed import plumbing
 from .checkpoint import SAVERS, is_checkpoint_call, is_of_checkpoint
 from .compiled import BETWEEN_HOOK_AND_REGION, behind_compiler, compiled_region
+from .function_calls import FunctionCall, call_of_frame, call_without_frame
 
 _PLUMBING = (
     *(f"{DIRECTORY}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
@@ -22,7 +23,6 @@ _PLUMBING = (
     PACKAGE_ROOT,
 )
 _WRAPPERS = plumbing()
-_KNOWN_FUNCTIONS = frozenset(operator_aliases())
 
 
 class CallSite(NamedTuple):
@@ -34,8 +34,8 @@ class CallSite(NamedTuple):
     """the module whose compiled forward is saving, None where something else saves"""
     checkpoint: FrameType | None = None
     """the call of checkpoint() whose block's input is being saved, None where something else saves"""
-    function: FrameType | None = None
-    """the call of Function.apply that is saving, None where something else saves"""
+    function: FunctionCall | None = None
+    """the call of a custom function that is saving, None where something else saves"""
     in_backward: bool = False
     """whether a backward with create_graph=True is saving; the line is that of its call"""
 
@@ -49,11 +49,17 @@ def caller() -> FrameType | None:
     return hook.f_back
 
 
-def call_site(frame: FrameType) -> CallSite:
-    """Walk up to the first frame outside plumbing. frame: of the caller of a pack hook."""
+def call_site(frame: FrameType, tensor: Tensor) -> CallSite:
+    """Walk up to the first frame outside plumbing. frame: of the caller of a pack hook. tensor: that it was given."""
     if _kind(frame.f_code) is _Kind.SAVES:
-        return _call_site_of_library(behind_compiler(frame))
-    return _site_above(frame)
+        frame = behind_compiler(frame)
+        site = _call_site_of_library(frame)
+    else:
+        site = _site_above(frame)
+    call = None if APPLY_HAS_FRAME else call_without_frame(frame, tensor)
+    if call is None or site.region is not None or site.checkpoint is not None:
+        return site
+    return site._replace(function=call)
 
 
 def site_in_backward(frame: FrameType | None, thread: int) -> CallSite | None:
@@ -136,14 +142,5 @@ def _call_site_of_library(frame: FrameType) -> CallSite:
         if is_checkpoint_call(found):
             return CallSite(_site_above(found).line, None, found)
         found = found.f_back
-    return _site_above(frame)._replace(function=frame if _calls_custom_function(frame) else None)
-
-
-def _calls_custom_function(frame: FrameType) -> bool:
-    """Whether a frame is that of Function.apply, for a function that is neither ours nor known of a framework."""
-    if frame.f_code.co_filename != autograd_function.__file__:
-        return False
-    function = frame.f_locals.get("cls")
-    if function is None or function.__name__ in _KNOWN_FUNCTIONS:
-        return False
-    return function.__module__.partition(".")[0] != __name__.partition(".")[0]
+    is_apply = frame.f_code.co_filename == autograd_function.__file__
+    return _site_above(frame)._replace(function=call_of_frame(frame) if is_apply else None)

@@ -15,7 +15,7 @@ import torch.autograd.function as autograd_function
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._torch_internals import COMPILED_RUNTIME, COMPILER, ORIGINAL_MODULE, is_compiled, storage_id
+from .._torch_internals import APPLY_HAS_FRAME, COMPILED_RUNTIME, COMPILER, ORIGINAL_MODULE, is_compiled, storage_id
 from ..distributed import own_part
 from .roles import Role
 
@@ -44,10 +44,10 @@ def compiled_region(frame: FrameType) -> nn.Module | None:
 
     frame: of the caller of a pack hook.
     """
-    caller = frame.f_back
-    if frame.f_code.co_filename != autograd_function.__file__ or caller is None:
-        return None
-    if not caller.f_code.co_filename.startswith(COMPILED_RUNTIME):
+    caller: FrameType | None = frame
+    if APPLY_HAS_FRAME:
+        caller = frame.f_back if frame.f_code.co_filename == autograd_function.__file__ else None
+    if caller is None or not caller.f_code.co_filename.startswith(COMPILED_RUNTIME):
         return None
     return running_region(caller)
 

@@ -12,14 +12,13 @@ torch's scaled_dot_product_attention are, see logsumexp.py.
 """
 
 import logging
-from collections.abc import Iterator
-from types import FrameType
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from .._torch_internals import PLAIN_OR_PARAMETER, storage_id
-from .roles import Role, leaves_of
+from .._torch_internals import storage_id
+from .function_calls import FunctionCall
+from .roles import Role
 
 _log = logging.getLogger(__name__)
 
@@ -30,21 +29,22 @@ class CustomFunctions:
     def __init__(self, roles: dict[str, Role]) -> None:
         """roles: by name, with a name for each place that calls such a function."""
         self._roles = roles
-        self._call: FrameType | None = None
+        self._call: Any = None  # its identity
         self._names: list[str] = []
         self._combines = False
         self._met: set[str] = set()
 
     def role(
-        self, tensor: Tensor, name: str, role: Role | None, call: FrameType | None, place: str, recording: bool
+        self, tensor: Tensor, name: str, role: Role | None, call: FunctionCall | None, place: str, recording: bool
     ) -> Role | None:
         """The role of a tensor that is being saved, where without a custom function it would have this one.
 
-        call: of Function.apply, None if something else is saving. place: the name of that call's place. recording:
+        call: None if something else is saving. place: the name of that call's place. recording:
         roles are looked at when the forward is over.
         """
-        if call is not self._call:
-            self._call, self._names, self._combines = call, [], False
+        identity = None if call is None else call.identity
+        if identity is not self._call:
+            self._call, self._names, self._combines = identity, [], False
         if call is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return role
         operand = self.operand(tensor, call)
@@ -58,22 +58,22 @@ class CustomFunctions:
             return role
         return role if recording and place not in self._roles else Role.STATISTIC
 
-    def needs_exact(self, tensor: Tensor, call: FrameType, place: str) -> bool:
+    def needs_exact(self, tensor: Tensor, call: FunctionCall, place: str) -> bool:
         """Whether an input of a call must not be rounded, as far as is known."""
         known = self._roles.get(place)
         if known is not None:
             return known is Role.STATISTIC
         operand = self.operand(tensor, call)
-        several = operand is not None and (_inputs(call) > 1 or tensor.numel() < operand.numel())
+        several = operand is not None and (call.inputs() > 1 or tensor.numel() < operand.numel())
         if several:
             self._met.add(place)
         return several
 
     @staticmethod
-    def operand(tensor: Tensor, call: FrameType) -> Tensor | None:
+    def operand(tensor: Tensor, call: FunctionCall) -> Tensor | None:
         """The argument of a call whose memory a tensor shares."""
         storage = storage_id(tensor)
-        return next((operand for operand in _operands(call) if storage_id(operand) == storage), None)
+        return next((operand for operand in call.operands() if storage_id(operand) == storage), None)
 
     def forget_step(self) -> None:
         """At the end of a step: what was met in it is judged."""
@@ -89,25 +89,3 @@ class CustomFunctions:
             _log.info("%s is kept exactly: it combines its inputs with what it computed from them", place)
             self._roles[place] = Role.STATISTIC
         self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))
-
-
-def function_name(call: FrameType) -> str:
-    """The name of the function that a call of Function.apply runs."""
-    return call.f_locals["cls"].__name__
-
-
-def _operands(call: FrameType) -> Iterator[Tensor]:
-    """The tensors that a call was given."""
-    for leaf in leaves_of((call.f_locals.get("args", ()), call.f_locals.get("kwargs", {}))):
-        if type(leaf) in PLAIN_OR_PARAMETER and leaf.layout == torch.strided and not leaf.is_nested:
-            yield leaf
-
-
-def _inputs(call: FrameType) -> int:
-    """How many activations a call was given: numbers in several places that are no parameters."""
-    found = {
-        storage_id(operand)
-        for operand in _operands(call)
-        if operand.is_floating_point() and operand.numel() > 1 and not isinstance(operand, torch.nn.Parameter)
-    }
-    return len(found)

@@ -40,8 +40,9 @@ from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
 from .compiled import RegionParameters, has_compiled_parts, running_region
-from .custom_functions import CustomFunctions, function_name
+from .custom_functions import CustomFunctions
 from .encoder import Encoder
+from .function_calls import FunctionCall, calls_remembered
 from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import ModuleScope, Namer
@@ -220,7 +221,7 @@ class SavedTensorHooks:
         self._thread = threading.get_ident()
         if self.clock is not None and not self._namer.scope.compiled:  # a graph holds those hooks as they are
             hooks = hooks[0], self.clock.timed(hooks[1])
-        with served, _hooked(*hooks):
+        with served, calls_remembered(), _hooked(*hooks):
             yield
 
     def _at_checkpoint(self, frame: FrameType, call: Any) -> None:
@@ -372,7 +373,7 @@ class SavedTensorHooks:
         self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
-        site = call_site(frame)
+        site = call_site(frame, tensor)
         if site.region is not None:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
@@ -406,15 +407,15 @@ class SavedTensorHooks:
         held = self._readers is not None and self._readers.holds(alias.base)
         if isinstance(alias.base, Stored) and alias.base.is_exact and not held:
             return True
-        place = self._namer.place(site, function_name(site.function))
+        place = self._namer.place(site, site.function.name)
         return not self._functions.needs_exact(tensor, site.function, place)
 
     def _pack_operand(
-        self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FrameType, stored_as: str
+        self, tensor: Tensor, record: StorageRecord, site: CallSite, call: FunctionCall, stored_as: str
     ) -> Any:
         """An input of a custom function that must be exact, of memory that is stored rounded under another name."""
         self._roles.learn_alias(stored_as, self._place(site), Role.ACTIVATION)  # should the function turn out not to
-        function = function_name(call)
+        function = call.name
         name = self._namer.name_of_operand(site, function)
         role = self._functions.role(
             tensor, name, Role.ACTIVATION, call, self._namer.place(site, function), self._sink.records
@@ -528,7 +529,7 @@ class SavedTensorHooks:
 
     def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
         """What a custom function that is saving makes of a tensor's role."""
-        place = "" if site.function is None else self._namer.place(site, function_name(site.function))
+        place = "" if site.function is None else self._namer.place(site, site.function.name)
         known = Role.ACTIVATION if role is Role.UNREAD else role
         found = self._functions.role(tensor, name, known, site.function, place, self._sink.records)
         return role if found is known else found

@@ -134,7 +134,7 @@ class BlockAgain:
 
     def pack(self, tensor: Tensor, frame: FrameType) -> Stored | View:
         """The handle of a plain tensor that is not the model's. frame: of the caller of the pack hook."""
-        site, record = call_site(frame), self._storages.of(tensor)
+        site, record = call_site(frame, tensor), self._storages.of(tensor)
         floating = self._encoder.rounds(tensor)
         sign = floating and is_own_relu_save(tensor)
         read = read_by(frame) if floating and not sign else None

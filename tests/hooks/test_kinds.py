@@ -10,7 +10,19 @@ import torch.nn.functional as F
 from small_models import loss_of, mlp
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from unusual_jobs import JOBS, WIDTH, FlashAttention, Mlp, OwnAttention, as_numpy, qlora, squared
+from unusual_jobs import (
+    JOBS,
+    WIDTH,
+    DecoratedAttention,
+    FlashAttention,
+    Mlp,
+    OwnAttention,
+    RebindingAttention,
+    TwoPartAttention,
+    as_numpy,
+    qlora,
+    squared,
+)
 
 import gact_dist
 from gact_dist import Config
@@ -297,6 +309,22 @@ def test_a_custom_attention_keeps_exactly_what_must_fit_together(scale, level):
     exact_rows = [row.name for row in gact.report().rows if row.codec == "exact"]
     assert sum("Mul" in name for name in exact_rows) == 2  # queries and keys
     assert any(FlashAttention.__name__ in name for name in exact_rows)
+
+
+@pytest.mark.parametrize("function", [RebindingAttention, DecoratedAttention, TwoPartAttention])
+def test_however_a_custom_attention_is_written_what_must_fit_together_is_exact(function):
+    torch.manual_seed(0)
+    job = squared(OwnAttention(5.0, function.apply), torch.randn(4, 64, WIDTH))
+    job.loss_fn(job.batch).backward()
+    exact = gradients_of(job.model)
+    gact = gact_dist.attach(job.model, "L1.2")
+    for _ in range(2):
+        job.model.zero_grad()
+        with gact.step(job.loss_fn, job.batch):
+            loss = job.loss_fn(job.batch)
+        loss.backward()
+        assert (gradients_of(job.model) - exact).norm() < 0.5 * exact.norm()
+    assert {row.codec for row in gact.report().rows} >= {"exact", "quantised"}
 
 
 def test_a_custom_attention_is_known_again_after_a_resume():

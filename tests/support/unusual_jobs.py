@@ -127,14 +127,47 @@ class FlashAttention(torch.autograd.Function):
         return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grads[0]
 
 
+class RebindingAttention(FlashAttention):
+    """Its forward assigns other tensors to the names of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        q, k, v = given = tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in given)
+        return FlashAttention.forward(ctx, q, k, v)
+
+
+class DecoratedAttention(FlashAttention):
+    """Its forward is behind a decorator, as that of a kernel for autocast is."""
+
+    forward = staticmethod(torch.amp.custom_fwd(FlashAttention.forward, device_type="cpu"))
+
+
+class TwoPartAttention(FlashAttention):
+    """Its forward is in two parts; it saves in the second."""
+
+    @staticmethod
+    def forward(*given: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = given
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        logsumexp = scores.logsumexp(-1)
+        return (scores - logsumexp[..., None]).exp() @ v, logsumexp
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, *output)
+
+
 class OwnAttention(nn.Module):
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, attend: Any = FlashAttention.apply) -> None:
         super().__init__()
+        self.attend = attend
         self.qkv, self.out, self.scale = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), scale
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        attended = FlashAttention.apply(q * self.scale, k * self.scale, v)
+        attended = self.attend(q * self.scale, k * self.scale, v)
+        attended = attended if isinstance(attended, Tensor) else attended[0]
         return self.out(attended.transpose(1, 2).flatten(-2)) - 1
 
 

@@ -1,0 +1,220 @@
+"""Calls of custom autograd functions, as a pack hook finds them while they save.
+
+[Note: calls without a frame] While a function saves, forward() has returned. Where Function.apply is written in Python
+(torch 2.13), its frame calls the pack hook and shows the function and what it was given. Where it is written in C++
+(2.14) there is no frame, and a program that holds `scale = Scale.apply` cannot be given another. But every function
+calls ctx.save_for_backward() inside forward() or setup_context(), whose frames show what the function was given. That
+is remembered by the instruction that called apply, which is also the one that saves. forward() may have assigned
+another tensor to the name of an argument. One that does not require a gradient although the argument did is left out,
+and the argument counts as an input that is not known: more is kept exactly then, never less.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from itertools import zip_longest
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .._patches import SharedPatch
+from .._torch_internals import (
+    APPLY_HAS_FRAME,
+    PLAIN_OR_PARAMETER,
+    function_of_context,
+    in_backward,
+    storage_id,
+    untraced,
+)
+from ..distributed import operator_aliases
+from .checkpoint import inside_checkpoint
+from .roles import leaves_of
+
+_KNOWN_FUNCTIONS = frozenset(operator_aliases())
+
+
+class FunctionCall(NamedTuple):
+    """A call of Function.apply that is saving."""
+
+    identity: Any
+    """the same object for all that one call saves"""
+    name: str
+    """of the function"""
+    given: Any
+    """what it was given, in containers"""
+    unknown: int = 0
+    """how many further tensors it was given"""
+
+    def operands(self) -> Iterator[Tensor]:
+        """The tensors that it was given, as far as they are known."""
+        for leaf in leaves_of(self.given):
+            if type(leaf) in PLAIN_OR_PARAMETER and leaf.layout == torch.strided and not leaf.is_nested:
+                yield leaf
+
+    def inputs(self) -> int:
+        """How many activations it was given: numbers in several places that are no parameters."""
+        found = {
+            storage_id(operand)
+            for operand in self.operands()
+            if operand.is_floating_point() and operand.numel() > 1 and not isinstance(operand, torch.nn.Parameter)
+        }
+        return len(found) + self.unknown
+
+
+def call_of_frame(frame: FrameType) -> FunctionCall | None:
+    """The call of a custom function whose frame of Function.apply this is."""
+    function = frame.f_locals.get("cls")
+    if function is None or not _is_custom(function):
+        return None
+    return FunctionCall(frame, function.__name__, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})))
+
+
+def call_without_frame(frame: FrameType, tensor: Tensor) -> FunctionCall | None:
+    """The call of a custom function that is saving a tensor now. See [Note: calls without a frame].
+
+    frame: of the caller of a pack hook.
+    """
+    if not _remembered.calls:
+        return None
+    place, storage = (id(frame), frame.f_lasti), storage_id(tensor)
+    for index in reversed(range(len(_remembered.calls))):
+        callers, saves, call = _remembered.calls[index]
+        if place in callers and storage in saves:
+            saves.remove(storage)
+            if not saves:
+                del _remembered.calls[index]
+            return call
+    return None
+
+
+@contextmanager
+def calls_remembered() -> Iterator[None]:
+    """Within the context call_without_frame() finds the calls of this thread, where they have no frames."""
+    if APPLY_HAS_FRAME:
+        yield
+        return
+    try:
+        with _SAVE.listening(FunctionCtx, threading.get_ident()):
+            yield
+    finally:
+        _remembered.calls.clear()
+
+
+_Place = tuple[int, int]
+"""(id of a frame, its instruction)"""
+
+
+class _Remembered(NamedTuple):
+    """A call that is about to save."""
+
+    callers: set[_Place]
+    """where apply may have been called: one place, unless forward() shows no frame that is known to be its own"""
+    saves: list[int]
+    """the storages of what has yet to be saved"""
+    call: FunctionCall
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Remembered] = []  # innermost last
+
+
+_remembered = _Calls()
+
+
+def _is_custom(function: type) -> bool:
+    """Whether a function is neither ours nor known of a framework."""
+    return function.__name__ not in _KNOWN_FUNCTIONS and function.__module__.partition(".")[0] != _OWN
+
+
+_OWN = __name__.partition(".")[0]
+_COMPILERS = "torch._functorch."
+"""where the functions of compiled regions are"""
+
+
+def _saving(save_for_backward: Callable[..., None], listeners: list[int]) -> Any:
+    """FunctionCtx.save_for_backward that also remembers the call."""
+
+    @untraced
+    @wraps(save_for_backward)
+    def remembering(self: Any, *tensors: Any) -> None:
+        save_for_backward(self, *tensors)
+        if threading.get_ident() in listeners and not in_backward() and not inside_checkpoint():
+            _remember(self, tensors, sys._getframe(1))
+
+    return remembering
+
+
+_SAVE = SharedPatch("save_for_backward", _saving)
+
+
+def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
+    """Remember a call, if one of its inputs needs a gradient: then it will save. frame: of the code that saves."""
+    function = function_of_context(context)
+    if function is None or not _is_custom(function) or function.__module__.startswith(_COMPILERS):
+        return
+    if not any(context.needs_input_grad):
+        return
+    around, method, forward = _frames_around(frame, function)
+    # what is not around this call has ended without saving all, by an exception
+    _remembered.calls[:] = [other for other in _remembered.calls if not other.callers.isdisjoint(around)]
+    given: list[Any] = []
+    unknown = len(context.needs_input_grad)
+    if forward is not None:
+        caller = forward.f_back
+        around = set() if caller is None else {(id(caller), caller.f_lasti)}
+        given, unknown = _trusted(context, _arguments(forward, method))
+    saves = [storage_id(tensor) for tensor in tensors if type(tensor) in PLAIN_OR_PARAMETER]
+    _remembered.calls.append(_Remembered(around, saves, FunctionCall(object(), function.__name__, given, unknown)))
+
+
+def _frames_around(frame: FrameType, function: type) -> tuple[set[_Place], str, FrameType | None]:
+    """(the place of each frame from this one up, which of a function's methods was met first, its frame)."""
+    own = {getattr(getattr(function, name), "__code__", None): name for name in ("forward", "setup_context")}
+    around: set[_Place] = set()
+    method, found = "", None
+    caller: FrameType | None = frame
+    while caller is not None:
+        around.add((id(caller), caller.f_lasti))
+        if found is None and caller.f_code in own:
+            method, found = own[caller.f_code], caller
+        caller = caller.f_back
+    return around, method, found
+
+
+def _arguments(frame: FrameType, method: str) -> list[Any]:
+    """What apply was given, as the frame of forward() or of setup_context() has it now."""
+    code, found = frame.f_code, frame.f_locals
+    names = code.co_varnames[: code.co_argcount]
+    if method == "setup_context":
+        return list(found.get(names[1], ())) if len(names) > 1 else []
+    values = [found.get(name) for name in names]
+    if code.co_flags & _VARARGS:
+        values += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+    return values[1:]  # the first is the context
+
+
+_VARARGS = 0x04  # inspect.CO_VARARGS
+
+
+def _trusted(context: Any, arguments: list[Any]) -> tuple[list[Any], int]:
+    """(what a call was given, how many of its tensors are not known). See [Note: calls without a frame]."""
+    trusted, unknown = [], 0
+    for needs_gradient, value in zip_longest(context.needs_input_grad, arguments, fillvalue=None):
+        if needs_gradient and not _has_gradient(value):
+            unknown += 1
+        else:
+            trusted.append(value)
+    return trusted, unknown
+
+
+def _has_gradient(value: Any) -> bool:
+    """Whether a value is a tensor that requires a gradient, or a view of one that was made without a graph."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.requires_grad or (value._is_view() and value._base is not None and value._base.requires_grad)
