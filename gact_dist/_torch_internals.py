@@ -42,6 +42,7 @@ NEEDED = (
     "torch._C._autograd.SavedTensor",
     "torch._C._current_autograd_node",
     "torch._C._last_executed_optimized_graph",
+    "torch.autograd.Function._backward_cls._forward_cls",
     "torch.Tensor._base",
     "torch.Tensor._is_view",
     "torch.Tensor._version",
@@ -400,6 +401,8 @@ def selective_key(operator: Any, args: tuple) -> Any:
 untraced: Any = torch._disable_dynamo
 """A decorator: the compiler does not look into the function."""
 COMPILED_RUNTIME = os.path.join(DIRECTORY, "_functorch", "_aot_autograd")
+COMPILED_FUNCTIONS = "torch._functorch."
+"""the modules of the autograd functions that compiled regions are"""
 COMPILER = os.path.join(DIRECTORY, "_dynamo")
 
 

@@ -25,6 +25,7 @@ from torch.autograd.function import FunctionCtx
 from .._patches import SharedPatch
 from .._torch_internals import (
     APPLY_HAS_FRAME,
+    COMPILED_FUNCTIONS,
     PLAIN_OR_PARAMETER,
     function_of_context,
     in_backward,
@@ -133,8 +134,6 @@ def _is_custom(function: type) -> bool:
 
 
 _OWN = __name__.partition(".")[0]
-_COMPILERS = "torch._functorch."
-"""where the functions of compiled regions are"""
 
 
 def _saving(save_for_backward: Callable[..., None], listeners: list[int]) -> Any:
@@ -156,7 +155,7 @@ _SAVE = SharedPatch("save_for_backward", _saving)
 def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
     """Remember a call, if one of its inputs needs a gradient: then it will save. frame: of the code that saves."""
     function = function_of_context(context)
-    if function is None or not _is_custom(function) or function.__module__.startswith(_COMPILERS):
+    if function is None or not _is_custom(function) or function.__module__.startswith(COMPILED_FUNCTIONS):
         return
     if not any(context.needs_input_grad):
         return

@@ -33,6 +33,7 @@ _ALIASES = {
 }
 
 _FORWARDING = forwarding_nodes()
+_RESHAPE, _LINEAR = "UnsafeViewBackward0", "AddmmBackward0"
 RECOMPUTED = "~"
 """after the operator, in the name of what is saved inside of a checkpointed block"""
 
@@ -195,11 +196,17 @@ class Namer:
 
 
 def producer(tensor: Tensor) -> Any:
-    """The node that computed a tensor, past the nodes by which wrappers pass inputs and outputs on."""
+    """The node that computed a tensor, past the nodes by which wrappers pass inputs and outputs on.
+
+    The result of a linear layer of more than two dimensions is no view of the product in every torch (2.15).
+    """
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None and node.name() in _FORWARDING:
         below = node.next_functions
         node, number = below[number] if number < len(below) else below[-1]
+    if node is not None and node.name() == _RESHAPE:
+        product: Any = node.next_functions[0][0]
+        return product if product is not None and product.name() == _LINEAR else node
     return node
 
 

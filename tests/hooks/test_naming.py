@@ -96,6 +96,7 @@ def test_names_say_where_and_what():
     model, batch = small_models.gpt()
     rows = names(attach(model), lambda: small_models.loss_of(model)(batch))
     assert "blocks.0.up:LayerNorm@4" in rows  # input of blocks.0.up, made by the layer norm before it
+    assert "blocks.0:Addmm@8" in rows  # that of gelu, whether or not the result of a linear layer is a view
     assert ":LogSoftmax" in rows
 
 
