@@ -10,6 +10,7 @@ import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -19,6 +20,7 @@ STABLE_ABI = 0x020B000000000000
 # and -fno-trapping-math change no value, they let rounding and fma() become one instruction.
 COMMON_FLAGS = [
     "-O3",
+    "-g0",  # Python's own flags may ask for debug information, which is six times the code
     "-std=c++17",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -88,6 +90,13 @@ class BuildPython(build_py):
                 self.copy_file(str(source), str(target / source.name))
 
 
+class PlatformWheel(bdist_wheel):
+    """bdist_wheel for every version of Python: the library holds no Python module, and torch's ABI is stable."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[
         Extension(
@@ -97,5 +106,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildNative, "build_py": BuildPython},
+    cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildNative, "build_py": BuildPython},
 )

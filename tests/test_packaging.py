@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.large  # the native library is compiled twice
 LONGEST_S = 900
-SOURCES = ["CHANGELOG.md", "MANIFEST.in", "README.md", "csrc", "gact_dist", "pyproject.toml", "setup.py"]
+LARGEST_BYTES = 4 << 20  # with debug information it was 7.8 million
+SOURCES = ["CHANGELOG.md", "MANIFEST.in", "README.md", "csrc", "gact_dist", "pyproject.toml", "setup.py", "tests"]
 ONE_STEP = """
 import warnings
 from pathlib import Path
@@ -89,10 +90,14 @@ def test_the_sdist_has_every_source(sdist):
         for source in (ROOT / folder).rglob(pattern):
             assert source.is_dir() or (sdist / source.relative_to(ROOT)).is_file(), source
     assert (sdist / "gact_dist" / "py.typed").is_file()
+    assert (sdist / "CHANGELOG.md").is_file()
+    assert not (sdist / "tests").exists()  # setuptools takes a part of them along by itself
 
 
 def test_a_wheel_works_away_from_the_repository(sdist, tmp_path):
     wheel = wheel_of(sdist, tmp_path)
+    assert "-py3-none-linux_" in wheel.name  # the library holds no Python module
+    assert wheel.stat().st_size < LARGEST_BYTES
     names = set(zipfile.ZipFile(wheel).namelist())
     cuda = {f"gact_dist/csrc/{path.relative_to(ROOT / 'csrc')}" for path in (ROOT / "csrc" / "cuda").iterdir()}
     assert {"gact_dist/_native.so", "gact_dist/py.typed", *cuda} <= names
@@ -101,7 +106,7 @@ def test_a_wheel_works_away_from_the_repository(sdist, tmp_path):
     fields = HeaderParser().parsestr(zipfile.ZipFile(wheel).read(metadata).decode())
     assert fields["Requires-Python"] == ">=3.10"
     assert "Typing :: Typed" in fields.get_all("Classifier")
-    assert {"cuda12", "cuda13", "docs", "dev"} <= set(fields.get_all("Provides-Extra"))
+    assert {"cli", "cuda12", "cuda13", "docs", "dev"} <= set(fields.get_all("Provides-Extra"))
     assert "slow PyTorch reference" not in one_step(wheel, tmp_path).stderr
 
 
