@@ -26,6 +26,7 @@ from unusual_jobs import (
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.hooks import call_stack, function_calls
 
 STEPS = 5
 # Bits are chosen before the first step, under follow() before the third, and with lazy modules a step later.
@@ -267,6 +268,15 @@ def test_a_scripted_model_cannot_be_followed():
 # -- what custom functions and quantised weights keep ------------------------------------------------------------------
 
 
+@pytest.fixture(params=["by its frame", "by what it saves"])
+def met(request, monkeypatch):
+    """How a call of a custom function is met: only the second where Function.apply has no frame."""
+    if request.param == "by what it saves":
+        for module in (call_stack, function_calls):
+            monkeypatch.setattr(module, "APPLY_HAS_FRAME", False)
+        monkeypatch.setattr(call_stack, "call_of_frame", lambda frame: None)
+
+
 def codecs(job, level):
     """Codec of each row by shape, in the second of two steps, in which all roles are known."""
     gact = gact_dist.attach(job.model, config=Config.from_level(level, min_numel=16))
@@ -291,6 +301,7 @@ def test_dequantised_weights_are_weights(custom):
     assert all(row.codec in ("exact", "narrow") for row in gact.report().rows if row.shape in weights)
 
 
+@pytest.mark.usefixtures("met")
 @pytest.mark.parametrize("scale", [1.5, 5.0])
 @pytest.mark.parametrize("level", ["L1", "L1.2", "L2.1"])
 def test_a_custom_attention_keeps_exactly_what_must_fit_together(scale, level):
@@ -311,6 +322,7 @@ def test_a_custom_attention_keeps_exactly_what_must_fit_together(scale, level):
     assert any(FlashAttention.__name__ in name for name in exact_rows)
 
 
+@pytest.mark.usefixtures("met")
 @pytest.mark.parametrize("function", [RebindingAttention, DecoratedAttention, TwoPartAttention])
 def test_however_a_custom_attention_is_written_what_must_fit_together_is_exact(function):
     torch.manual_seed(0)
@@ -327,6 +339,7 @@ def test_however_a_custom_attention_is_written_what_must_fit_together_is_exact(f
     assert {row.codec for row in gact.report().rows} >= {"exact", "quantised"}
 
 
+@pytest.mark.usefixtures("met")
 def test_a_custom_attention_is_known_again_after_a_resume():
     torch.manual_seed(0)
     job = squared(OwnAttention(5.0), torch.randn(4, 64, WIDTH))
@@ -349,6 +362,7 @@ def test_a_custom_attention_is_known_again_after_a_resume():
     assert torch.equal(steps(resumed, 1), expected)
 
 
+@pytest.mark.usefixtures("met")
 def test_inputs_of_custom_functions_that_combine_nothing_are_compressed():
     torch.manual_seed(0)
     found = codecs(JOBS["custom functions"](), "L1")
@@ -357,6 +371,7 @@ def test_inputs_of_custom_functions_that_combine_nothing_are_compressed():
     assert sum(codec == "quantised" for name, codec in found if "Addmm@" in name) == 2
 
 
+@pytest.mark.usefixtures("met")
 def test_an_input_that_is_stored_rounded_already_is_stored_again_where_it_must_be_exact():
     class Shared(OwnAttention):
         def forward(self, x):
