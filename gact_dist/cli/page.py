@@ -115,9 +115,12 @@ def _accuracy_card(run: Run, other: Run | None) -> list[tuple[str, str, str]]:
 
 
 def _ranks_card(run: Run) -> list[tuple[str, str, str]]:
-    if len(run.ranks) < 2:
+    known, expected = len(run.ranks), max(run.world_size, len(run.ranks))
+    if expected < 2 or not known:
         return []
-    known, expected = len(run.ranks), int(run.about.get("world_size", len(run.ranks)))
+    if known == 1:
+        [rank] = run.ranks
+        return [("Ranks", "unknown", f"only rank {rank} of {expected} left a file in ranks: did others write elsewhere?")]
     different = _disagreeing(run)
     if different:
         return [("Ranks", "differ", f"in the plans of steps {', '.join(map(str, different[:4]))}")]

@@ -101,8 +101,9 @@ class Spread:
 
     model: nn.Module
     """that compression is attached to"""
-    loss: Callable[[], Tensor]
-    """runs a forward"""
+    loss_fn: Callable[[Any], Tensor]
+    """loss_fn(batch) runs a forward"""
+    batch: Any
     optimizer: Any
     """None without one"""
     buckets: list[Tensor]
@@ -137,7 +138,7 @@ def spread(
         _parallelize(model, mesh)
     elif settings.layout is not None:
         _shard(model, blocks, settings, mesh)
-    return Spread(model, lambda: loss_fn(batch), _optimizer(model, settings), buckets)
+    return Spread(model, loss_fn, batch, _optimizer(model, settings), buckets)
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> Any:
