@@ -20,6 +20,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 FOUND_BROKEN, FOUND_NOTHING, COULD_NOT, INTERRUPTED = 1, 1, 2, 130
@@ -46,7 +47,10 @@ def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     for part in shown:
-        console().print(part, soft_wrap=isinstance(part, Text))  # a line of code is not to be broken
+        screen = console()
+        if isinstance(part, Table):  # one that says how wide it has to be is not to be cut
+            screen.width = max(screen.width, part.min_width or 0)
+        screen.print(part, soft_wrap=isinstance(part, Text))  # nor a line of code to be broken
 
 
 def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -59,6 +63,9 @@ def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, 
         except CommandError as error:
             report_error(str(error), bool(options.get("as_json")))
             raise typer.Exit(COULD_NOT) from None
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted\n")
+            raise typer.Exit(INTERRUPTED) from None
 
     return reporting
 

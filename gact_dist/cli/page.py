@@ -120,7 +120,9 @@ def _ranks_card(run: Run) -> list[tuple[str, str, str]]:
         return []
     if known == 1:
         [rank] = run.ranks
-        return [("Ranks", "unknown", f"only rank {rank} of {expected} left a file in ranks: did others write elsewhere?")]
+        return [
+            ("Ranks", "unknown", f"only rank {rank} of {expected} left a file in ranks: did others write elsewhere?")
+        ]
     different = _disagreeing(run)
     if different:
         return [("Ranks", "differ", f"in the plans of steps {', '.join(map(str, different[:4]))}")]

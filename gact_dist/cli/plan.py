@@ -103,7 +103,9 @@ def _check_loss(job: Job) -> None:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise CommandError(f"loss_fn(batch) returned {got}, expected the loss: a tensor of one element")
     if not loss.isfinite().all():
-        raise CommandError(f"the loss is {loss.item()} on this batch, expected a finite one: no gradient follows from it")
+        raise CommandError(
+            f"the loss is {loss.item()} on this batch, expected a finite one: no gradient follows from it"
+        )
 
 
 def _found(controller: Controller, output: Path) -> dict[str, Any]:
