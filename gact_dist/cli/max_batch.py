@@ -23,6 +23,7 @@ from ..config import Config
 from .batch_search import Probe, largest, next_batch
 from .figures import max_batch_figures
 from .loading import JobArgument, load_function
+from .malloc_settings import MALLOC_SETTINGS
 from .output import (
     FOUND_NOTHING,
     INTERRUPTED,
@@ -43,9 +44,6 @@ _FIRST = 4
 _RESOLUTION = 1 / 12
 _NAME_OF_UNTOUCHED = "untouched"
 _ON_CPU_BYTES = 2 << 30
-# By itself glibc keeps tensors of several MiB in a heap, where what is freed around a small payload is lost: a step at
-# L2 held 350 MB, where with each tensor in pages of its own it held 80 MB, and the untouched one 375 and 246.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "524288"}
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
         command = [sys.executable, "-m", "gact_dist.cli.trial", json.dumps(asdict(trial)), str(result)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, env={**_MALLOC, **os.environ}
+                command, capture_output=True, text=True, timeout=timeout_s, env={**MALLOC_SETTINGS, **os.environ}
             )
         except subprocess.TimeoutExpired:
             return Probe(batch=size, fits=False, reason=f"not over after {timeout_s:g} s")
@@ -268,7 +266,7 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
     text += f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
     if values["device"] == "cpu":
-        text += f" To have as much, start the job with {' '.join(f'{key}={value}' for key, value in _MALLOC.items())}."
+        text += f" To have as much, start the job with {' '.join(f'{key}={value}' for key, value in MALLOC_SETTINGS.items())}."
     return Text(text + (f" Plot: {output}" if output is not None else ""))
 
 

@@ -61,7 +61,7 @@ def command(
     for what, value, note in cards:
         table.add_row(what, f"[bold]{value}[/]", f"[dim]{note}[/]")
     unread = "".join(
-        f"\n{count} line{'s' if count > 1 else ''} of {file} cannot be read, and {'are' if count > 1 else 'is'} left out"
+        f"\n{file}: {count} line{'s' if count > 1 else ''} cannot be read and {'are' if count > 1 else 'is'} left out"
         for file, count in values["unread_lines"].items()
     )
     names = ", ".join(run.name for run in found)

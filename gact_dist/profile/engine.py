@@ -135,8 +135,8 @@ def _notes(settings: Settings, measures: bool) -> tuple[str, ...]:
     ]
     if measures and settings.is_fake:
         notes.append(
-            "without values nothing can be measured, so L2 and other levels that adapt have their average bits for every "
-            "tensor, as L1 has: a measurement gives some tensors more and others fewer, with the same sum"
+            "without values nothing can be measured, so L2 and other levels that adapt have their average bits for "
+            "every tensor, as L1 has: a measurement gives some tensors more and others fewer, with the same sum"
         )
     if measures and not settings.is_fake:
         notes.append(

@@ -92,8 +92,8 @@ class Settings:
         if self.shard_ranks is not None and (self.shard_ranks < 1 or self.world_size % self.shard_ranks):
             raise ProfileError(f"shard_ranks is {self.shard_ranks}, expected a divisor of world_size={self.world_size}")
         ranks = self.shard_ranks or self.world_size
-        is_count = self.reshard is not None and not isinstance(self.reshard, bool)
-        if is_count and (self.reshard < 1 or ranks % self.reshard):
+        to_ranks = ranks if self.reshard is None or isinstance(self.reshard, bool) else self.reshard
+        if to_ranks < 1 or ranks % to_ranks:
             raise ProfileError(f"reshard is {self.reshard}, expected a divisor of the {ranks} ranks that share a copy")
         if self.optimizer == "none" and self.layout == "zero1":
             raise ProfileError("optimizer is 'none' with layout 'zero1', expected one whose state is shared")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from gact_dist import codec
 from gact_dist.cli import main
 from gact_dist.cli.app import app
+from gact_dist.cli.malloc_settings import MALLOC_SETTINGS
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(command.name for command in app.registered_commands)
 
 
@@ -55,6 +58,23 @@ def test_a_gpu_without_nvrtc_is_broken(run_json, run, monkeypatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "pip install nvidia-cuda-nvrtc" in " ".join(result.stdout.split())
+
+
+def test_the_settings_of_malloc_are_looked_for(run_json, run, monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    for variable in MALLOC_SETTINGS:
+        monkeypatch.delenv(variable, raising=False)
+    [check] = [check for check in run_json("doctor")["checks"] if check["what"] == "malloc settings"]
+    assert check["state"] == "absent"
+    export = "export MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=524288"
+    assert export in check["mend"]
+    assert run("doctor").exit_code == 0
+    for variable, value in MALLOC_SETTINGS.items():
+        monkeypatch.setenv(variable, value)
+        assert f"    export {variable}={value}" in (ROOT / "docs" / "memory.md").read_text()
+    [check] = [check for check in run_json("doctor")["checks"] if check["what"] == "malloc settings"]
+    assert (check["state"], check["mend"]) == ("fine", "")
+    assert "262144" in check["found"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -20,9 +20,11 @@ from torch import nn
 def blocks():
     torch.manual_seed(0)
     width = 64
-    inner = [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)]
-    layers = nn.ModuleList(nn.Sequential(*(type(m)(width, width) if type(m) is nn.Linear else
-        nn.LayerNorm(width) if type(m) is nn.LayerNorm else nn.GELU() for _ in range(4) for m in inner)) for _ in range(3))
+
+    def block():
+        return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))))
+
+    layers = nn.ModuleList(block() for _ in range(3))
     model = nn.ModuleDict({"layers": layers})
 
     def loss_fn(x):

@@ -226,7 +226,7 @@ def test_lines_that_are_not_as_they_were_written_are_left_out_and_counted(two_ru
     found = run_json("report", two_runs)
     assert found["unread_lines"] == {"L2/steps.jsonl": len(bad)}
     assert set(found["figures"]) == ALL
-    assert f"{len(bad)} lines of L2/steps.jsonl cannot be read, and are left out" in run("report", two_runs).stdout
+    assert f"L2/steps.jsonl: {len(bad)} lines cannot be read and are left out" in run("report", two_runs).stdout
 
 
 @pytest.mark.parametrize(
