@@ -266,7 +266,8 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
     text += f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
     if values["device"] == "cpu":
-        text += f" To have as much, start the job with {' '.join(f'{key}={value}' for key, value in MALLOC_SETTINGS.items())}."
+        settings = " ".join(f"{key}={value}" for key, value in MALLOC_SETTINGS.items())
+        text += f" To have as much, start the job with {settings}."
     return Text(text + (f" Plot: {output}" if output is not None else ""))
 
 
