@@ -77,6 +77,9 @@ def command(
         list[str] | None, _Option(help="Classes of modules that are sharded or checkpointed on their own.")
     ] = None,
     checkpointing: Annotated[bool, _Option("--checkpointing", help="Recompute these modules in backward.")] = False,
+    measure: Annotated[
+        bool, _Option(help="Measure the bits of levels that adapt on the batch; never with --fake or --layout.")
+    ] = True,
     shown: Annotated[str | None, _Option("--show", help="The level whose modules and lines are listed.")] = None,
     rows: Annotated[int, _Option(min=1, help="Rows of each table.")] = 12,
     as_json: JsonOption = False,
@@ -94,6 +97,7 @@ def command(
             world_size=world_size, layout=layout, fake=fake, optimizer=optimizer, dtype=_dtype(dtype),
             compute_dtype=_dtype(compute_dtype), reduce_dtype=_dtype(reduce_dtype), reshard=_reshard(reshard),
             shard_ranks=shard_ranks, wrap=tuple(wrap or ()), checkpointing=checkpointing,
+            measure=measure,
         )  # fmt: skip
         levels = level or list(DEFAULT_LEVELS)
         if shown is not None and shown not in levels:

@@ -56,10 +56,10 @@ def says_out_of_memory(text: str) -> str:
 
 def try_here(trial: Trial) -> Probe:
     """Train a few steps in this process. Raises CommandError."""
-    load_function(trial.job)  # what it imports is not counted
+    sizes = (trial.batch,) if trial.sequence is None else (trial.batch, trial.sequence)
+    load_function(trial.job, *sizes)  # what it imports is not counted
     _warm_up(trial)
     before_bytes = _limit_memory(trial)
-    sizes = (trial.batch,) if trial.sequence is None else (trial.batch, trial.sequence)
     job = load_job(trial.job, *sizes)
     _check_device(job, trial)
     job.model.train()

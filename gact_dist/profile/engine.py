@@ -99,10 +99,10 @@ def _config_of(level: str, settings: Settings) -> Config | None:
     unknown = [setting for setting in behind if setting not in _SETTINGS]
     if unknown:
         raise ProfileError(f"level {level!r} ends in {unknown[0]!r}, expected one of {', '.join(_SETTINGS)} behind a +")
-    if "recomputed" in behind and settings.is_fake:
+    if "recomputed" in behind and not settings.measures:
         raise ProfileError(
-            f"level {level!r} compresses what a measurement has seen, and without values nothing is measured; expected "
-            "a job on its own tensors: leave out --fake and --layout"
+            f"level {level!r} compresses what a measurement has seen, and nothing is measured; expected a job on its "
+            "own tensors: leave out --fake, --layout and --no-measure"
         )
     try:
         config = Config.from_level(name, **dict.fromkeys(behind, True))
@@ -133,12 +133,12 @@ def _notes(settings: Settings, measures: bool) -> tuple[str, ...]:
         "live storages of tensors are counted; what an operator allocates and frees within itself is not, nor what an "
         "allocator keeps"
     ]
-    if measures and settings.is_fake:
+    if measures and not settings.measures:
         notes.append(
-            "without values nothing can be measured, so L2 and other levels that adapt have their average bits for "
-            "every tensor, as L1 has: a measurement gives some tensors more and others fewer, with the same sum"
+            "nothing was measured, so L2 and other levels that adapt have their average bits for "
+            "every tensor, as L1 has; a measurement gives some tensors more and others fewer, with the same sum"
         )
-    if measures and not settings.is_fake:
+    if measures and settings.measures:
         notes.append(
             "bits of levels that adapt were measured on this batch; L1 and L2 keep about as much: L2 spends the same "
             "bits where the gradient needs them"
@@ -160,7 +160,7 @@ class _Run:
     def __init__(
         self, built: tuple[nn.Module, Any, Any], settings: Settings, tracker: Tracker, mode: Any, mesh: Any
     ) -> None:
-        self._tracker, self._taken, self._is_fake = tracker, 0, mode is not None
+        self._tracker, self._taken, self._measures = tracker, 0, settings.measures
         model, batch, loss_fn = built
         if mode is not None:
             batch = tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else mode.from_tensor(tensor), batch)
@@ -195,7 +195,7 @@ class _Run:
             for _ in range(2 if first == 1 else 1):
                 self._step(None)
         else:
-            controller = attach(self._job.model, config=_without_measuring(config) if self._is_fake else config)
+            controller = attach(self._job.model, config=config if self._measures else _without_measuring(config))
             try:
                 self._steps_until_learnt(controller)
                 report, tensors = controller.report(), tuple(_kept(controller))
@@ -215,7 +215,7 @@ class _Run:
     def _steps_until_learnt(self, controller: Controller) -> None:
         """Take steps until what they keep no longer changes."""
         self._step(controller, trains=False)
-        if not self._is_fake and _measures(controller.config):
+        if self._measures and _measures(controller.config):
             self._taken += 1  # it is no step of the job's, and looked at as none
             self._tracker.begin(Phase.FORWARD, self._taken)
             controller.calibrate(self._job.loss_fn, self._job.batch, controller.config.calibration_samples)

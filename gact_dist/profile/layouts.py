@@ -63,11 +63,18 @@ class Settings:
     """classes of the modules that are sharded, or checkpointed, on their own; without any the repeated blocks are"""
     checkpointing: bool = False
     """whether these modules are recomputed in backward"""
+    measure: bool = True
+    """whether bits are measured on the batch, where tensors have values; else all have the level's average"""
 
     @property
     def is_fake(self) -> bool:
         """Whether tensors have no memory."""
         return self.fake or self.layout is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether bits are measured."""
+        return self.measure and not self.is_fake
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in LAYOUTS:

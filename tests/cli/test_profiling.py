@@ -105,7 +105,7 @@ def test_a_function_may_return_a_config(tmp_path, run_json):
             ("--level", "L2+deriv"),
             "level 'L2+deriv' ends in 'deriv', expected one of derive, recomputed",
         ),
-        ("{jobs}:small", ("--fake", "--level", "L2+recomputed"), "without values nothing is measured"),
+        ("{jobs}:small", ("--fake", "--level", "L2+recomputed"), "and nothing is measured"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(jobs, run, target, options, message):
@@ -142,13 +142,13 @@ def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
 def test_bits_are_measured_where_there_are_values(jobs, run_json):
     levels = ("--level", "L1", "--level", "L2")
     bits = {}
-    for name, options in (("values", ()), ("shapes", ("--fake",))):
+    for name, options in (("values", ()), ("shapes", ("--fake",)), ("averages", ("--no-measure",))):
         found = run_json("profile", f"{jobs}:small", *levels, *options)
         rounded = [[t["bits"] for t in level["tensors"] if t["codec"] == "quantised"] for level in found["levels"]]
         bits[name] = [set(of_level) for of_level in rounded]
         assert ("were measured on this batch" in " ".join(found["notes"])) == (name == "values")
         assert found["levels"][1]["retained_bytes"] <= 1.02 * found["levels"][0]["retained_bytes"]
-    assert bits["shapes"] == [{4.0}, {4.0}]
+    assert bits["shapes"] == bits["averages"] == [{4.0}, {4.0}]
     assert bits["values"][0] == {4.0}
     assert len(bits["values"][1]) > 1
 

@@ -237,7 +237,6 @@ def test_lines_that_are_not_as_they_were_written_are_left_out_and_counted(two_ru
         ("saved.jsonl", '{"step": 9}\n'),
         ("adaptations.jsonl", '{"step": 9, "tensors": 3}\n'),
         ("gradient.jsonl", '{"step": 9, "squared_gradient": 1.0, "predicted": "x"}\n'),
-        ("ranks/rank0.jsonl", '{"step": 9}\n'),
     ],
 )
 def test_a_file_that_another_program_wrote_is_one_message(two_runs, run, file, content):
