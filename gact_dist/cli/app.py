@@ -4,14 +4,15 @@ A command's file has `command`, with typer's annotations and a docstring that is
 then an example. It is wrapped in `reporting_errors`, has an option `JsonOption`, and shows what it found with `show`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
 import gact_dist
 
 from . import doctor, max_batch, plan, profiling, report
-from .output import reporting_errors
+from .output import COULD_NOT, report_error, reporting_errors
 
 app = typer.Typer(
     name="gact-dist",
@@ -45,3 +46,16 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(reporting_errors(_command))
+
+_UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings under a name of its own or not
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line. What it does not understand of it is one message, as an error of a command is."""
+    try:
+        return int(app(list(arguments), prog_name="gact-dist", standalone_mode=False) or 0)
+    except _UsageError as wrong:
+        name = "gact-dist" if wrong.ctx is None else wrong.ctx.command_path
+        text = wrong.format_message().rstrip(".")
+        report_error(f"{text}; {name} --help shows what is expected", "--json" in arguments)
+        return COULD_NOT

@@ -21,6 +21,7 @@ import gact_dist
 
 from .. import codec
 from .._torch_internals import VERSION
+from .malloc_settings import MALLOC_SETTINGS
 from .output import FOUND_BROKEN, JsonOption, show, shown_bytes
 
 _LEAST_TORCH = (2, 11)
@@ -160,6 +161,7 @@ def _memory() -> Iterator[Check]:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Check("RAM", State.FINE, f"{shown_bytes(total)}, {shown_bytes(free)} free; {os.cpu_count()} CPUs")
+    yield _malloc()
     limits = [f"{name} {shown_bytes(limit)}" for name, limit in _limits()]
     yield Check("limits of memory", State.FINE, ", ".join(limits) or "none", "max-batch needs less" if limits else "")
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -168,6 +170,18 @@ def _memory() -> Iterator[Check]:
         little = size < _LITTLE_SHARED_BYTES
         mend = "DataLoader workers and gloo may want more: --shm-size=4g in a container" if little else ""
         yield Check("shared memory", State.ABSENT if little else State.FINE, shown_bytes(size), mend)
+
+
+def _malloc() -> Check:
+    """Whether glibc gives a freed tensor back; by itself it keeps those below 32 MiB in a heap."""
+    name = "malloc settings"
+    if platform.libc_ver()[0] != "glibc":
+        return Check(name, State.FINE, "not needed: the C library is not glibc")
+    unset = {variable: value for variable, value in MALLOC_SETTINGS.items() if not os.environ.get(variable)}
+    if not unset:
+        return Check(name, State.FINE, ", ".join(f"{variable}={os.environ[variable]}" for variable in MALLOC_SETTINGS))
+    mend = "for jobs on a CPU, before they start: export " + " ".join(f"{key}={value}" for key, value in unset.items())
+    return Check(name, State.ABSENT, "not set: glibc keeps freed memory, which hides what is saved on a CPU", mend)
 
 
 def _limits() -> Iterator[tuple[str, int]]:

@@ -57,19 +57,20 @@ class UserCode(AbstractContextManager[Any]):
         if error is None or isinstance(error, (KeyboardInterrupt, GeneratorExit, CommandError)):
             return
         text = (str(error).strip().splitlines() or [""])[0]
-        raise CommandError(f"{self._doing} failed: {type(error).__name__}: {text}{_own_line(trace)}") from None
+        kind_of_error = "" if _is_refusal(error, trace) else f"{type(error).__name__}: "
+        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{_own_line(trace)}") from None
 
 
 def load_job(name: str, *arguments: Any) -> Job:
     """What the function called `name` returns. arguments: for it. Raises CommandError."""
-    function = load_function(name)
+    function = load_function(name, *arguments)
     with UserCode(f"{name}({', '.join(map(str, arguments))})"):
         made = function(*arguments)
     return job_of(name, made)
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """The function called MODULE:FUNCTION or FILE.py:FUNCTION. Raises CommandError."""
+def load_function(name: str, *arguments: Any) -> Callable[..., Any]:
+    """The function called MODULE:FUNCTION or FILE.py:FUNCTION, which takes these arguments. Raises CommandError."""
     module_name, separator, function_name = name.rpartition(":")
     if not separator or not module_name or not function_name:
         raise CommandError(
@@ -83,8 +84,20 @@ def load_function(name: str) -> Callable[..., Any]:
             f"{module_name} has no function {function_name!r}, expected one of its own: {', '.join(known) or 'none'}"
         )
     if not callable(function):
-        raise CommandError(f"{name} is a {type(function).__name__}, expected a function")
+        raise CommandError(f"{name} is of type {type(function).__name__}, expected a function")
+    _check_takes(name, function, arguments)
     return function
+
+
+def _check_takes(name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:  # it is written in C, and does not say
+        return
+    except TypeError as error:
+        call = f"{name}({', '.join(map(str, arguments))})"
+        mend = "takes these arguments" if arguments else "can be called without arguments: give them defaults"
+        raise CommandError(f"{call} is not possible: {error}; expected a function that {mend}") from None
 
 
 def _load_module(name: str) -> ModuleType:
@@ -160,6 +173,12 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         f"the model returned {got}, expected the loss, or an output with a loss: give the batch its labels, or return "
         "(model, batch, loss_fn), where loss_fn(batch) is the loss"
     )
+
+
+def _is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether the package itself refused what it was given, in words that need no name of a class before them."""
+    frames = traceback.extract_tb(trace)
+    return isinstance(error, (ValueError, TypeError)) and bool(frames) and frames[-1].filename.startswith(_PACKAGE)
 
 
 def _own_line(trace: TracebackType | None) -> str:

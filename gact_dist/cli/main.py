@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 _NEEDED = ("typer", "rich", "plotly")
-USAGE_ERROR = 2
+USAGE_ERROR, INTERRUPTED = 2, 130
 
 
 def main() -> None:
@@ -13,9 +13,13 @@ def main() -> None:
     if missing:
         sys.stderr.write(f"gact-dist needs {', '.join(missing)}: pip install 'gact-dist[cli]'\n")
         raise SystemExit(USAGE_ERROR)
-    from .app import app
+    try:
+        from .app import run
 
-    app()
+        raise SystemExit(run(sys.argv[1:] or ["--help"]))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

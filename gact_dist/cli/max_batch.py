@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,17 +23,27 @@ from ..config import Config
 from .batch_search import Probe, largest, next_batch
 from .figures import max_batch_figures
 from .loading import JobArgument, load_function
-from .output import CommandError, JsonOption, bytes_of, show, shown_bytes, working
+from .malloc_settings import MALLOC_SETTINGS
+from .output import (
+    FOUND_NOTHING,
+    INTERRUPTED,
+    CommandError,
+    JsonOption,
+    bytes_of,
+    check_writable,
+    report_interrupted,
+    show,
+    shown_bytes,
+    working,
+)
 from .page import page_of_figures
 from .pictures import write_png
 from .trial import UNTOUCHED, Trial, says_out_of_memory
 
 _FIRST = 4
 _RESOLUTION = 1 / 12
+_NAME_OF_UNTOUCHED = "untouched"
 _ON_CPU_BYTES = 2 << 30
-# By itself glibc keeps tensors of several MiB in a heap, where what is freed around a small payload is lost: a step at
-# L2 held 350 MB, where with each tensor in pages of its own it held 80 MB, and the untouched one 375 and 246.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "524288"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Method:
     def name(self) -> str:
         """For people."""
         if self.level == UNTOUCHED:
-            return "checkpointing" if self.checkpoints else "untouched"
+            return "checkpointing" if self.checkpoints else _NAME_OF_UNTOUCHED
         return f"{self.level} + checkpointing" if self.checkpoints else self.level
 
     @property
@@ -61,7 +72,9 @@ def command(
     memory: Annotated[
         str | None, typer.Option(help="What a try may use, such as 2GiB; the whole GPU, or 2GiB on a CPU.")
     ] = None,
-    levels: Annotated[str, typer.Option(help="Levels to compare, L0 being the untouched job.")] = "",
+    levels: Annotated[
+        str | None, typer.Option(help="Levels to compare, such as L0,L2; L0 is the untouched job.")
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Call FUNCTION(batch, SEQUENCE).")] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Call FUNCTION(BATCH, sequence), and look for the longest sequence.")
@@ -83,26 +96,48 @@ def command(
     $ gact-dist max-batch jobs.py:gpt --memory 2GiB --levels L0,L1,L2 --output max_batch.html
     """
     trial = _trial(job, memory, sequence, batch, optimizer, device)
-    load_function(job)
+    if not timeout > 0:
+        raise CommandError(f"--timeout is {timeout:g}, expected a number of seconds above 0")
+    load_function(job, *_sizes(batch or _FIRST, _FIRST if batch else sequence))
     methods = _methods(levels, checkpoint, trial.device)
     if output is not None and output.suffix not in (".html", ".png"):
         raise CommandError(f"--output is {output}, expected a name that ends in .html or .png")
-    found: list[Method] = []
+    if output is not None:
+        check_writable(output, "plot")
     with working("trying", as_json) as now:
-        for number, method in enumerate(methods, 1):
-            prefix = f"{number} of {len(methods)}, {method.name}:"
 
-            def attempt(size: int, method: Method = method, prefix: str = prefix) -> Probe:
-                now(f"{prefix} {size}")
-                return run_trial(_sized(trial, method, size, batch is not None), size, timeout)
+        def attempt(number: int, method: Method, size: int) -> Probe:
+            now(f"{number} of {len(methods)}, {method.name}: {size}")
+            return run_trial(_sized(trial, method, size, batch is not None), size, timeout)
 
-            first = found[-1].best.batch if found and found[-1].best else _FIRST  # it will be near
-            found.append(replace(method, probes=tuple(search(attempt, trial.memory_bytes, first, most))))
+        found, interrupted = _searched(methods, attempt, trial.memory_bytes, most)
     what = "batch" if batch is None else "sequence"
     values = _values(found, trial, what)
     if output is not None:
         _draw(values, output, job)
     show(values, as_json, _table(values, what), _closing(values, output))
+    if interrupted:
+        report_interrupted([method.name for method in methods[len(found) :]])
+        raise typer.Exit(INTERRUPTED)
+    if not any(method.best for method in found):
+        raise typer.Exit(FOUND_NOTHING)
+
+
+def _searched(
+    methods: Sequence[Method], attempt: Callable[[int, Method, int], Probe], memory_bytes: int, most: int
+) -> tuple[list[Method], bool]:
+    """What was found of each method, and whether the user interrupted the search when some were known."""
+    found: list[Method] = []
+    for number, method in enumerate(methods, 1):
+        first = found[-1].best.batch if found and found[-1].best else _FIRST  # it will be near
+        try:
+            probes = search(partial(attempt, number, method), memory_bytes, first, most)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            return found, True
+        found.append(replace(method, probes=tuple(probes)))
+    return found, False
 
 
 def _trial(
@@ -126,9 +161,10 @@ def _trial(
     )  # fmt: skip
 
 
-def _methods(levels: str, checkpoint: bool, device: str) -> list[Method]:
-    wanted = [level.strip() for level in levels.split(",") if level.strip()]
-    wanted = wanted or ["L0", "L1", "L2", *(["L3"] if device == "cuda" else [])]
+def _methods(levels: str | None, checkpoint: bool, device: str) -> list[Method]:
+    wanted = ["L0", "L1", "L2", *(["L3"] if device == "cuda" else [])]
+    if levels is not None:
+        wanted = list(dict.fromkeys(level.strip() for level in levels.split(",")))
     for level in wanted:
         try:
             offloads = Config.from_level(level).offload.enabled
@@ -142,6 +178,11 @@ def _methods(levels: str, checkpoint: bool, device: str) -> list[Method]:
 def _sized(trial: Trial, method: Method, size: int, is_sequence: bool) -> Trial:
     chosen = replace(trial, level=method.level, checkpoints=method.checkpoints)
     return replace(chosen, sequence=size) if is_sequence else replace(chosen, batch=size)
+
+
+def _sizes(batch: int, sequence: int | None) -> tuple[int, ...]:
+    """What the function is called with."""
+    return (batch,) if sequence is None else (batch, sequence)
 
 
 def search(attempt: Callable[[int], Probe], memory_bytes: int, first: int, most: int) -> list[Probe]:
@@ -162,7 +203,7 @@ def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
         command = [sys.executable, "-m", "gact_dist.cli.trial", json.dumps(asdict(trial)), str(result)]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, env={**_MALLOC, **os.environ}
+                command, capture_output=True, text=True, timeout=timeout_s, env={**MALLOC_SETTINGS, **os.environ}
             )
         except subprocess.TimeoutExpired:
             return Probe(batch=size, fits=False, reason=f"not over after {timeout_s:g} s")
@@ -182,7 +223,7 @@ def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
 
 
 def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any]:
-    untouched = next((method.best for method in methods if method.name == "untouched"), None)
+    untouched = next((method.best for method in methods if method.name == _NAME_OF_UNTOUCHED), None)
     rows = []
     for method in methods:
         best = method.best
@@ -217,9 +258,16 @@ def _table(values: dict[str, Any], what: str) -> Table:
 
 def _closing(values: dict[str, Any], output: Path | None) -> Text:
     where = "the GPU" if values["device"] == "cuda" else "a CPU"
-    text = f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
+    text = "".join(
+        f"\n{row['method']}: not even {row['tries'][-1]['batch']} fits: {row['tries'][-1]['reason']}"
+        for row in values["methods"]
+        if not row[values["of"]]
+    )
+    text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
+    text += f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
     if values["device"] == "cpu":
-        text += f" To have as much, start the job with {' '.join(f'{key}={value}' for key, value in _MALLOC.items())}."
+        settings = " ".join(f"{key}={value}" for key, value in MALLOC_SETTINGS.items())
+        text += f" To have as much, start the job with {settings}."
     return Text(text + (f" Plot: {output}" if output is not None else ""))
 
 

@@ -1,25 +1,29 @@
 """What a command shows: tables for people on stdout, JSON for programs, errors in one message, progress on stderr.
 
-Exit codes: 0; 1 where a command found that something is broken; 2 where it could not do what was asked.
+Exit codes: 0; 1 where `doctor` finds something broken, or `max-batch` nothing that fits; 2 where a command could not do
+what was asked; 130 where it was interrupted.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
-FOUND_BROKEN, COULD_NOT = 1, 2
+FOUND_BROKEN, FOUND_NOTHING, COULD_NOT, INTERRUPTED = 1, 1, 2, 130
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs in place of tables.")]
 Arguments = ParamSpec("Arguments")
 _UNITS = {
@@ -43,7 +47,10 @@ def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     for part in shown:
-        console().print(part, soft_wrap=isinstance(part, Text))  # a line of code is not to be broken
+        screen = console()
+        if isinstance(part, Table):  # one that says how wide it has to be is not to be cut
+            screen.width = max(screen.width, part.min_width or 0)
+        screen.print(part, soft_wrap=isinstance(part, Text))  # nor a line of code to be broken
 
 
 def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
@@ -54,13 +61,21 @@ def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, 
         try:
             command(*args, **options)
         except CommandError as error:
-            if options.get("as_json"):
-                sys.stdout.write(json.dumps({"error": str(error)}, indent=1) + "\n")
-            else:
-                console(to_stderr=True).print(f"[bold red]error:[/] {escape(str(error))}")
+            report_error(str(error), bool(options.get("as_json")))
             raise typer.Exit(COULD_NOT) from None
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted\n")
+            raise typer.Exit(INTERRUPTED) from None
 
     return reporting
+
+
+def report_error(text: str, as_json: bool) -> None:
+    """Say what could not be done: on stderr, or as an object on stdout."""
+    if as_json:
+        sys.stdout.write(json.dumps({"error": text}, indent=1) + "\n")
+    else:
+        console(to_stderr=True).print(f"[bold red]error:[/] {escape(text)}")
 
 
 @contextmanager
@@ -71,6 +86,22 @@ def working(doing: str, as_json: bool = False) -> Iterator[Callable[[str], None]
     with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as progress:
         task = progress.add_task(doing)
         yield lambda now: progress.update(task, description=now)
+
+
+def report_interrupted(left_out: Iterable[str]) -> None:
+    """Say what is not in what was shown, because the user did not wait for it."""
+    console(to_stderr=True).print(f"interrupted; not tried to the end: {', '.join(left_out)}")
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise CommandError where a file surely cannot be written, before the long work whose result goes into it."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise CommandError(f"there is no folder {folder} for the {what}, expected one that exists")
+    if path.is_dir():
+        raise CommandError(f"{path} is a folder, expected the name of a file for the {what}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CommandError(f"the {what} cannot be written to {path}: permission denied; expected a name elsewhere")
 
 
 def bytes_of(text: str) -> int:

@@ -17,6 +17,7 @@ from .run_files import Run
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _LAST_LOSSES = 10
+_MINUTES = len("2026-01-31T23:59")
 _SHOWN_PLANS, _SHOWN_RANKS = 6, 64
 
 
@@ -115,9 +116,14 @@ def _accuracy_card(run: Run, other: Run | None) -> list[tuple[str, str, str]]:
 
 
 def _ranks_card(run: Run) -> list[tuple[str, str, str]]:
-    if len(run.ranks) < 2:
+    known, expected = len(run.ranks), max(run.world_size, len(run.ranks))
+    if expected < 2 or not known:
         return []
-    known, expected = len(run.ranks), int(run.about.get("world_size", len(run.ranks)))
+    if known == 1:
+        [rank] = run.ranks
+        return [
+            ("Ranks", "unknown", f"only rank {rank} of {expected} left a file in ranks: did others write elsewhere?")
+        ]
     different = _disagreeing(run)
     if different:
         return [("Ranks", "differ", f"in the plans of steps {', '.join(map(str, different[:4]))}")]
@@ -153,7 +159,7 @@ def _facts(run: Run) -> list[str]:
         about.get("device", result.get("device")),
         _budget(config) if config else None,
         f"{max(len(run.steps), len(run.losses[0]))} steps",
-        about.get("started"),
+        str(about.get("started", ""))[:_MINUTES].replace("T", " "),
     ]
     return [str(fact) for fact in facts if fact]
 
@@ -187,7 +193,7 @@ def _figure(figure: Figure) -> str:
 
 def _ranks(run: Run) -> str:
     """Each rank's plans by their digests, and the bytes of its first step under the last one."""
-    if not run.ranks:
+    if not run.ranks or max(run.world_size, len(run.ranks)) < 2:
         return ""
     steps = sorted({line["step"] for lines in run.ranks.values() for line in lines})[-_SHOWN_PLANS:]
     usual = {

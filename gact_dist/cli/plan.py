@@ -7,15 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from ..config import Config
 from ..controller import Controller, attach
 from .layers import layers_of, with_exact_bytes
 from .loading import Job, JobArgument, UserCode, load_job
-from .output import CommandError, JsonOption, bytes_of, show, shown_bytes, working
+from .output import CommandError, JsonOption, bytes_of, check_writable, show, shown_bytes, working
 
 _SAMPLES = 8
 
@@ -43,8 +45,7 @@ def command(
     gact_dist.attach(model, config=gact_dist.Config(bits=3, plan_file="plan.json"))
     """
     config = _config(bits, retained_bytes, error)
-    if not output.resolve().parent.is_dir():
-        raise CommandError(f"there is no folder {output.resolve().parent} for the plan, expected one that exists")
+    check_writable(output, "plan")
     with working(f"building {job}", as_json) as now:
         made = load_job(job)
         controller = _calibrated(made, config, samples, now)
@@ -80,6 +81,7 @@ def _config(bits: float | None, retained_bytes: str | None, error: float | None)
 
 def _calibrated(job: Job, config: Config, samples: int, now: Any) -> Controller:
     """A controller with a plan, after one step under it."""
+    _check_loss(job)
     controller = attach(job.model, config=config)
     now("measuring how much each tensor moves the gradient")
     with UserCode("measuring"):
@@ -89,6 +91,21 @@ def _calibrated(job: Job, config: Config, samples: int, now: Any) -> Controller:
             loss = job.loss_fn(job.batch)
         loss.backward()
     return controller
+
+
+def _check_loss(job: Job) -> None:
+    """Raise CommandError where no gradient can follow from the loss, before it is measured."""
+    if not any(parameter.requires_grad for parameter in job.model.parameters()):
+        raise CommandError("no parameter of the model requires a gradient, expected a model that is trained")
+    with UserCode("the loss"), torch.no_grad():
+        loss = job.loss_fn(job.batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CommandError(f"loss_fn(batch) returned {got}, expected the loss: a tensor of one element")
+    if not loss.isfinite().all():
+        raise CommandError(
+            f"the loss is {loss.item()} on this batch, expected a finite one: no gradient follows from it"
+        )
 
 
 def _found(controller: Controller, output: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +36,12 @@ from .loading import Job, UserCode, job_of, load_function, loss_of
 from .output import CommandError, JsonOption, show, shown_bytes, unit_of, working
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 64
-_NAME_WIDTH, _WHY_WIDTH = 24, 36
+_WIDTH = 60
+_SEQUENCE = 2048
+_LEVEL_WIDTH, _NAME_WIDTH, _KIND_WIDTH = 9, 14, 14
+_SHORT_KINDS = {
+    "optimizer state": "optimizer", "compressed activations": "compressed", "recomputed activations": "recomputed",
+}  # fmt: skip
 _Option = typer.Option
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,8 +63,8 @@ def command(
     layout: Annotated[str | None, _Option(help=f"How ranks share the job: {', '.join(LAYOUTS)}.")] = None,
     world_size: Annotated[int, _Option(help="Ranks of the layout; the figures are those of rank 0.")] = 1,
     fake: Annotated[bool, _Option("--fake", help="Use no memory: shapes only. Always so with a layout.")] = False,
-    batch_size: Annotated[int, _Option(help="Examples on a rank, for a config.")] = 1,
-    sequence: Annotated[int, _Option(help="Tokens of an example, for a config.")] = 2048,
+    batch_size: Annotated[int | None, _Option(min=1, help="Examples on a rank, for a config; default: 1.")] = None,
+    sequence: Annotated[int | None, _Option(min=1, help="Tokens of an example, for a config; default: 2048.")] = None,
     optimizer: Annotated[str, _Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
     dtype: Annotated[str | None, _Option(help=f"Convert the model: {', '.join(_DTYPES)}.")] = None,
     compute_dtype: Annotated[str | None, _Option(help="In which sharded parameters are gathered.")] = None,
@@ -72,8 +77,11 @@ def command(
         list[str] | None, _Option(help="Classes of modules that are sharded or checkpointed on their own.")
     ] = None,
     checkpointing: Annotated[bool, _Option("--checkpointing", help="Recompute these modules in backward.")] = False,
+    measure: Annotated[
+        bool, _Option(help="Measure the bits of levels that adapt on the batch; never with --fake or --layout.")
+    ] = True,
     shown: Annotated[str | None, _Option("--show", help="The level whose modules and lines are listed.")] = None,
-    rows: Annotated[int, _Option(help="Rows of each table.")] = 12,
+    rows: Annotated[int, _Option(min=1, help="Rows of each table.")] = 12,
     as_json: JsonOption = False,
 ) -> None:
     """Say where the memory of a training step goes: by module, operator and line, over the time of the step.
@@ -89,11 +97,12 @@ def command(
             world_size=world_size, layout=layout, fake=fake, optimizer=optimizer, dtype=_dtype(dtype),
             compute_dtype=_dtype(compute_dtype), reduce_dtype=_dtype(reduce_dtype), reshard=_reshard(reshard),
             shard_ranks=shard_ranks, wrap=tuple(wrap or ()), checkpointing=checkpointing,
+            measure=measure,
         )  # fmt: skip
         levels = level or list(DEFAULT_LEVELS)
         if shown is not None and shown not in levels:
             raise ProfileError(f"--show is {shown!r}, expected one of the levels: {', '.join(levels)}")
-        build = _builder(target, batch_size, sequence)
+        build = _builder(target, batch_size, sequence, settings)
         with working(f"profiling {target}", as_json) as tell, UserCode(f"a step of {target}"):
             found = _profiled(build, levels, settings, tell)
     except ProfileError as error:
@@ -129,17 +138,26 @@ def _reshard(text: str | None) -> bool | int | None:
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
-def _builder(target: str, batch_size: int, sequence: int) -> Callable[[], tuple[nn.Module, Any, Any]]:
+def _builder(
+    target: str, batch_size: int | None, sequence: int | None, settings: Settings
+) -> Callable[[], tuple[nn.Module, Any, Any]]:
     """What builds the job, each time anew."""
-    if ":" not in target:
+    if ":" not in target and not target.endswith(".py"):
         config = _config(target)
-        return lambda: _parts(_job_of_config(config, batch_size, sequence))
+        return lambda: _parts(_job_of_config(config, batch_size or 1, sequence or _SEQUENCE, settings))
     function = load_function(target)
 
     def build() -> tuple[nn.Module, Any, Any]:
         with UserCode(f"{target}()"):
             made = function()
-        return _parts(_job_of_config(made, batch_size, sequence) if _is_config(made) else job_of(target, made))
+        if _is_config(made):
+            return _parts(_job_of_config(made, batch_size or 1, sequence or _SEQUENCE, settings))
+        if batch_size is not None or sequence is not None:
+            raise CommandError(
+                f"--batch-size or --sequence was given and {target} returns a batch of its own, expected one of them: "
+                "they are for a config of transformers"
+            )
+        return _parts(job_of(target, made))
 
     return build
 
@@ -163,22 +181,35 @@ def _config(target: str) -> Any:
     try:
         return AutoConfig.from_pretrained(target, local_files_only=True)
     except (OSError, ValueError) as error:
-        where = "cannot be read" if Path(target).exists() else "is not on this machine"
+        expected = "expected a folder with config.json, a JSON file of a config, or MODULE:FUNCTION"
+        if not target or not Path(target).exists():
+            raise CommandError(f"the config {target!r} is not on this machine, {expected}") from None
         reason = (str(error).strip().splitlines() or [""])[0]
-        raise CommandError(
-            f"the config {target!r} {where}, expected a folder with config.json, a JSON file of a config, or "
-            f"MODULE:FUNCTION: {reason}"
-        ) from None
+        raise CommandError(f"the config {target!r} cannot be read, {expected}: {reason}") from None
 
 
-def _job_of_config(config: Any, batch_size: int, sequence: int) -> Job:
+def _job_of_config(config: Any, batch_size: int, sequence: int, settings: Settings) -> Job:
     """A causal language model of random weights on random tokens; labels are the tokens."""
     from transformers import AutoModelForCausalLM
 
     config.use_cache = False  # of keys and values, which no training step reads
+    if not settings.is_fake:
+        _check_fits(AutoModelForCausalLM, config)
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.zeros((batch_size, sequence), dtype=torch.long, device="cpu")
     return Job(model, {"input_ids": tokens, "labels": tokens}, lambda batch: loss_of(model, batch))
+
+
+def _check_fits(kind: Any, config: Any) -> None:
+    """Raise CommandError where the weights of a config and their gradients alone are more than this machine has."""
+    with torch.device("meta"):
+        least = 2 * sum(parameter.nbytes for parameter in kind.from_config(config).parameters())
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if least > there:
+        raise CommandError(
+            f"weights and gradients of this config take {shown_bytes(least)} and this machine has "
+            f"{shown_bytes(there)}: give --fake, which takes none, or --layout"
+        )
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -192,7 +223,7 @@ def _tables(target: str, found: Profile, chosen: LevelProfile, rows: int) -> Ite
     yield _kinds(found)
     yield _over_time(found)
     title = f"under {chosen.level}, by"
-    yield _shares(f"{title} module (* stands for numbers)", "(the model itself)", _together(chosen.modules), rows)
+    yield _shares(f"{title} module", "(the model itself)", _together(chosen.modules), rows)
     yield _shares(f"{title} operator", "(before the step)", chosen.operators, rows)
     yield _shares(f"{title} line", "(none: parameters, optimizer)", chosen.lines, rows)
     if any(level.tensors for level in found.levels):
@@ -204,14 +235,15 @@ def _tables(target: str, found: Profile, chosen: LevelProfile, rows: int) -> Ite
 def _levels(found: Profile) -> Table:
     exact = max(level.exact_bytes for level in found.levels)
     divisor, unit = unit_of(max(level.peak_bytes for level in found.levels))
-    table = _compact("level", "peak", "forward", "backward", "optimizer", "kept", "", "optimizer on host")
+    table = _compact("level", "peak", "forward", "backward", "optimizer", "kept", "", "on host")
     for level in found.levels:
         kept = level.retained_bytes if level.tensors else exact
         phases = (level.phase_peaks.get(name, 0) for name in ("forward", "backward", "optimizer"))
         sizes = [f"{size / divisor:.1f}" for size in (level.peak_bytes, *phases)]
         share = [f"{kept / divisor:.1f}", f"{kept / exact:.0%}"] if exact else ["-", ""]
         table.add_row(level.level, *sizes, *share, f"{level.without_optimizer_bytes / divisor:.1f}")
-    table.title = f"peak of live memory, in each phase, and the activations kept for backward ({unit})"
+    table.title = f"peak of live memory, and of each phase ({unit})"
+    table.caption = "kept: activations for backward. on host: the peak with the optimizer on the CPU."
     return table
 
 
@@ -226,22 +258,31 @@ def _kinds(found: Profile) -> Table:
     return table
 
 
-def _compact(first: str, *numbers: str) -> Table:
-    """A table that fits into 80 characters."""
-    columns = (Column(name, justify="right") for name in numbers)
-    return Table(Column(first, no_wrap=True), *columns, box=box.SIMPLE_HEAD, pad_edge=False)
+def _compact(first: str, *numbers: str, digits: int = 6) -> Table:
+    """A table whose numbers are never cut, however narrow the terminal is. digits: of the longest, with its point."""
+    return _table(_name(first), *(_number(heading, digits if heading else 4) for heading in numbers))
+
+
+def _table(*columns: Column) -> Table:
+    """A table as wide as its narrowest columns need, or wider."""
+    least = sum((column.min_width or 0) + 2 for column in columns) + 1  # what stands between and around them
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=least)
+
+
+def _name(heading: str) -> Column:
+    return Column(heading, overflow="fold", min_width=_NAME_WIDTH)
+
+
+def _number(heading: str, digits: int = 7) -> Column:
+    return Column(heading, justify="right", no_wrap=True, min_width=max(len(heading), digits))
 
 
 def _over_time(found: Profile) -> Table:
     """One line of bars a level, from the first operator of the step to its last."""
     highest = max(level.peak_bytes for level in found.levels)
-    table = Table(
-        "level",
-        "live memory, from the first operator of a step to the last",
-        title="over the time of a step",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    bars = Column("live memory, from the first operator of a step to the last", min_width=_WIDTH, no_wrap=True)
+    table = _table(Column("level", min_width=_LEVEL_WIDTH), bars)
+    table.title = "over the time of a step"
     for level in found.levels:
         last = level.timeline[-1].operators + 1
         heights, phases = [0] * _WIDTH, [""] * _WIDTH
@@ -281,18 +322,18 @@ def _together(shares: Sequence[Share]) -> list[Share]:
 
 
 def _shares(title: str, nameless: str, shares: Sequence[Share], rows: int) -> Table:
-    names = Column("", overflow="fold")
-    table = Table(
-        names, "at the peak", "of it", "after forward", "of it", title=title, box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    divisor, unit = unit_of(max((share.peak_bytes for share in shares), default=0))
+    table = _table(_name(""), _number("at the peak"), Column("of it", min_width=_KIND_WIDTH), _number("kept"))
+    table.title = f"{title} ({unit})"
     for share in shares[:rows]:
-        kept = shown_bytes(share.kept_bytes) if share.kept else "-"
-        name, peak = escape(share.name or nameless), shown_bytes(share.peak_bytes)
-        table.add_row(name, peak, _largest(share.peak), kept, _largest(share.kept))
+        kept = f"{share.kept_bytes / divisor:.2f}" if share.kept else "-"
+        name = escape(share.name or nameless)
+        table.add_row(name, f"{share.peak_bytes / divisor:.2f}", _largest(share.peak), kept)
     rest = shares[rows:]
     if rest:
         peak_bytes, kept_bytes = sum(one.peak_bytes for one in rest), sum(one.kept_bytes for one in rest)
-        table.add_row(f"[dim]{len(rest)} more[/]", shown_bytes(peak_bytes), "", shown_bytes(kept_bytes), "")
+        row = f"[dim]{len(rest)} more[/]", f"{peak_bytes / divisor:.2f}", "", f"{kept_bytes / divisor:.2f}"
+        table.add_row(*row)
     return table
 
 
@@ -301,7 +342,8 @@ def _largest(sizes: dict[str, int]) -> str:
     total = sum(sizes.values())
     most = sorted(sizes.items(), key=lambda item: -item[1])
     most = most[: 1 if most and most[0][1] >= 0.95 * total else 2]
-    return ", ".join(f"{kind} {size / total:.0%}" for kind, size in most if total and size / total >= 0.01)
+    named = ((_SHORT_KINDS.get(kind, kind), size / total) for kind, size in most if total)
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in named if share >= 0.01)
 
 
 def _tensors(found: Profile, rows: int) -> Table:
@@ -314,23 +356,27 @@ def _tensors(found: Profile, rows: int) -> Table:
         for tensor in level.tensors:
             key = _pattern(tensor.name)
             kept[key][name] += tensor.nbytes
-            how[key][name] = "" if tensor.codec == "quantised" else f" {tensor.codec}"
+            how[key][name] = "" if tensor.codec in ("quantised", "exact") else f"\n{tensor.codec}"
             if key not in about or (tensor.why_exact and not about[key].why_exact):
                 about[key] = tensor
-    named = Column("saved tensor, of which shape", overflow="fold", min_width=_NAME_WIDTH)
     keys = sorted(kept, key=lambda key: -max(kept[key].values()))
     divisor, unit = unit_of(max((max(kept[key].values()) for key in keys), default=0))
-    title = f"what each level keeps of what autograd saves, {unit} (* stands for numbers)"
-    why = Column("exact because", max_width=_WHY_WIDTH)
-    table = Table(named, *levels, why, title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = _compact("saved tensor", *levels, digits=7)
+    table.title = f"what each level keeps of what autograd saves ({unit}; * stands for numbers)"
     for key in keys[:rows]:
         cells = (f"{kept[key][name] / divisor:.2f}{how[key].get(name, '')}" for name in levels)
-        shape = "x".join(map(str, about[key].shape))
-        table.add_row(f"{escape(key)} [dim]{shape} {about[key].dtype}[/]", *cells, escape(about[key].why_exact))
+        table.add_row(_about(key, about[key]), *cells)
     if len(keys) > rows:
         rest = (f"{sum(kept[key][name] for key in keys[rows:]) / divisor:.2f}" for name in levels)
-        table.add_row(f"[dim]{len(keys) - rows} more[/]", *rest, "")
+        table.add_row(f"[dim]{len(keys) - rows} more[/]", *rest)
     return table
+
+
+def _about(name: str, tensor: KeptTensor) -> str:
+    """Its name, its shape and type, and why it is stored exactly."""
+    shape = "x".join(map(str, tensor.shape)) or "scalar"
+    why = f"\n[dim]exact: {escape(tensor.why_exact)}[/]" if tensor.why_exact else ""
+    return f"{escape(name)}\n[dim]{shape} {tensor.dtype}[/]{why}"
 
 
 def _distinct(levels: Sequence[LevelProfile]) -> dict[str, LevelProfile]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from .figures import Figure, figures_of
+from .loading import UserCode
 from .output import CommandError, JsonOption, show, working
 from .page import cards_of, page_of
 from .pictures import write_png
@@ -41,32 +42,37 @@ def command(
     found = find_runs(runs)
     path = runs[0] / "report.html" if output is None else output
     with working("drawing", as_json) as now:
-        figures = figures_of(found)
-        if not figures:
-            raise CommandError(f"{found[-1].name} has no lines yet, expected a run of at least two steps")
-        written = _write(path, page_of(found, figures))
+        with UserCode(f"drawing {', '.join(run.name for run in found)} (is each file as its run wrote it?)"):
+            figures = figures_of(found)
+            if not figures:
+                raise CommandError(f"{found[-1].name} has no lines yet, expected a run of at least two steps")
+            text, cards = page_of(found, figures), cards_of(found)
+        written = _write(path, text)
         pictures = [] if png is None else _pictures(png, figures, now)
-    cards = cards_of(found)
-    values = {
+    values: dict[str, Any] = {
         "page": str(written),
         "runs": [run.name for run in found],
         "figures": [figure.key for figure in figures],
         "png": [str(picture) for picture in pictures],
         "key_figures": [{"what": what, "value": value, "note": note} for what, value, note in cards],
+        "unread_lines": {f"{run.name}/{file}": count for run in found for file, count in run.unread.items()},
     }
     table = Table(show_header=False, box=None, pad_edge=False)
     for what, value, note in cards:
         table.add_row(what, f"[bold]{value}[/]", f"[dim]{note}[/]")
-    show(
-        values, as_json, table, Text(f"\n{len(figures)} figures of {', '.join(run.name for run in found)} in {written}")
+    unread = "".join(
+        f"\n{file}: {count} line{'s' if count > 1 else ''} cannot be read and {'are' if count > 1 else 'is'} left out"
+        for file, count in values["unread_lines"].items()
     )
+    names = ", ".join(run.name for run in found)
+    show(values, as_json, table, Text(f"{unread}\n{len(figures)} figures of {names} in {written}"))
 
 
 def _write(path: Path, text: str) -> Path:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as refused:
-        raise CommandError(f"the page cannot be written to {path}: {refused}") from None
+        raise CommandError(f"the page cannot be written to {path}: {refused}; give another --output") from None
     return path
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .layers import with_exact_bytes
+from .loading import UserCode
 from .output import CommandError
 
 _ROW = ("name", "shape", "dtype", "codec", "bits", "bytes")
+_NUMBERS = ("loss", "retained_bytes", "exact_bytes", "time_s", "compressing_s", "measuring_s", "peak_bytes")
 _NAMES = "run.json of Config(run_dir=...), or result.json of examples/train"
 
 
@@ -31,8 +33,15 @@ class Run:
     comparisons: list[dict[str, Any]] = field(default_factory=list)
     ranks: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """what each rank says of its plans"""
+    unread: dict[str, int] = field(default_factory=dict)
+    """lines by file that are not as they were written: a job that was killed leaves half of the last one"""
     result: dict[str, Any] = field(default_factory=dict)
     """result.json of examples/train: peaks above the start of training, accuracy"""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return int(self.about.get("world_size", 1))
 
     @cached_property
     def losses(self) -> tuple[list[int], list[float]]:
@@ -87,14 +96,20 @@ class Run:
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs in some folders, each one run or a folder of runs; untouched ones first. Raises CommandError."""
-    found: list[Run] = []
+    paths: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
             raise CommandError(f"there is no folder {folder}, expected a run's: with {_NAMES}")
         inside = [folder] if _is_run(folder) else sorted(path for path in folder.iterdir() if _is_run(path))
         if not inside:
             raise CommandError(f"{folder} holds no run, expected {_NAMES}, in it or in its folders")
-        found += [_read(path) for path in inside]
+        paths += inside
+    different = list({path.resolve(): path for path in paths}.values())
+    names = [path.resolve().name for path in different]
+    found = []
+    for path, name in zip(different, names, strict=True):
+        with UserCode(f"reading the run in {path}"):  # others may have written it
+            found.append(_read(path, name if names.count(name) == 1 else str(path)))
     return sorted(found, key=lambda run: run.compresses)
 
 
@@ -102,20 +117,27 @@ def _is_run(folder: Path) -> bool:
     return (folder / "run.json").is_file() or (folder / "result.json").is_file()
 
 
-def _read(folder: Path) -> Run:
-    run = Run(folder.name, about=_object(folder / "run.json"), result=_object(folder / "result.json"))
-    run.steps = _of_last_time(_lines(folder / "steps.jsonl"))
-    adaptations = _lines(folder / "adaptations.jsonl") or _lines(folder / "history.jsonl")
+def _read(folder: Path, name: str) -> Run:
+    run = Run(name, about=_object(folder / "run.json"), result=_object(folder / "result.json"))
+
+    def lines(file: str) -> list[dict[str, Any]]:
+        found, unread = _lines(folder / file)
+        if unread:
+            run.unread[file] = unread
+        return found
+
+    run.steps = _of_last_time(lines("steps.jsonl"))
+    adaptations = lines("adaptations.jsonl") or lines("history.jsonl")
     run.adaptations = _of_last_time([line for line in adaptations if "event" not in line])
-    run.comparisons = _of_last_time(_lines(folder / "gradient.jsonl"))
+    run.comparisons = _of_last_time(lines("gradient.jsonl"))
     run.saved = [
         {"step": line["step"], "rows": [dict(zip(_ROW, row, strict=True)) for row in line["rows"]]}
-        for line in _of_last_time(_lines(folder / "saved.jsonl"))
+        for line in _of_last_time(lines("saved.jsonl"))
     ]
-    for rank in range(int(run.about.get("world_size", 1))):
-        path = folder / "ranks" / f"rank{rank}.jsonl"
-        if path.is_file():
-            run.ranks[str(rank)] = _of_last_time(_lines(path))
+    for rank in range(run.world_size):
+        plans = _of_last_time(lines(f"ranks/rank{rank}.jsonl"))
+        if plans:
+            run.ranks[str(rank)] = plans
     return run
 
 
@@ -124,20 +146,39 @@ def _object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        raise CommandError(
+            f"{path} cannot be read: {error}; expected the JSON object that a run writes when it begins: leave this "
+            "run out"
+        ) from None
+    if not isinstance(content, dict):
+        raise CommandError(f"{path} holds a {type(content).__name__}, expected a JSON object: leave this run out")
+    return content
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The lines of a file, each of a step, and how many could not be read."""
+    if not path.is_file():
+        return [], 0
+    try:
+        texts = path.read_text(errors="replace").splitlines()
+    except OSError as error:
         raise CommandError(f"{path} cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}
+    found = [line for line in map(_line, texts) if line is not None]
+    return found, len(texts) - len(found)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; a job that was killed may have left half of the last one."""
-    found = []
-    for text in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            continue
-    return found
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    step = line.get("step") if isinstance(line, dict) else None
+    return line if isinstance(step, int) and _are_numbers(line, _NUMBERS) else None
+
+
+def _are_numbers(line: dict[str, Any], names: Iterable[str]) -> bool:
+    return all(isinstance(line.get(name, 0), (int, float, type(None))) for name in names)
 
 
 def _of_last_time(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,9 +56,10 @@ def says_out_of_memory(text: str) -> str:
 
 def try_here(trial: Trial) -> Probe:
     """Train a few steps in this process. Raises CommandError."""
-    load_function(trial.job)  # what it imports is not counted
-    before_bytes = _limit_memory(trial)
     sizes = (trial.batch,) if trial.sequence is None else (trial.batch, trial.sequence)
+    load_function(trial.job, *sizes)  # what it imports is not counted
+    _warm_up(trial)
+    before_bytes = _limit_memory(trial)
     job = load_job(trial.job, *sizes)
     _check_device(job, trial)
     job.model.train()
@@ -69,6 +70,16 @@ def try_here(trial: Trial) -> Probe:
         )
     step_s = _train(job, trial)
     return Probe(batch=trial.batch, fits=True, peak_bytes=_peak_bytes(trial) - before_bytes, step_s=step_s)
+
+
+def _warm_up(trial: Trial) -> None:
+    """Train a tiny model: what libraries load and allocate in a first step is theirs, and not the job's."""
+    width = 64
+    layers = (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width))
+    model = nn.Sequential(*layers).to(trial.device)
+    batch = torch.zeros(width, width, device=trial.device)
+    with torch.random.fork_rng():
+        _train(Job(model, batch, lambda inputs: model(inputs).square().mean()), trial)
 
 
 def checkpoint_blocks(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from ..config import Config, settings_of
 from ..controller import Controller, attach
@@ -43,7 +44,10 @@ class GactCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the scalars of gact_dist in the steps that Lightning hands to its loggers."""
+        """Log the loss in Config.run_dir, and the scalars of gact_dist in the steps that Lightning's loggers see."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.gact is not None and isinstance(loss, Tensor):
+            self.gact.log(loss=loss.detach() * trainer.accumulate_grad_batches)  # Lightning divides it
         steps = cast(Any, trainer).log_every_n_steps
         if self.gact is not None and trainer.loggers and steps and trainer.global_step % steps == 0:
             pl_module.log_dict(self.gact.scalars())

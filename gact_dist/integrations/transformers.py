@@ -79,8 +79,12 @@ class GactCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Add the scalars of gact_dist to those of a training step, before any logger sees them."""
+        """Add the scalars of gact_dist to those of a training step, before any logger sees them.
+
+        With Config.run_dir the Trainer's own numbers, such as the mean loss since the last time, go there.
+        """
         if self.gact is not None and logs is not None and "loss" in logs:
+            self.gact.log(**{name: value for name, value in logs.items() if isinstance(value, (int, float))})
             scalars = self.gact.scalars()
             logs.update(scalars)
             if state.log_history:

@@ -6,8 +6,9 @@ the codec among them, so that a payload has its size and no memory. Two decision
 fake tensors do not have: the noise of a dropout counts as one bit, and integers keep their type, as on a GPU.
 
 The first step differs: the optimizer makes its state, and the hooks hold some tensors until they have seen who reads
-them. A later step is reported, when what is kept no longer changes. Bits do not adapt: every tensor has the level's
-average, which an adaptation would spread over them with the same sum.
+them. A later step is reported, when what is kept no longer changes. With values, bits are measured on the job's batch
+after the first step, as in a run. Without, every tensor has the level's average, which a measurement would spread over
+them with the same sum.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from .result import KeptTensor, LevelProfile, Profile
 from .tracker import Phase, Tracker
 
 UNTOUCHED = "untouched"
-_DERIVE = "+derive"
+_SETTINGS = ("derive", "recomputed")  # of Config, that a level's name may have behind a "+"
 _EXACT = "exact"  # the codec of a row
-DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2" + _DERIVE, "L2.1", "L2.2")
+DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2+derive", "L2.1", "L2.2")
 _MOST_STEPS = 4  # in which the hooks learn
 Build = Callable[[], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
 
@@ -51,11 +52,12 @@ def profile(
     """Where the memory of a job's step goes, untouched and under levels of compression.
 
     build: returns (model, batch, loss_fn), loss_fn(batch) being the scalar loss; called within fake tensors where
-    settings say so. levels: names in gact_dist.LEVELS, with "+derive" for Config.derive, and "untouched". tell: is told
-    what is being done. Raises ProfileError, and what the job's own code raises.
+    settings say so. levels: names in gact_dist.LEVELS, with "+derive" for Config.derive and "+recomputed" for
+    Config.recomputed, and "untouched". tell: is told what is being done. Raises ProfileError, and what the job's own
+    code raises.
     """
     settings = Settings() if settings is None else settings
-    configs = {level: _config_of(level) for level in levels}
+    configs = {level: _config_of(level, settings) for level in levels}
     if not configs:
         raise ProfileError(f"no level was given, expected some of {UNTOUCHED}, {', '.join(LEVELS)}")
     found: list[LevelProfile] = []
@@ -66,7 +68,7 @@ def profile(
                 tell(f"steps under {level}")
                 done[config] = run.profiled(level, config)
             found.append(replace(done[config], level=level))
-    notes = _notes(settings)
+    notes = _notes(settings, any(config is not None and _measures(config) for config in configs.values()))
     return Profile(settings.world_size, settings.layout, settings.is_fake, run.parameters, tuple(found), notes)
 
 
@@ -89,12 +91,21 @@ def _running(build: Build, settings: Settings) -> Iterator[_Run]:
         yield run
 
 
-def _config_of(level: str) -> Config | None:
-    """What stores the bytes of a level without measuring; None for the untouched job."""
+def _config_of(level: str, settings: Settings) -> Config | None:
+    """The settings of a level; None for the untouched job."""
     if level == UNTOUCHED:
         return None
+    name, *behind = level.split("+")
+    unknown = [setting for setting in behind if setting not in _SETTINGS]
+    if unknown:
+        raise ProfileError(f"level {level!r} ends in {unknown[0]!r}, expected one of {', '.join(_SETTINGS)} behind a +")
+    if "recomputed" in behind and not settings.measures:
+        raise ProfileError(
+            f"level {level!r} compresses what a measurement has seen, and nothing is measured; expected a job on its "
+            "own tensors: leave out --fake, --layout and --no-measure"
+        )
     try:
-        config = Config.from_level(level.removesuffix(_DERIVE), derive=level.endswith(_DERIVE))
+        config = Config.from_level(name, **dict.fromkeys(behind, True))
     except ValueError as error:
         raise ProfileError(f"{error}; {UNTOUCHED!r} is the job without compression") from None
     if not policy_of(config).compresses:
@@ -104,15 +115,36 @@ def _config_of(level: str) -> Config | None:
             f"level {level!r} keeps payloads on the host, expected one without offload: their bytes are those of "
             "level L1 or L2, and the device holds some of them"
         )
-    return config if config.bits is None else replace(config, policy="uniform", bits=ceil(config.bits))
+    return config
 
 
-def _notes(settings: Settings) -> tuple[str, ...]:
+def _measures(config: Config) -> bool:
+    """Whether bits follow from a measurement."""
+    return policy_of(config).adapts
+
+
+def _without_measuring(config: Config) -> Config:
+    """What stores the bytes of a config that measures, where there is nothing to measure."""
+    return replace(config, policy="uniform", bits=ceil(config.bits)) if _measures(config) and config.bits else config
+
+
+def _notes(settings: Settings, measures: bool) -> tuple[str, ...]:
     notes = [
         "live storages of tensors are counted; what an operator allocates and frees within itself is not, nor what an "
-        "allocator keeps",
-        "levels that adapt have their average bits for every tensor; an adaptation takes more memory while it measures",
+        "allocator keeps"
     ]
+    if measures and not settings.measures:
+        notes.append(
+            "nothing was measured, so L2 and other levels that adapt have their average bits for "
+            "every tensor, as L1 has; a measurement gives some tensors more and others fewer, with the same sum"
+        )
+    if measures and settings.measures:
+        notes.append(
+            "bits of levels that adapt were measured on this batch; L1 and L2 keep about as much: L2 spends the same "
+            "bits where the gradient needs them"
+        )
+    if measures:
+        notes.append("an adaptation takes more memory while it measures, which is not counted")
     if settings.is_fake:
         notes.append("integers are counted in their own type; in steps on a CPU they take the smallest that holds them")
     if settings.layout in ("ddp", "zero1"):
@@ -128,7 +160,7 @@ class _Run:
     def __init__(
         self, built: tuple[nn.Module, Any, Any], settings: Settings, tracker: Tracker, mode: Any, mesh: Any
     ) -> None:
-        self._tracker, self._taken = tracker, 0
+        self._tracker, self._taken, self._measures = tracker, 0, settings.measures
         model, batch, loss_fn = built
         if mode is not None:
             batch = tree_map_only(Tensor, lambda tensor: tensor if is_fake(tensor) else mode.from_tensor(tensor), batch)
@@ -163,7 +195,7 @@ class _Run:
             for _ in range(2 if first == 1 else 1):
                 self._step(None)
         else:
-            controller = attach(self._job.model, config=config)
+            controller = attach(self._job.model, config=config if self._measures else _without_measuring(config))
             try:
                 self._steps_until_learnt(controller)
                 report, tensors = controller.report(), tuple(_kept(controller))
@@ -183,6 +215,10 @@ class _Run:
     def _steps_until_learnt(self, controller: Controller) -> None:
         """Take steps until what they keep no longer changes."""
         self._step(controller, trains=False)
+        if self._measures and _measures(controller.config):
+            self._taken += 1  # it is no step of the job's, and looked at as none
+            self._tracker.begin(Phase.FORWARD, self._taken)
+            controller.calibrate(self._job.loss_fn, self._job.batch, controller.config.calibration_samples)
         kept = [0, controller.report().retained_bytes]
         while len(kept) == 2 or (kept[-1] != kept[-2] and len(kept) <= _MOST_STEPS):
             self._step(controller)
@@ -195,7 +231,7 @@ class _Run:
         job, tracker, step = self._job, self._tracker, self._taken
         tracker.begin(Phase.FORWARD, step)
         with nullcontext() if controller is None else controller.step():
-            loss = _checked(job.loss())
+            loss = _checked(job.loss_fn(job.batch))
         tracker.begin(Phase.BACKWARD, step)
         loss.backward()
         del loss

@@ -63,11 +63,18 @@ class Settings:
     """classes of the modules that are sharded, or checkpointed, on their own; without any the repeated blocks are"""
     checkpointing: bool = False
     """whether these modules are recomputed in backward"""
+    measure: bool = True
+    """whether bits are measured on the batch, where tensors have values; else all have the level's average"""
 
     @property
     def is_fake(self) -> bool:
         """Whether tensors have no memory."""
         return self.fake or self.layout is not None
+
+    @property
+    def measures(self) -> bool:
+        """Whether bits are measured."""
+        return self.measure and not self.is_fake
 
     def __post_init__(self) -> None:
         if self.layout is not None and self.layout not in LAYOUTS:
@@ -91,6 +98,10 @@ class Settings:
             )
         if self.shard_ranks is not None and (self.shard_ranks < 1 or self.world_size % self.shard_ranks):
             raise ProfileError(f"shard_ranks is {self.shard_ranks}, expected a divisor of world_size={self.world_size}")
+        ranks = self.shard_ranks or self.world_size
+        to_ranks = ranks if self.reshard is None or isinstance(self.reshard, bool) else self.reshard
+        if to_ranks < 1 or ranks % to_ranks:
+            raise ProfileError(f"reshard is {self.reshard}, expected a divisor of the {ranks} ranks that share a copy")
         if self.optimizer == "none" and self.layout == "zero1":
             raise ProfileError("optimizer is 'none' with layout 'zero1', expected one whose state is shared")
 
@@ -101,8 +112,9 @@ class Spread:
 
     model: nn.Module
     """that compression is attached to"""
-    loss: Callable[[], Tensor]
-    """runs a forward"""
+    loss_fn: Callable[[Any], Tensor]
+    """loss_fn(batch) runs a forward"""
+    batch: Any
     optimizer: Any
     """None without one"""
     buckets: list[Tensor]
@@ -137,7 +149,7 @@ def spread(
         _parallelize(model, mesh)
     elif settings.layout is not None:
         _shard(model, blocks, settings, mesh)
-    return Spread(model, lambda: loss_fn(batch), _optimizer(model, settings), buckets)
+    return Spread(model, loss_fn, batch, _optimizer(model, settings), buckets)
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> Any:

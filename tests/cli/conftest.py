@@ -72,6 +72,20 @@ def with_a_name():
     return (*small(), "loss")
 
 
+def of_two(batch, sequence):
+    return small(batch)
+
+
+def not_finite():
+    model, (x, labels) = small()
+    return model, x, lambda batch: model(batch).mean() * float("nan")
+
+
+def no_loss_fn():
+    model, (x, labels) = small()
+    return model, x, lambda batch: "loss"
+
+
 def raises():
     return nn.Linear(3, 3), open("/nowhere/at/all")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ import torch
 from gact_dist import codec
 from gact_dist.cli import main
 from gact_dist.cli.app import app
+from gact_dist.cli.malloc_settings import MALLOC_SETTINGS
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(command.name for command in app.registered_commands)
 
 
@@ -56,6 +60,23 @@ def test_a_gpu_without_nvrtc_is_broken(run_json, run, monkeypatch):
     assert "pip install nvidia-cuda-nvrtc" in " ".join(result.stdout.split())
 
 
+def test_the_settings_of_malloc_are_looked_for(run_json, run, monkeypatch):
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    for variable in MALLOC_SETTINGS:
+        monkeypatch.delenv(variable, raising=False)
+    [check] = [check for check in run_json("doctor")["checks"] if check["what"] == "malloc settings"]
+    assert check["state"] == "absent"
+    export = "export MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=524288"
+    assert export in check["mend"]
+    assert run("doctor").exit_code == 0
+    for variable, value in MALLOC_SETTINGS.items():
+        monkeypatch.setenv(variable, value)
+        assert f"    export {variable}={value}" in (ROOT / "docs" / "memory.md").read_text()
+    [check] = [check for check in run_json("doctor")["checks"] if check["what"] == "malloc settings"]
+    assert (check["state"], check["mend"]) == ("fine", "")
+    assert "262144" in check["found"]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_has_an_example_and_json(run, name):
     result = run(name, "--help")
@@ -74,8 +95,54 @@ def test_the_version(run):
     assert run("--version").stdout.startswith("gact-dist ")
 
 
-def test_an_unknown_command_is_exit_code_2(run):
-    assert run("profil").exit_code == 2
+def call(monkeypatch, capsys, *arguments):
+    """The entry point itself: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["gact-dist", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    shown = capsys.readouterr()
+    return ended.value.code, shown.out, shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["profil"], "No such command 'profil'. Did you mean 'profile'?; gact-dist --help shows"),
+        (["plan"], "Missing argument 'MODULE:FUNCTION'; gact-dist plan --help shows what is expected"),
+        (["plan", "a:b"], "Missing option '--output' / '-o'; gact-dist plan --help"),
+        (["plan", "a:b", "-o", "p.json", "--bits", "x"], "Invalid value for '--bits'"),
+        (["doctor", "--josn"], "No such option: --josn"),
+        (["profile", "a:b", "--rows", "0"], "Invalid value for '--rows'"),
+    ],
+)
+def test_a_command_line_that_is_not_understood_is_one_message_in_either_form(monkeypatch, capsys, arguments, says):
+    code, out, err = call(monkeypatch, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
+    code, out, err = call(monkeypatch, capsys, *arguments, "--json")
+    assert (code, err) == (2, "")
+    assert json.loads(out)["error"].startswith(says)
+
+
+def test_without_arguments_the_help_is_shown(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys)
+    assert code == 0
+    assert "Usage: gact-dist [OPTIONS] COMMAND" in out
+
+
+def test_an_exit_code_of_a_command_is_that_of_the_process(monkeypatch, capsys):
+    monkeypatch.setattr(codec, "isa", lambda: "reference")
+    assert call(monkeypatch, capsys, "doctor")[0] == 1
+    assert call(monkeypatch, capsys, "report", "/nowhere")[0] == 2
+
+
+def test_an_interrupt_is_one_word(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(codec, "isa", interrupted)
+    assert call(monkeypatch, capsys, "doctor") == (130, "", "interrupted\n")
 
 
 def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,46 @@ def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
     ("option", "value", "seen"),
     [("--sequence", 7, {("batch", 4), ("sequence", 7)}), ("--batch", 7, {("batch", 7), ("sequence", 4)})],
 )
-def test_the_other_size_is_what_is_looked_for(jobs, run_json, tried, option, value, seen):
-    run_json("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu", option, value)
+def test_the_other_size_is_what_is_looked_for(large, run_json, tried, option, value, seen):
+    run_json("max-batch", f"{large}:job", "--levels", "L0", "--no-checkpoint", "--device", "cpu", option, value)
     assert {("batch", tried[0].batch), ("sequence", tried[0].sequence)} == seen
+
+
+def test_where_nothing_fits_the_reason_is_said_and_the_exit_code_is_1(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        return Probe(batch=size, fits=False, reason="can't allocate 8 TiB")
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu")
+    result = run(*command)
+    assert result.exit_code == 1
+    assert "untouched: not even 1 fits: can't allocate 8 TiB" in result.stdout
+    assert "Give more --memory" in result.stdout
+    found = run(*command, "--json")
+    assert found.exit_code == 1
+    assert json.loads(found.stdout)["methods"][0]["batch"] == 0
+
+
+def test_an_interrupt_shows_what_is_known_and_names_the_rest(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        if trial.level == "L2":
+            raise KeyboardInterrupt
+        return Probe(batch=size, fits=size <= 40, step_s=1.0)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    result = run("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu")
+    assert result.exit_code == 130
+    assert "untouched" in result.stdout
+    assert result.stderr == "interrupted; not tried to the end: L2\n"
+    at_once = run("max-batch", f"{jobs}:small", "--levels", "L2", "--no-checkpoint", "--device", "cpu")
+    assert (at_once.exit_code, at_once.stdout, at_once.stderr) == (130, "", "interrupted\n")
+
+
+def test_what_libraries_load_in_a_first_step_is_not_counted(jobs):
+    """A step of a few KiB fits into 24 MiB, though AdamW alone imports more than that."""
+    tried = run_trial(trial(f"{jobs}:small", optimizer="adamw", level="L2", memory_bytes=24 << 20), 1, 120)
+    assert tried.fits, tried.reason
+    assert tried.peak_bytes < 24 << 20
 
 
 def test_no_size_above_the_most_is_tried():
@@ -129,6 +167,11 @@ def test_no_size_above_the_most_is_tried():
         (("--optimizer", "lion"), "--optimizer is 'lion'"),
         (("--device", "tpu"), "--device is 'tpu'"),
         (("--output", "plot.jpg"), "expected a name that ends in .html or .png"),
+        (("--output", "no/plot.html"), "for the plot, expected one that exists"),
+        (("--levels", ","), "level is '', expected one of L0"),
+        (("--timeout", 0), "--timeout is 0, expected a number of seconds above 0"),
+        (("--timeout", "nan"), "--timeout is nan"),
+        (("--sequence", 4), "small(4, 4) is not possible: too many positional arguments"),
     ],
 )
 def test_options_that_cannot_be_used(jobs, run, options, says):

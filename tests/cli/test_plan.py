@@ -163,7 +163,15 @@ def test_a_model_that_gives_nothing_to_measure(jobs, run, tmp_path):
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_folder_that_is_not_there(jobs, run, tmp_path):
-    result = run("plan", f"{jobs}:small", "--bits", 3, "-o", tmp_path / "no" / "plan.json")
+@pytest.mark.parametrize(("name", "says"), [("no/plan.json", "there is no folder"), ("", "is a folder, expected")])
+def test_a_file_that_cannot_be_written_is_said_before_the_model_is_built(jobs, run, tmp_path, name, says):
+    result = run("plan", f"{jobs}:raises", "--bits", 3, "-o", tmp_path / name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+    assert "FileNotFoundError" not in result.stderr
+
+
+def test_what_the_package_refuses_is_said_without_the_name_of_a_class(jobs, run, tmp_path):
+    result = run("plan", f"{jobs}:small", "--retained-bytes", 1, "-o", tmp_path / "plan.json")
     assert result.exit_code == 2
-    assert "there is no folder" in result.stderr
+    assert "measuring failed: retained_bytes is 1, but a step keeps at least" in result.stderr

@@ -12,6 +12,30 @@ CONFIG = {
 }  # fmt: skip
 
 
+BLOCKS = """
+import torch
+from torch import nn
+
+
+def blocks():
+    torch.manual_seed(0)
+    width = 64
+
+    def block():
+        return nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))))
+
+    layers = nn.ModuleList(block() for _ in range(3))
+    model = nn.ModuleDict({"layers": layers})
+
+    def loss_fn(x):
+        for layer in layers:
+            x = layer(x)
+        return x.square().mean()
+
+    return model, torch.randn(2048, width), loss_fn
+"""
+
+
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -32,7 +56,7 @@ def test_tables_show_modules_operators_lines_and_reasons(jobs, run, monkeypatch)
     monkeypatch.setenv("COLUMNS", "200")
     result = run("profile", f"{jobs}:small", "--level", "untouched", "--level", "L2", "--show", "L2", "--rows", 40)
     assert result.exit_code == 0
-    for expected in ("layers.*", "aten::", "gact_dist::pack", "compressed", "jobs_of_user.py", "exact because", "█"):
+    for expected in ("layers.*", "aten::", "gact_dist::pack", "jobs_of_user.py", "exact: ", "█"):
         assert expected in result.stdout
 
 
@@ -68,6 +92,20 @@ def test_a_function_may_return_a_config(tmp_path, run_json):
         ("{jobs}:small", ("--dtype", "int3"), "'int3' is no type of parameters"),
         ("{jobs}:small", ("--layout", "fsdp2", "--reshard", "maybe"), "--reshard is 'maybe'"),
         ("{jobs}:small", ("--show", "L7"), "--show is 'L7'"),
+        ("{jobs}", (), "names no function"),
+        ("", (), "the config '' is not on this machine, expected a folder with config.json"),
+        ("{jobs}:small", ("--fake", "--sequence", "4"), "small returns a batch of its own"),
+        (
+            "{jobs}:small",
+            ("--layout", "fsdp2", "--world-size", "4", "--reshard", "3"),
+            "reshard is 3, expected a divisor",
+        ),
+        (
+            "{jobs}:small",
+            ("--level", "L2+deriv"),
+            "level 'L2+deriv' ends in 'deriv', expected one of derive, recomputed",
+        ),
+        ("{jobs}:small", ("--fake", "--level", "L2+recomputed"), "and nothing is measured"),
     ],
 )
 def test_what_cannot_be_done_is_one_message(jobs, run, target, options, message):
@@ -76,3 +114,51 @@ def test_what_cannot_be_done_is_one_message(jobs, run, target, options, message)
     error = json.loads(result.stdout)["error"]
     assert message in error
     assert "ProfileError" not in error
+
+
+def test_a_config_larger_than_the_machine_is_refused_before_it_is_built(config, run, monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: 1 << 8)  # bytes of a page, and pages
+    result = run("profile", config, "--level", "untouched")
+    assert result.exit_code == 2
+    assert "and this machine has 64.00 KiB: give --fake" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 40])
+def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = run("profile", f"{jobs}:small", "--fake", "--rows", 40)
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    headings = next(line for line in lines if "backward" in line and "kept" in line)
+    assert headings.split() == ["level", "peak", "forward", "backward", "optimizer", "kept", "on", "host"]
+    assert any(line.split()[:4] == ["saved", "tensor", "L1,", "L2"] for line in lines)
+    text = " ".join(result.stdout.split())
+    assert "exact: it has fewer than 1024 elements" in text
+    assert "L2 and other levels that adapt have their average bits for every tensor, as L1 has" in text
+
+
+def test_bits_are_measured_where_there_are_values(jobs, run_json):
+    levels = ("--level", "L1", "--level", "L2")
+    bits = {}
+    for name, options in (("values", ()), ("shapes", ("--fake",)), ("averages", ("--no-measure",))):
+        found = run_json("profile", f"{jobs}:small", *levels, *options)
+        rounded = [[t["bits"] for t in level["tensors"] if t["codec"] == "quantised"] for level in found["levels"]]
+        bits[name] = [set(of_level) for of_level in rounded]
+        assert ("were measured on this batch" in " ".join(found["notes"])) == (name == "values")
+        assert found["levels"][1]["retained_bytes"] <= 1.02 * found["levels"][0]["retained_bytes"]
+    assert bits["shapes"] == bits["averages"] == [{4.0}, {4.0}]
+    assert bits["values"][0] == {4.0}
+    assert len(bits["values"][1]) > 1
+
+
+def test_what_checkpointed_blocks_recompute_is_counted(tmp_path, run_json):
+    path = tmp_path / "blocks_of_user.py"
+    path.write_text(BLOCKS)
+    levels = ("--level", "L2", "--level", "L2+recomputed")
+    found = run_json("profile", f"{path}:blocks", "--checkpointing", "--optimizer", "none", *levels)
+    plain, recomputed = found["levels"]
+    assert recomputed["peak_bytes"] < 0.9 * plain["peak_bytes"]
+    kind = "recomputed activations"
+    assert recomputed["peak"].get(kind, 0) < 0.5 * plain["peak"][kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -173,6 +174,11 @@ def test_a_table_for_people(two_runs, run):
         (lambda folder: folder.mkdir(), "holds no run, expected run.json"),
         (lambda folder: (folder.mkdir(), (folder / "run.json").write_text("{}")), "has no lines yet"),
         (lambda folder: (folder.mkdir(), (folder / "run.json").write_text("{")), "cannot be read"),
+        (lambda folder: (folder.mkdir(), (folder / "run.json").write_text("")), "cannot be read"),
+        (
+            lambda folder: (folder.mkdir(), (folder / "run.json").write_text("[]")),
+            "holds a list, expected a JSON object",
+        ),
     ],
 )
 def test_what_is_no_run(tmp_path, run, make, says):
@@ -211,3 +217,46 @@ def test_a_page_holds_no_end_of_a_script_in_its_data():
     assert "</script><b>" not in text
     assert "&lt;heading&gt;" in text
     assert "&lt;title&gt;" in text
+
+
+def test_lines_that_are_not_as_they_were_written_are_left_out_and_counted(two_runs, run_json, run):
+    steps = two_runs / "L2" / "steps.jsonl"
+    bad = ["3", '"x"', '{"loss": 3}', '{"step": "x"}', '{"step": 3, "loss": "abc"}', "\udcff\ufffd", '{"step": 7, "lo']
+    steps.write_text(steps.read_text() + "\n".join(bad), errors="surrogateescape")
+    found = run_json("report", two_runs)
+    assert found["unread_lines"] == {"L2/steps.jsonl": len(bad)}
+    assert set(found["figures"]) == ALL
+    assert f"L2/steps.jsonl: {len(bad)} lines cannot be read and are left out" in run("report", two_runs).stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("run.json", '{"world_size": "two"}'),
+        ("saved.jsonl", '{"step": 9, "rows": [["a", [2, 2]]]}\n'),
+        ("saved.jsonl", '{"step": 9}\n'),
+        ("adaptations.jsonl", '{"step": 9, "tensors": 3}\n'),
+        ("gradient.jsonl", '{"step": 9, "squared_gradient": 1.0, "predicted": "x"}\n'),
+    ],
+)
+def test_a_file_that_another_program_wrote_is_one_message(two_runs, run, file, content):
+    (two_runs / "L2" / file).write_text(content)
+    result = run("report", two_runs)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(("error: reading the run in ", "error: drawing untouched, L2 (is each file as"))
+    assert "L2" in result.stderr
+
+
+def test_a_rank_that_left_no_file_is_said(two_runs, run_json):
+    about = json.loads((two_runs / "L2" / "run.json").read_text())
+    (two_runs / "L2" / "run.json").write_text(json.dumps({**about, "world_size": 2}))
+    cards = {card["what"]: card for card in run_json("report", two_runs)["key_figures"]}
+    assert cards["Ranks"]["value"] == "unknown"
+    assert cards["Ranks"]["note"].startswith("only rank 0 of 2 left a file in ranks")
+
+
+def test_a_run_is_drawn_once_and_two_of_one_name_are_told_apart(two_runs, run_json, tmp_path):
+    assert run_json("report", two_runs, two_runs / "L2")["runs"] == ["untouched", "L2"]
+    shutil.copytree(two_runs / "L2", tmp_path / "again" / "L2")
+    found = run_json("report", two_runs, tmp_path / "again")
+    assert found["runs"] == ["untouched", str(two_runs / "L2"), str(tmp_path / "again" / "L2")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from gact_dist import Config, attach
+from gact_dist.cli import figures, run_files
 from gact_dist.integrations.lightning import GactCallback
 from gact_dist.steps import is_attached
 
@@ -252,3 +254,25 @@ def test_a_training_step_that_cannot_be_run_again_is_refused(tmp_path):
     with pytest.raises(ValueError, match="takes the batches from dataloader_iter"):
         attach(FromIterator(), config=SMALL).follow()
     fit(tmp_path, Alternating(), GactCallback("L0"))  # which leaves every job as it is
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_directory_is_a_run_that_can_be_reported(tmp_path, accumulate):
+    losses = []
+
+    class Noting(Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+    config = replace(SMALL, run_dir=str(tmp_path / "run"), watch_interval=0)
+    fit(tmp_path, Noting(), GactCallback(config=config), accumulate_grad_batches=accumulate)
+    [run] = run_files.find_runs([tmp_path / "run"])
+    steps, logged = run.losses
+    assert steps == list(range(1, len(steps) + 1))
+    assert set(logged) <= set(losses)  # measurements run it as well
+    assert len(logged) == len(BATCHES)
+    assert run.adaptations
+    drawn = {figure.key for figure in figures.figures_of([run])}
+    assert drawn >= {"losses", "activations", "peak", "step", "bits", "time"}

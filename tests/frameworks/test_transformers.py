@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -209,3 +210,18 @@ def test_a_checkpoint_without_a_state_is_said(trainer, caplog):
     trainer.train(resume_from_checkpoint=True)
     text = "bits are uniform until the next adaptation"
     assert [text in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING].count(True)
+
+
+def test_a_run_directory_is_a_run_that_can_be_reported(trainer, tmp_path):
+    from gact_dist.cli import figures, run_files
+
+    trainer.args.max_steps, run_dir = 6, tmp_path / "run"
+    trainer.add_callback(callback_of(trainer, config=replace(SMALL, run_dir=str(run_dir), adapt_interval=2)))
+    trainer.train()
+    [run] = run_files.find_runs([run_dir])
+    told = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert run.losses == ([1, 2, 3, 4, 5, 6], [entry["loss"] for entry in told])
+    assert [line["learning_rate"] for line in run.steps] == [entry["learning_rate"] for entry in told]
+    assert run.adaptations
+    drawn = {figure.key for figure in figures.figures_of([run])}
+    assert drawn >= {"losses", "activations", "peak", "step", "bits", "time"}

@@ -20,7 +20,7 @@ LEVELS = ("untouched", "L2", "L2+derive", "L2.2")
 
 @pytest.fixture(scope="module")
 def real():
-    return profile(partial(build, "gpt"), LEVELS, Settings())
+    return profile(partial(build, "gpt"), LEVELS, Settings(measure=False))  # as with fake tensors
 
 
 @pytest.fixture(scope="module")
