@@ -32,7 +32,7 @@ class Gact(Policy):
             costs.bits(allocation),
             self._default(costs, allocation, current),
             allocation.variance,
-            allocation.average_bits,
+            self._average_bits(costs, allocation),
             kept=settled is not None,
         )
 
@@ -50,8 +50,12 @@ class Gact(Policy):
         return kept if kept.variance < new.variance * (1.0 + self.config.adapt_tolerance) else None
 
     def _fits(self, costs: Costs, allocation: Allocation) -> bool:
+        return self._average_bits(costs, allocation) <= (self.config.bits or 0.0) * _ROUNDING
+
+    def _average_bits(self, costs: Costs, allocation: Allocation) -> float:
+        """As the budget counts them: without scales and offsets."""
         payload = np.where(allocation.bits == EXACT, costs.exact_bits, allocation.bits)
-        return bool(np.average(payload, weights=costs.sizes) <= (self.config.bits or 0.0) * _ROUNDING)
+        return float(np.average(payload, weights=costs.sizes))
 
     def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int | None:
         return current.default
@@ -95,6 +99,10 @@ class GactInBytes(Gact):
     def _fits(self, costs: Costs, allocation: Allocation) -> bool:
         total_bytes = costs.other_bytes + allocation.average_bits * costs.sizes.sum() / 8.0
         return bool(total_bytes <= self._budget_bytes * _ROUNDING)
+
+    def _average_bits(self, costs: Costs, allocation: Allocation) -> float:
+        """With scales and offsets, as the budget counts them."""
+        return allocation.average_bits
 
     def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int:
         """Tensors with new names are stored at the average width."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,15 @@ def test_a_plan_is_kept_that_fits_and_that_a_fresh_one_hardly_betters():
     assert kept(config, costs, {"a": 4, "b": 4})[0] is None  # over the budget
     assert kept(config, costs, {"a": 3})[0] is None  # a tensor is new
     assert kept(Config(bits=3, adapt_tolerance=0), costs, {"a": 3, "b": 3})[0] is None
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 10.0])
+def test_average_bits_are_those_of_the_budget_whether_a_plan_is_new_or_kept(tolerance):
+    policy = policy_of(Config(bits=3, adapt_tolerance=tolerance))
+    costs = replace(costs_of([1.0, 1.0], [100, 100]), metadata_bits=np.full(2, 0.25))
+    choice = policy.choose(costs, Plan({"a": 2, "b": 4}), None)
+    assert choice.kept == (tolerance > 0)
+    assert choice.average_bits == 3.0  # without scales and offsets
 
 
 def test_a_plan_that_no_longer_fits_its_bytes_is_not_kept():
