@@ -1,9 +1,10 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
+from .autograd_graph import MeasurementError
 from .comparison import Comparison, compared
 from .halfway import ResumeError
 from .isolation import untouched
-from .one_pass import MeasurementError, Paused, Sensitivity, measure, of_whole_batch
+from .one_pass import Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
 from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, kept
 from .second_moment import rounded_moments

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._torch_internals import keeps_tensors, number_of
+from .._torch_internals import keeps_tensors, number_of, saved_slots
 from ..distributed import own_part
 
 _ERROR_NODES = ("torch::autograd::Error", "torch::autograd::DelayedError", "torch::autograd::NotImplemented")
@@ -45,22 +45,46 @@ def parameters_among(nodes: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)] or leaves
 
 
-def any_made_before(nodes: Iterable[Any], number: int) -> bool:
-    """Whether any node was made before a forward: it is the job's, whose own backward still needs what it saved.
+class MeasurementError(Exception):
+    """A model cannot be measured in the way that was asked for."""
 
-    number: next_sequence_number() before the forward. A node that another thread made may count as one.
+
+class BackwardError(MeasurementError, RuntimeError):
+    """A plain backward raised an error. Some run only once, as their second run finds what the first has overwritten;
+    of an error that any backward raises the job's own will tell."""
+
+
+@contextmanager
+def backward() -> Iterator[None]:
+    """Within the context an error of torch, or of a custom function, is a BackwardError."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if type(error) not in (RuntimeError, NotImplementedError):
+            raise
+        raise BackwardError(str(error).split("\n", 1)[0]) from error
+
+
+def any_made_before(nodes: Iterable[Any], number: int) -> bool:
+    """Whether any node that may keep tensors was made before a forward: it is the job's, whose own backward needs them.
+
+    number: next_sequence_number() before the forward. A node that another thread made may count as one. The casts of
+    weights that autocast makes once for several forwards keep nothing.
     """
-    return any(number_of(node) < number for node in nodes)
+    before = (node for node in nodes if number_of(node) < number)
+    return any(isinstance(node, BackwardCFunction) or saved_slots(node) for node in before)
 
 
 def gradients_of_parameters(loss: Tensor, began: int) -> list[Tensor | None]:
     """Of the parameters that a loss depends on; frees its graph, but not that of the job which it may go on in.
+    Raises BackwardError.
 
     began: next_sequence_number() before the forward.
     """
     nodes = nodes_below([loss])
     retain_graph = any_made_before(nodes, began)
-    return list(torch.autograd.grad(loss, parameters_among(nodes), retain_graph=retain_graph, allow_unused=True))
+    with backward():
+        return list(torch.autograd.grad(loss, parameters_among(nodes), retain_graph=retain_graph, allow_unused=True))
 
 
 def float32_parts(gradient: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from .. import codec
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
-from .autograd_graph import scalar
+from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
@@ -44,7 +44,7 @@ from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_pr
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
-from .parts import BackwardError, OpaqueError, backward, seen_through
+from .parts import OpaqueError, seen_through
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .surroundings import Generators
 from .walk import Measured, Walk
@@ -60,10 +60,6 @@ class InnerBackwardError(Exception):
 
     def __str__(self) -> str:
         return "the forward runs a backward with create_graph=True, which is measured with the whole model at once"
-
-
-class MeasurementError(Exception):
-    """The sensitivities of a model cannot be measured in the way that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,11 @@ from torch.autograd.graph import GradientEdge
 
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import Recorded, Replayed
-from .autograd_graph import watched
+from .autograd_graph import backward, watched
 
 
 class OpaqueError(RuntimeError):
     """A part of a model has an operator whose backward cannot be differentiated."""
-
-
-class BackwardError(RuntimeError):
-    """A plain backward raised an error. Some run only once, as their second run finds what the first has overwritten;
-    of an error that any backward raises the job's own will tell."""
-
-
-@contextmanager
-def backward() -> Iterator[None]:
-    """Within the context an error of torch, or of a custom function, is a BackwardError."""
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if type(error) not in (RuntimeError, NotImplementedError):
-            raise
-        raise BackwardError(_first_line(error)) from error
 
 
 @dataclass(eq=False)

@@ -27,9 +27,8 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
-from .autograd_graph import float32_parts, nodes_below
+from .autograd_graph import MeasurementError, float32_parts, nodes_below
 from .halfway import ResumeError
-from .one_pass import MeasurementError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -23,14 +23,13 @@ from .._torch_internals import next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import Moments, Plan
-from .autograd_graph import gradients_of_parameters, scalar
+from .autograd_graph import BackwardError, MeasurementError, gradients_of_parameters, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
-from .one_pass import BOUNDARY_BITS, InnerBackwardError, MeasurementError
+from .one_pass import BOUNDARY_BITS, InnerBackwardError
 from .partition import blocks_of
-from .parts import BackwardError
 from .rounded_walk import GradientMoments, RoundedWalk
 
 _log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ def walked(
     """What by_walk() makes of a forward that is cut at its blocks; of_whole() where none can be cut.
 
     fraction: of a step's examples that forward sees. kind: of the forward that is cut.
-    Raises MeasurementError where it would take a whole model whose parameters are sharded.
+    Raises MeasurementError where it would take a whole model whose parameters are sharded, or no backward runs.
     """
     blocks = [] if has_compiled_parts(model) else blocks_of(model, hooks.config.blocks)
     whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once

@@ -76,7 +76,7 @@ class ReleasingZero3(Zero3):
 
 
 def resident_after_forward(row: str, precision: str, config: Config | None) -> Resident:
-    """Of four forwards and more the least, once it was seen twice on every rank.
+    """Of five forwards and more the least, once it was seen three times on every rank.
 
     A buffer that gloo's own thread is the last to drop is not seen to be freed, and is counted although it is gone.
     """
@@ -89,7 +89,7 @@ def resident_after_forward(row: str, precision: str, config: Config | None) -> R
         with job.precision():
             return loss_of(job.model(inputs.clone()), targets)  # the graph alone holds the batch
 
-    for step in range(10):
+    for step in range(40):
         inputs, targets = batch_of(step, dist.get_rank())
         if step < 2:
             loss = forward()
@@ -99,9 +99,9 @@ def resident_after_forward(row: str, precision: str, config: Config | None) -> R
         job.backward(loss)
         job.update()
         del loss
-        seen_twice = torch.tensor(len(held) > 3 and held.count(min(held)) > 1).int()
-        dist.all_reduce(seen_twice, dist.ReduceOp.MIN)
-        if seen_twice:
+        seen_often = torch.tensor(len(held) > 4 and held.count(min(held)) > 2).int()
+        dist.all_reduce(seen_often, dist.ReduceOp.MIN)
+        if seen_often:
             break
     report = gact.report() if gact is not None else None
     adapted = gact is not None and gact.adaptation is not None
