@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from .._torch_internals import attention_kernel
 
-_LEAST_BLOCK, _LARGEST_BLOCK = 2**18, 2**23  # scores in float32; the derivative holds five times as much
+_LEAST_BLOCK, _LARGEST_BLOCK = 2**18, 2**23  # scores in float32; the derivative holds six times as much
 _CAUSAL_BLOCKS, _LEAST_ROWS = 8, 64  # of rows: those above a block's last row have no part in it
 
 
