@@ -59,8 +59,8 @@ def backward() -> Iterator[None]:
     """Within the context an error of torch, or of a custom function, is a BackwardError."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
-        if type(error) not in (RuntimeError, NotImplementedError):
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, NotImplementedError):  # ours, or too little memory
             raise
         raise BackwardError(str(error).split("\n", 1)[0]) from error
 

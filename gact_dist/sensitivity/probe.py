@@ -161,28 +161,17 @@ class ProbeBatch:
 
     def _loss_of(self, part: Any, fraction: float) -> Any:
         """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
-        if fraction == 1.0:
-            return self._loss_of_all(part)
         try:
             return self._loss_fn(part)
         except torch.OutOfMemoryError:
             raise
         except REFUSALS as error:
-            raise _PartRefused(error) from error
-
-    def _loss_of_all(self, batch: Any) -> Any:
-        """As _loss_of(), of all examples there are.
-
-        The job may have changed the model since the step that was observed: its dtype, its device, its last layer. If
-        the model is broken, the job's own forward says so.
-        """
-        if not isinstance(batch, Observation):
-            return self._loss_fn(batch)
-        try:
-            return self._loss_fn(batch)
-        except torch.OutOfMemoryError:
-            raise
-        except REFUSALS as error:
+            if fraction < 1.0:
+                raise _PartRefused(error) from error
+            if not isinstance(part, Observation):
+                raise
+            # The job may have changed the model since the step that was observed: its dtype, its device, its last
+            # layer. If the model is broken, the job's own forward says so.
             reason = str(error).split("\n", 1)[0]
             raise MeasurementError(f"the model does not run on the inputs of an earlier step: {reason}") from error
 
@@ -212,7 +201,7 @@ class ProbeBatch:
 
         Raises MeasurementError where the model no longer runs on what was observed.
         """
-        return self._loss_of_all(self._batch)
+        return self._loss_of(self._batch, 1.0)
 
     def whole(self) -> Any:
         """Run the model on the whole batch, as the next step will."""
