@@ -313,10 +313,10 @@ DISABLE = "GACT_DISABLE"
 """The environment variable that leaves every job untouched: 1, or 0 as without it."""
 
 
-def disabled_by_environment() -> bool:
-    """Whether GACT_DISABLE is 1. Raises ValueError for anything but 1, 0 and nothing."""
+def disabled_by_environment(*, strict: bool = False) -> bool:
+    """Whether GACT_DISABLE is 1. strict: raise ValueError for anything but 1, 0 and nothing."""
     value = os.environ.get(DISABLE, "").strip()
-    if value not in ("", "0", "1"):
+    if strict and value not in ("", "0", "1"):
         raise ValueError(f"the environment variable GACT_DISABLE is {value!r}, expected 1 or 0")
     return value == "1"
 

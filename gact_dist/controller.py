@@ -74,9 +74,8 @@ class Controller:
         self._state = Lifecycle.ATTACHED
         self._following: Following | None = None
         self._iterations: Iterations | None = None
-        self._disabled_outside = disabled_by_environment()
-        if self._disabled_outside:
-            self._switch(False, DISABLE)
+        disabled_by_environment(strict=True)
+        self._obey_environment()
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -102,6 +101,7 @@ class Controller:
         mend = "under follow() every forward is a step; after install_hook() use iterate() or uninstall_hook()"
         self._expect(Lifecycle.ATTACHED, "step()", mend)
         _check_loss_fn(loss_fn)
+        self._obey_environment()
         schedule = self._schedule
         if schedule.hooks is None or not schedule.enabled or not schedule.threads.enter():
             yield
@@ -131,7 +131,7 @@ class Controller:
         """
         # See [Note: observed loss] in sensitivity/probe.py.
         self._expect(Lifecycle.ATTACHED, "follow()", "call detach() and attach() again, or uninstall_hook()")
-        self._following = Following(self._schedule)
+        self._following = Following(self._schedule, self._obey_environment)
         self._state = Lifecycle.FOLLOWING
         return self
 
@@ -154,6 +154,7 @@ class Controller:
         _check_loss_fn(loss_fn)
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
+        self._obey_environment()
         self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), Haste.CALIBRATION)
 
     def log(self, **values: float | Tensor) -> None:
@@ -169,7 +170,7 @@ class Controller:
     def install_hook(self) -> None:
         """Compress everything that autograd saves in this thread from now on, until uninstall_hook()."""
         self._expect(Lifecycle.ATTACHED, "install_hook()", "it is installed already")
-        self._iterations = Iterations(self._schedule)
+        self._iterations = Iterations(self._schedule, self._obey_environment)
         self._state = Lifecycle.INSTALLED
 
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
@@ -198,18 +199,23 @@ class Controller:
         on the model, and no rank waits for another. Every rank must call it together.
 
         What was learnt stays, in this object and in its state. Graphs that are alive can still run backward. Until
-        enable(), or for as long as the model is attached if the environment variable GACT_DISABLE is 1 at attach().
+        enable(). The environment variable GACT_DISABLE does the same from the first forward on before which it is 1.
         """
         self._expect_not_detached("disable()")
         self._switch(False, "disable()")
 
     def enable(self) -> None:
-        """Undo disable(), from the next forward on. It stays off where GACT_DISABLE was 1 at attach()."""
+        """Undo disable(), from the next forward on. It stays off while GACT_DISABLE is 1."""
         self._expect_not_detached("enable()")
-        if self._disabled_outside:
-            _log.warning("enable() was called, but GACT_DISABLE is 1: nothing is compressed in this run")
+        if disabled_by_environment():
+            _log.warning("enable() was called, but GACT_DISABLE is 1: nothing is compressed")
             return
         self._switch(True, "enable()")
+
+    def _obey_environment(self) -> None:
+        """Before a forward: GACT_DISABLE may have become 1."""
+        if disabled_by_environment():
+            self._switch(False, DISABLE)
 
     def _switch(self, on: bool, why: str) -> None:
         schedule = self._schedule

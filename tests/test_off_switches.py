@@ -110,7 +110,8 @@ def test_a_job_that_is_switched_off_is_the_untouched_one_bit_for_bit(monkeypatch
 
 
 @WAYS
-def test_from_the_next_forward_on_nothing_is_compressed_measured_or_communicated(monkeypatch, way):
+@pytest.mark.parametrize("switch", ["environment", "disable"])
+def test_from_the_next_forward_on_nothing_is_compressed_measured_or_communicated(monkeypatch, switch, way):
     def refuse(*_, **__):
         raise AssertionError("something of the package ran")
 
@@ -118,13 +119,18 @@ def test_from_the_next_forward_on_nothing_is_compressed_measured_or_communicated
     job = Job(way)
     job.train(3)
     plan = job.gact.plan
-    job.gact.disable()
     with monkeypatch.context() as patch:
+        if switch == "disable":
+            job.gact.disable()
+        else:
+            patch.setenv("GACT_DISABLE", "1")
         patch.setattr("gact_dist.hooks.engine.SavedTensorHooks._pack", refuse)
         patch.setattr("gact_dist.adaptation.Adapter.adapt", refuse)
         patch.setattr("gact_dist.steps.following.all_ranks", refuse)
         job.train(4)
         job.gact.calibrate(refuse, job.batch)
+        assert hooks_of(job.model) == (way == "install")
+        assert innermost_hooks() is None
     assert job.gact.plan == plan
     job.gact.enable()
     job.train(3)
@@ -137,12 +143,16 @@ def test_from_the_next_forward_on_nothing_is_compressed_measured_or_communicated
 
 
 @WAYS
-def test_steps_while_it_is_off_are_those_of_the_untouched_job(way):
+@pytest.mark.parametrize("switch", ["environment", "disable"])
+def test_steps_while_it_is_off_are_those_of_the_untouched_job(monkeypatch, switch, way):
     torch.manual_seed(5)
     job, other = Job(way), Job(way, attach=False)
     job.train(2)
     other.model.load_state_dict(job.model.state_dict())
-    job.gact.disable()
+    if switch == "disable":
+        job.gact.disable()
+    else:
+        monkeypatch.setenv("GACT_DISABLE", "1")
     state = torch.get_rng_state()
     found = job.train(3), job.weights()
     torch.set_rng_state(state)
@@ -196,6 +206,33 @@ def test_the_environment_has_the_last_word(monkeypatch, caplog):
     monkeypatch.setenv("GACT_DISABLE", "yes")
     with pytest.raises(ValueError, match="GACT_DISABLE is 'yes', expected 1 or 0"):
         Job("follow")
+
+
+@WAYS
+def test_what_a_forward_saves_has_its_names_again_when_the_environment_allows_it(monkeypatch, way):
+    torch.manual_seed(5)
+    job = Job(way)
+    job.train(3)
+    if way == "install":
+        job.forward()
+    names = {row.name for row in job.gact.report().rows}
+    for value in ("1", "0"):
+        monkeypatch.setenv("GACT_DISABLE", value)
+        job.train(2)
+        job.gact.enable()
+        assert job.gact._schedule.enabled == (value == "0")
+    job.train(1)
+    if way == "install":
+        job.forward()
+    assert {row.name for row in job.gact.report().rows} == names
+
+
+def test_a_word_in_the_environment_that_is_none_does_not_end_a_job_that_runs(monkeypatch):
+    job = Job("step")
+    job.train(1)
+    monkeypatch.setenv("GACT_DISABLE", "yes")
+    job.train(1)
+    assert job.gact.report().rows
 
 
 def test_disabling_twice_and_after_detach():

@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 class Following:
     """Opens and closes a step around each forward that builds a graph, and observes forwards to adapt with."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._model = schedule, schedule.model
+    def __init__(self, schedule: Schedule, before_step: Callable[[], None]) -> None:
+        """before_step: called before each forward that would be a step; it may disable the schedule."""
+        self._schedule, self._model, self._before_step = schedule, schedule.model, before_step
         self._step = ExitStack()  # what is open around the forward that runs
         self._in_step = False
         self._caller: nn.Module = self._model  # the module whose call is the step
@@ -90,6 +91,8 @@ class Following:
             return
         self._step.close()  # of a forward that raised before its end
         self._in_step = False
+        if not schedule.measuring:
+            self._before_step()
         if not schedule.enabled or not torch.is_grad_enabled() or schedule.measuring or learning_shapes():
             return
         if hooks_are_disabled():  # a forward inside a torch.func transform, beside the job's own

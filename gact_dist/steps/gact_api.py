@@ -41,8 +41,9 @@ _installed: set["Iterations"] = set()
 class Iterations:
     """Hooks that stay on in this thread, from construction to close(); iterate() ends an iteration."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule, before_step: Callable[[], None]) -> None:
+        """before_step: called before each forward of the job; it may disable the schedule."""
+        self._schedule, self._before_step = schedule, before_step
         self._open = ExitStack()
         self._forward_ran = False
         self._begin()  # raises where hooks must not be opened, and then nothing is installed
@@ -52,6 +53,7 @@ class Iterations:
     def iterate(self, fwdbwdprop: Callable[[], Any]) -> None:
         """See Controller.iterate."""
         schedule = self._schedule
+        self._before_step()
         closure_is_the_iteration = not self._forward_ran
         self._open.close()
         if schedule.enabled:
@@ -79,6 +81,8 @@ class Iterations:
         _installed.discard(self)
 
     def _note_forward(self, *_: Any) -> None:
+        if not self._schedule.measuring:
+            self._before_step()
         if torch.is_grad_enabled():  # an evaluation between two iterations is not an iteration
             self._forward_ran = True
 
