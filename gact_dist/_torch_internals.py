@@ -71,6 +71,7 @@ NEEDED = (
     # fake tensors and dispatch modes
     "torch._guards.active_fake_mode",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._subclasses.fake_tensor.FakeTensorConverter.set_tensor_memo",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.ops._c10d_functional.wait_tensor",
@@ -318,6 +319,9 @@ def fake_tensors() -> Iterator[Any]:
     log.setLevel(logging.CRITICAL)  # it shows the trace of every error that it raises as well
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            converter: Any = mode.fake_tensor_converter
+            # It keeps weak references to what operators return, and to() refuses to convert such a parameter.
+            converter.set_tensor_memo = lambda *_: None
             yield mode
     finally:
         log.setLevel(level)

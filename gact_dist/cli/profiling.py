@@ -189,15 +189,34 @@ def _config(target: str) -> Any:
 
 
 def _job_of_config(config: Any, batch_size: int, sequence: int, settings: Settings) -> Job:
-    """A causal language model of random weights on random tokens; labels are the tokens."""
-    from transformers import AutoModelForCausalLM
-
+    """A language model of random weights; its labels are its tokens."""
     config.use_cache = False  # of keys and values, which no training step reads
+    kind = _language_model(config)
     if not settings.is_fake:
-        _check_fits(AutoModelForCausalLM, config)
-    model = AutoModelForCausalLM.from_config(config)
+        _check_fits(kind, config)
+    model = kind.from_config(config)
     tokens = torch.zeros((batch_size, sequence), dtype=torch.long, device="cpu")
-    return Job(model, {"input_ids": tokens, "labels": tokens}, lambda batch: loss_of(model, batch))
+    batch = {"input_ids": tokens, "labels": tokens}
+    if config.is_encoder_decoder:
+        batch["decoder_input_ids"] = tokens
+    return Job(model, batch, lambda batch: loss_of(model, batch))
+
+
+def _language_model(config: Any) -> Any:
+    """The transformers class that makes the model of a config: as it was trained, else causal."""
+    import transformers
+
+    kind, models = "CausalLM", transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        kind, models = "Seq2SeqLM", transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    elif any(name.endswith("ForMaskedLM") for name in config.architectures or ()):
+        kind, models = "MaskedLM", transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if type(config) not in models:
+        raise CommandError(
+            f"a {type(config).__name__} is no config of a language model that transformers trains on tokens alone: "
+            "write a function that returns (model, batch), and pass MODULE:FUNCTION"
+        )
+    return getattr(transformers, f"AutoModelFor{kind}")
 
 
 def _check_fits(kind: Any, config: Any) -> None:

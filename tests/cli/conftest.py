@@ -55,6 +55,12 @@ def with_loss():
     return model, x, lambda batch: nn.functional.cross_entropy(model(batch), labels)
 
 
+def of_images():
+    import transformers
+
+    return transformers.ViTConfig()
+
+
 def other():
     return Other(), torch.randn(4, 8)
 

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from gact_dist.profile import LAYOUTS
+
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100,
@@ -77,10 +79,40 @@ def test_a_function_may_return_a_config(tmp_path, run_json):
     assert found["levels"][0]["retained_bytes"] > 0
 
 
+@pytest.mark.parametrize("options", [["--fake"], *(["--layout", layout, "--world-size", 2] for layout in LAYOUTS)])
+def test_a_model_is_converted_where_nothing_is_real(config, run_json, options):
+    levels = ("--sequence", 32, "--level", "untouched", "--optimizer", "sgd")
+    found, narrow = (
+        run_json("profile", config, *options, *levels, "--dtype", dtype) for dtype in ("float32", "bfloat16")
+    )
+    assert narrow["levels"][0]["peak"]["parameters"] == found["levels"][0]["peak"]["parameters"] / 2
+
+
+SIZES = {"d_model": 32, "vocab_size": 100}
+BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"model_type": "t5", "num_layers": 1, "num_heads": 2, "d_kv": 16, "d_ff": 64, **SIZES}, "modeling_t5"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"], **BERT}, "modeling_bert"),
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 100}, "modeling_gpt2"),
+    ],
+)
+def test_a_config_is_trained_as_what_it_is(tmp_path, run_json, fields, line):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    found = run_json("profile", path, "--fake", "--sequence", 16, "--level", "L1")
+    assert found["levels"][0]["retained_bytes"] > 0
+    assert any(line in share["name"] for share in found["levels"][0]["lines"])
+
+
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
         ("{jobs}:nothing", (), "has no function 'nothing'"),
+        ("{jobs}:of_images", ("--fake",), "a ViTConfig is no config of a language model"),
         ("/nowhere/at/all", (), "the config '/nowhere/at/all' is not on this machine"),
         ("{jobs}:only_a_model", (), "expected (model, batch)"),
         ("{jobs}:raises", (), "FileNotFoundError"),
