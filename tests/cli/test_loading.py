@@ -34,7 +34,7 @@ from gact_dist.cli.output import CommandError, bytes_of, shown_bytes
         ("{jobs}:not_finite", "the loss is nan on this batch, expected a finite one"),
         ("{jobs}:no_loss_fn", "loss_fn(batch) returned a str, expected the loss"),
         ("{jobs}:frozen", "no parameter of the model requires a gradient"),
-        ("{jobs}:fails_in_forward", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("{jobs}:fails_in_forward", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_each_mistake_is_one_message_and_exit_code_2(jobs, run, tmp_path, name, says):
