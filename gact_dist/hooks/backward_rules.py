@@ -213,6 +213,7 @@ RULES: dict[str, Rule] = {
         LinalgLuFactorEx: LU
         LinalgLuSolve: LU result
         LinalgMatrixExp: self
+        LinalgMatrixSqrth: self
         LinalgPinv: self result
         LinalgQr: Q R
         LinalgSlogdet: A LU sign
