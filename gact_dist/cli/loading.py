@@ -41,6 +41,13 @@ class Job:
     """loss_fn(batch): the scalar loss"""
 
 
+_OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException")
+_NEEDS_VALUES = (
+    ", which depends on values, and with --fake or a layout tensors have none: leave that out, or have the function "
+    "take another way there (a number in place of item(), a mask in place of nonzero())"
+)
+
+
 class UserCode(AbstractContextManager[Any]):
     """A context in which the user's code runs: what it raises becomes a CommandError with the user's own line.
 
@@ -58,7 +65,8 @@ class UserCode(AbstractContextManager[Any]):
             return
         text = (str(error).strip().splitlines() or [""])[0]
         kind_of_error = "" if _is_refusal(error, trace) else f"{type(error).__name__}: "
-        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{_own_line(trace)}") from None
+        mend = _NEEDS_VALUES if type(error).__name__ in _OF_FAKE_TENSORS else ""
+        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{mend}{_own_line(trace)}") from None
 
 
 def load_job(name: str, *arguments: Any) -> Job:

@@ -55,6 +55,10 @@ def with_loss():
     return model, x, lambda batch: nn.functional.cross_entropy(model(batch), labels)
 
 
+def reads_a_value():
+    return Net(width=int(torch.linspace(8, 64, 2)[-1].item())), torch.randn(2, 64)
+
+
 def of_images():
     import transformers
 

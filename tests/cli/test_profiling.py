@@ -112,6 +112,7 @@ def test_a_config_is_trained_as_what_it_is(tmp_path, run_json, fields, line):
     ("target", "options", "message"),
     [
         ("{jobs}:nothing", (), "has no function 'nothing'"),
+        ("{jobs}:reads_a_value", ("--fake",), "_local_scalar_dense.default, which depends on values, and with --fake"),
         ("{jobs}:of_images", ("--fake",), "a ViTConfig is no config of a language model"),
         ("/nowhere/at/all", (), "the config '/nowhere/at/all' is not on this machine"),
         ("{jobs}:only_a_model", (), "expected (model, batch)"),
