@@ -171,30 +171,36 @@ def test_what_is_not_rounded_is_not_derived(policy):
 
 
 @pytest.mark.parametrize(
-    "first", [nn.LayerNorm(WIDTH), Lambda(lambda x, layer: F.gelu(layer(x)) * x, nn.Linear(WIDTH, WIDTH))]
+    "first",
+    [lambda: nn.LayerNorm(WIDTH), lambda: Lambda(lambda x, layer: F.gelu(layer(x)) * x, nn.Linear(WIDTH, WIDTH))],
 )
 def test_nothing_is_derived_from_a_rounded_input_of_the_model(first):
     """It has no graph, so what its rounding does by way of others could not be measured."""
+    (kept, _), (derived, names) = (squared_error(first, derive) for derive in (False, True))
+    assert names == ["3:Gelu"]
+    # means of eight, each of thousands of dimensions: a fifteenth apart over seeds
+    assert derived == pytest.approx(kept, rel=0.3)
+
+
+def squared_error(first, derive: bool) -> tuple[float, list[str]]:
+    """That of the gradient at 4 bits, a mean of eight; and the names of what is derived."""
     torch.manual_seed(0)
-    model = nn.Sequential(first, nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(first(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(TOKENS, WIDTH)
-    gact = gact_dist.attach(model, config=Config(bits=4, derive=True, min_numel=16))
+    gact = gact_dist.attach(model, config=Config(bits=4, derive=derive, min_numel=16))
     for _ in range(2):
         with gact.step(lambda x: model(x).square().mean(), x):
             model(x).square().mean().backward()
-    assert [row.name.partition("@")[0] for row in gact.report().rows if row.codec == "derived"] == ["3:Gelu"]
-    predicted = gact.history[-1]["predicted_variance"]
-    gradients = []
+    exact = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    total = 0.0
     for _ in range(8):
         model.zero_grad()
         with gact.step():
             loss = model(x).square().mean()
         loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    exact = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    errors = [sum(float((a - b).square().sum()) for a, b in zip(found, exact, strict=True)) for found in gradients]
-    # a mean of eight, each of thousands of dimensions, beside an estimate at 4 bits from some of the examples
-    assert sum(errors) / 8 == pytest.approx(predicted, rel=0.5)
+        pairs = zip(model.parameters(), exact, strict=True)
+        total += sum(float((parameter.grad - gradient).square().sum()) for parameter, gradient in pairs)
+    return total / 8, [row.name.partition("@")[0] for row in gact.report().rows if row.codec == "derived"]
 
 
 def test_a_derived_tensor_that_is_modified_is_refused():
