@@ -422,7 +422,7 @@ def test_the_search_finds_all_culprits_and_no_other_within_its_tries(count, culp
             tries.append(tried)
             return wrong <= set(tried)
 
-        found, complete = _search(names, vanishes)
+        found, complete = _search(names, vanishes, lambda: True)
         assert len(tries) <= _MOST_TRIES
         assert wrong <= set(found)
         if complete:
@@ -433,10 +433,37 @@ def test_the_search_finds_all_culprits_and_no_other_within_its_tries(count, culp
 def test_a_search_that_has_run_out_of_tries_stores_exactly_all_that_may_be_to_blame():
     names = [[str(number)] for number in range(300)]
     wrong = {str(number) for number in range(0, 200, 9)}
-    found, complete = _search(names, lambda tried: wrong <= set(tried))
+    found, complete = _search(names, lambda tried: wrong <= set(tried), lambda: True)
     assert not complete
     assert wrong <= set(found)
     assert len(found) < 300
+
+
+@pytest.mark.parametrize("tries", [0, 1, 4])
+def test_a_search_that_has_run_out_of_time_stores_exactly_all_that_may_be_to_blame(tries):
+    names, wrong = [[str(number)] for number in range(100)], {"30", "60"}
+    left = iter([True] * tries)
+    tried: list[Sequence[str]] = []
+
+    def vanishes(names):
+        tried.append(names)
+        return wrong <= set(names)
+
+    found, complete = _search(names, vanishes, lambda: next(left, False))
+    assert len(tried) == tries
+    assert not complete
+    assert wrong <= set(found)
+
+
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_a_job_whose_search_takes_too_long_trains_with_more_stored_exactly(level, monkeypatch, caplog, comparisons):
+    """An hour goes by at each look at the clock."""
+    monkeypatch.setattr(verification, "perf_counter", itertools.count(step=3600.0).__next__)
+    job = unsafe("divides", level).train(4)
+    assert CULPRITS["divides"] <= exactly_stored(job.gact)
+    assert worst(job.errors) < 0.1
+    assert any("the search has taken as long as it may" in text for text in warnings_of(caplog))
+    assert len(comparisons) <= 8
 
 
 # -- states and settings ----------------------------------------------------------------------------------------

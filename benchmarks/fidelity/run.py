@@ -202,16 +202,19 @@ class Results:
         partial.replace(self.path)
 
 
-def run_missing(results: Results, config: RunConfig, model: str, settings: list[str], seed: int) -> None:
+def run_missing(
+    results: Results, config: RunConfig, model: str, settings: list[str], seed: int, *, compares: bool = True
+) -> None:
     """All cells of one model and seed that are not there yet. The untouched job trains once for run and comparison."""
     cell = {"model": model, "seed": seed}
     missing = [setting for setting in settings if not results.has_run(model, setting, seed)]
-    if UNTOUCHED in missing or not results.has_comparison(model, seed):
+    lacks_comparison = compares and not results.has_comparison(model, seed)
+    if UNTOUCHED in missing or lacks_comparison:
         found, recorder = trained(config, UNTOUCHED, seed)
         if UNTOUCHED in missing:
             results.add("runs", cell | {"setting": UNTOUCHED} | found)
             print(f"{model} {seed} {UNTOUCHED}: {found['accuracy']:.4f}, {found['time_s']:.0f} s", flush=True)
-        if not results.has_comparison(model, seed):
+        if lacks_comparison:
             results.add("comparisons", *(cell | row for row in compare(config, recorder, seed)))
             print(f"{model} {seed} compared", flush=True)
     for setting in missing:
@@ -219,7 +222,8 @@ def run_missing(results: Results, config: RunConfig, model: str, settings: list[
             found = run(config, setting, seed)
             results.add("runs", cell | {"setting": setting} | found)
             ratio = found["exact_bytes"] / found["retained_bytes"]
-            print(f"{model} {seed} {setting}: {found['accuracy']:.4f}, ratio {ratio:.2f}, {found['time_s']:.0f} s")
+            seen = f"{found['accuracy']:.4f}, ratio {ratio:.2f}, {found['time_s']:.0f} s"
+            print(f"{model} {seed} {setting}: {seen}", flush=True)
 
 
 def report(held: dict[str, Any]) -> str:
@@ -239,13 +243,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS, metavar="SETTING")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--no-comparisons", action="store_true", help="train only: comparisons take the longest")
     parser.add_argument("--plot", action="store_true", help="run nothing: tables and pictures beside the file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = Results(options.json)
     for seed in range(0 if options.plot else options.seeds):
         for model in options.models:
-            run_missing(results, load_config(model, MODELS[model]), model, options.settings, seed)
+            config, compares = load_config(model, MODELS[model]), not options.no_comparisons
+            run_missing(results, config, model, options.settings, seed, compares=compares)
     written = report(results.held)
     print(written)
     if options.plot:

@@ -27,6 +27,10 @@ has become faulty causes an adaptation, whose plan is verified in turn.
 that has to be stored exactly for the fault to vanish is found by halves. Its last tensor is a culprit; if storing it
 alone does not do, the search goes on before it. Tensors go together that the same line of the same kind of module makes
 or reads, in modules whose paths differ only in numbers: what cannot be rounded in one layer cannot in the next.
+
+It ends after so many comparisons that jobs with steps of seconds never meet the bound in minutes, which depends on the
+machine's load: two runs of one job are to store the same tensors exactly. What is still suspected then is stored
+exactly.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +55,7 @@ from ..sensitivity import REFUSALS, Comparison, MeasurementError, ProbeBatch, Pr
 _log = logging.getLogger(__name__)
 # Plans that one search may try: enough to find four kinds of tensors among a hundred.
 _MOST_TRIES = 32
+_MOST_SECONDS = 300.0  # after which it tries no further plan
 # An error below this part of the squared gradient, less than 4 bits add, is none that a job would notice, whatever was
 # predicted. A VAE whose outputs saturated had 0.002, a thousand times its prediction, four steps before it had 1e6.
 _NEGLIGIBLE = 0.001
@@ -302,6 +308,12 @@ class Verifier:
             seen = compare(changed)
             return seen.compared and self._fault(seen, changed, compare) is None
 
+        ends_s = perf_counter() + _MOST_SECONDS
+
+        def in_time() -> bool:
+            (is_late,) = distributed.any_rank([perf_counter() > ends_s], self._groups)
+            return not is_late
+
         if not vanishes(names):
             if self._is_first:
                 _log.warning(
@@ -309,7 +321,7 @@ class Verifier:
                     "something else each time, or bits are not the cause; the plan stays as it is"
                 )
             return [], True
-        return _search(self._kinds(names), vanishes)
+        return _search(self._kinds(names), vanishes, in_time)
 
     def _kinds(self, names: Sequence[str]) -> list[list[str]]:
         """The names, those together that differ only in the number of a layer."""
@@ -322,17 +334,19 @@ class Verifier:
         return list(kinds.values())
 
 
-def _search(kinds: Sequence[Sequence[str]], vanishes: Callable[[Sequence[str]], bool]) -> tuple[list[str], bool]:
+def _search(
+    kinds: Sequence[Sequence[str]], vanishes: Callable[[Sequence[str]], bool], in_time: Callable[[], bool]
+) -> tuple[list[str], bool]:
     """(the names that have to be tried for a fault to vanish, whether none too many). See [Note: search].
 
-    vanishes(names): it does with all of them.
+    vanishes(names): it does with all of them. in_time(): whether another plan may be tried.
     """
     found: list[Sequence[str]] = []
     suspects, too_few, tries = list(kinds), 0, 0  # that storing none of them does not do is known at first
     while suspects:
         enough = len(suspects)
         while enough - too_few > 1:
-            if tries == _MOST_TRIES:
+            if tries == _MOST_TRIES or not in_time():
                 return _flat([*found, *suspects[:enough]]), False
             tries += 1
             tried = 0 if too_few < 0 else (too_few + enough) // 2

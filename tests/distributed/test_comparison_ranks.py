@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from functools import partial
@@ -16,6 +17,7 @@ from unsafe_operators import divides, loss_of, stack
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.adaptation import verification
 
 CULPRIT = "layers.1:Mul@divides+2"
 STEPS = 3
@@ -118,3 +120,22 @@ def test_a_rank_without_memory_makes_both_compare_fewer_examples_or_leaves_it_to
     assert found(first, second)
     assert any("out of memory while comparing" in text for text in first[4])
     assert not any("out of memory" in text for text in second[4])
+
+
+def with_a_slow_clock(slow_on: int | None, level: str):
+    """trained(), where an hour goes by at each look at the clock of one rank."""
+    if slow_on == dist.get_rank():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verification, "perf_counter", itertools.count(step=3600.0).__next__)
+            return trained("DDP", level, 1, None, None, False)
+    return trained("DDP", level, 1, None, None, False)
+
+
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_a_search_that_takes_too_long_on_one_rank_ends_on_both(ranks, level):
+    late, usual = (ranks(with_a_slow_clock, slow_on, level) for slow_on in (0, None))
+    assert found(*usual)
+    assert late[0][:2] == late[1][:2]  # names and histories
+    assert late[0][3] == late[1][3]  # collectives
+    assert set(late[0][0]) > set(usual[0][0])
+    assert any("the search has taken as long as it may" in text for text in late[0][4])
