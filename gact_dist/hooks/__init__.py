@@ -9,7 +9,7 @@ from .compiled import has_compiled_parts
 from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
-from .engine import LearntNames, SavedTensorHooks, nothing_kept, replaying
+from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
 from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, View, decoded
 from .inlined import check_inlined
 from .naming import origin, producer
@@ -49,6 +49,7 @@ __all__ = [
     "decoded",
     "fixes_rows",
     "has_compiled_parts",
+    "kept_exactly",
     "made_from_parameters",
     "maker_of",
     "map_tensors",

@@ -43,7 +43,7 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
-from .handles import Distributed, Kept, Noted, Recorded, ReplayError, Stored, View, lazy_bits
+from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import ModuleScope, Namer
 from .one_bit import OneBit, read_by
@@ -654,6 +654,11 @@ def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
 def nothing_kept() -> AbstractContextManager[None]:
     """A context in which graphs keep nothing, for a function whose backward will not run."""
     return _hooked(lambda _: None, _unpack)
+
+
+def kept_exactly() -> AbstractContextManager[None]:
+    """A context in which graphs keep all that is saved as it is, and nobody looks at it."""
+    return _hooked(Replaceable, _unpack)
 
 
 @contextmanager

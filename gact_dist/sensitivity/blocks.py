@@ -5,6 +5,10 @@ anew: what is left of the model's graph is what lies between blocks, and the gra
 starts a graph has the name of the node that made the tensor, so that saved tensors have the names and roles of the
 forward. A further run of a block finds the random numbers, autocast and buffers of the first, and saves the same
 tensors in the same order ([Note: replay] in hooks/replay.py).
+
+[Note: open blocks] A checkpoint whose block is not compressed makes all that it saves again in the backward, from its
+inputs. Where its block runs again here, it runs once and keeps what it saves exactly: through the checkpoint each
+derivative would run it anew, and hold it once more.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from ..hooks import (
     ReplayError,
     SavedTensorHooks,
     View,
+    kept_exactly,
     made_from_parameters,
     map_tensors,
     nothing_kept,
@@ -47,7 +52,7 @@ from ..hooks import (
 from .autograd_graph import scalar
 from .measuring_mode import MeasuringMode
 from .parts import Part
-from .surroundings import Surroundings, copied
+from .surroundings import Generators, Surroundings, copied
 
 
 class CutError(RuntimeError):
@@ -103,6 +108,8 @@ class Visit:
     checkpointed: bool
     opaque: bool
     """whether what it saves is not looked at, as a checkpoint recomputes it and keeps it exactly"""
+    is_open: bool = False
+    """whether that holds of some of what it saves, once it has run again"""
     inputs: list[tuple[int, Any, GradientEdge]] = field(default_factory=list)
     """(index among the tensors of the arguments, _Boundary or what a checkpoint recorded, edge of the graph before)"""
     outcomes: list[Any] = field(default_factory=list)
@@ -277,6 +284,8 @@ class BlockForward:
     ) -> Any:
         """In place of torch.utils.checkpoint.checkpoint: outside of blocks, what it runs is a block."""
         if self._current is not None:
+            if not self._hooks.compresses_recomputed:
+                return checkpoint(function, *args, **kw)
             noting = self._hooks.noting(self._current.outcomes, recomputed=True)
             return self._checkpoint_inside(noting, None, checkpoint, function, *args, **kw)
         if self._passing or not torch.is_grad_enabled():
@@ -309,25 +318,39 @@ class BlockForward:
         hooks: for what it would recompute. calls: receives the states of checkpoints; given where a block runs again,
         as its backward will recompute it from what is kept of its inputs.
         """
-        if self._passing or not torch.is_grad_enabled() or not self._hooks.compresses_recomputed:
+        if self._passing or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kw)
+        if kw.get("use_reentrant", True) is not False and not self._hooks.compresses_recomputed:
+            return checkpoint(function, *args, **kw)  # comes back as another
         with self._passed():  # checkpoints inside of it, and what a reentrant one comes back as, are left alone
             if "context_fn" in kw or kw.get("use_reentrant", True) is not False:
                 return checkpoint(function, *args, **kw)
 
             def block(*inputs: Any, **named: Any) -> Any:
+                kept = calls.pop().get_inputs() if calls else inputs
+                values = None if self._hooks.compresses_recomputed else _values_of(function, inputs, kept, named)
                 with hooks:
-                    return function(*(calls.pop().get_inputs() if calls else inputs), **named)
+                    outputs = function(*kept, **named)
+                if values is not None:
+                    _set_values(outputs, values)
+                return outputs
 
             return checkpoint(block, *args, **kw)
 
     @contextmanager
-    def _checkpoints_again(self, replay: Replay) -> Iterator[None]:
-        """Within the context a block runs again, in which there may be checkpoints."""
+    def _checkpoints_again(self, visit: Visit, replay: Replay) -> Iterator[None]:
+        """Within the context a block runs again, in which there may be checkpoints. See [Note: open blocks]."""
         calls: list[Any] = []
 
+        @contextmanager
+        def exactly() -> Iterator[None]:
+            visit.is_open = True
+            with kept_exactly():
+                yield
+
         def again(*call: Any, **kw: Any) -> Any:
-            return self._checkpoint_inside(replaying(replay, whole=False), calls, *call, **kw)
+            hooks = replaying(replay, whole=False) if self._hooks.compresses_recomputed else exactly()
+            return self._checkpoint_inside(hooks, calls, *call, **kw)
 
         with told_of_checkpoints(lambda _, call: calls.append(call)), checkpoint_calls(again):
             yield
@@ -460,7 +483,8 @@ class BlockForward:
             self.learn_names(visit.modules)
             ends = [tensor.grad_fn for tensor in inputs]
             nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
-            yield Part(heads, [get_gradient_edge(tensor) for tensor in inputs], leaves, nodes), replay, inputs
+            tails = [get_gradient_edge(tensor) for tensor in inputs]
+            yield Part(heads, tails, leaves, nodes, visit.is_open), replay, inputs
 
     def _run(
         self, visit: Visit, keep: Callable[[Tensor, Any], Any]
@@ -472,12 +496,33 @@ class BlockForward:
             stack.enter_context(visit.surroundings.again())
             if replay is not None:
                 stack.enter_context(replaying(replay))
-                stack.enter_context(self._passed() if visit.checkpointed else self._checkpoints_again(replay))
+                stack.enter_context(self._passed() if visit.checkpointed else self._checkpoints_again(visit, replay))
+            else:
+                visit.is_open = True
+                stack.enter_context(kept_exactly())
             stack.enter_context(self.mode)
             outputs = tensors_of(visit.function(*args, **kwargs))
         if any(number >= len(outputs) or not outputs[number].requires_grad for number, _ in visit.exits):
             raise ReplayError("it returned something else")
         return outputs, list(values.values()), replay
+
+
+def _values_of(function: Callable[..., Any], inputs: tuple, kept: tuple, named: dict) -> list[Tensor] | None:
+    """What a checkpoint computes, which its block goes on with; None if what it kept of its inputs, from which it makes
+    its graph again, gives the same."""
+    if all(one.data_ptr() == other.data_ptr() for one, other in zip(tensors_of(inputs), tensors_of(kept), strict=True)):
+        return None
+    generators = Generators()
+    with torch.no_grad():
+        values = tensors_of(function(*inputs, **named))
+    generators.restore()
+    return values
+
+
+def _set_values(outputs: Any, values: Sequence[Tensor]) -> None:
+    for output, value in zip(tensors_of(outputs), values, strict=True):
+        if output.requires_grad:
+            output.data = value
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

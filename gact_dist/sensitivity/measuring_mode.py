@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hooks import BACKWARDS, OperatorObserver
+from .differentiable_activations import gelu, silu
 from .differentiable_attention import attention
 from .differentiable_norms import batch_norm, group_norm, layer_norm
 
@@ -17,6 +18,8 @@ REPLACEMENTS: dict[Callable, Callable] = {
     F.batch_norm: batch_norm,
     F.group_norm: group_norm,
     F.scaled_dot_product_attention: attention,
+    F.gelu: gelu,
+    F.silu: silu,
 }
 """Fused functions of torch.nn.functional, and what replaces them where the gradient is differentiated."""
 

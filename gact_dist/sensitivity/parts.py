@@ -29,6 +29,9 @@ class Part:
     tails: Sequence[GradientEdge]
     leaves: Sequence[tuple[str, GradientEdge]]
     nodes: Sequence[Any]
+    is_open: bool = False
+    """whether some of what it saves is not looked at, because the job makes it again in its backward: what that is made
+    of moves it"""
 
     def gradients(
         self, entering: Sequence[Tensor] | None, create_graph: bool = False, retain_graph: bool = True

@@ -4,6 +4,10 @@
 divided where its nodes, in the order of the forward, have saved equal shares. The gradient at an edge between two
 sections is found by one more backward of the part, last section first, and noted as that between blocks is; then each
 section is differentiated as a block is, first one first. The numbers are those of the part as a whole.
+
+Of an open part ([Note: open blocks] in blocks.py) what moves the saved tensors of a section may have been made in an
+earlier one. There the products at the edges between sections are added up as well, and one more backward of the part
+takes them to the tensors that are measured.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._torch_internals import saved_handles
-from ..hooks import Distributed, Replayed, View, maker_of
+from .._torch_internals import saved_handles, storage_id
+from ..hooks import Distributed, Replaceable, Replayed, View, maker_of
 from .blocks import Exit
 from .parts import Part, closed_to
 
@@ -43,6 +47,12 @@ class Section:
     def borders_below(self) -> list[Exit]:
         """To earlier sections."""
         return [border for _, border in self.tails if isinstance(border, Exit)]
+
+    def edges(self, wanted: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """Those of some edges that start in it, or enter the part through it."""
+        ends = {edge[:2] for edge, place in self.tails if not isinstance(place, Exit)}
+        own = set(self.nodes)
+        return [edge for edge in wanted if edge[0] in own or edge in ends]
 
     def part(self) -> Part:
         return Part([edge for edge, _ in self.heads], [edge for edge, _ in self.tails], self.leaves, self.nodes)
@@ -74,6 +84,28 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     for item in found:
         for number in sorted({place[node] for node in readers[item.first]}):
             sections[number].found.append(item)
+    _connect(part, sections, place)
+    return [section for section in sections if section.nodes]
+
+
+def divided_open(part: Part) -> list[Section]:
+    """The sections of an open part, by all that its nodes saved. They know nothing of what is measured."""
+    leaves: list[Any] = [edge.node for _, edge in part.leaves]
+    own = {storage_id(leaf.variable) for leaf in leaves}
+    read: dict[int, tuple[int, list[Any]]] = {}
+    for node in part.nodes:
+        for _, handle in saved_handles(node):
+            if isinstance(handle, Replaceable) and storage_id(handle.tensor) not in own:
+                nbytes = handle.tensor.untyped_storage().nbytes()
+                read.setdefault(storage_id(handle.tensor), (nbytes, []))[1].append(node)
+    count = min(_MOST, sum(nbytes for nbytes, _ in read.values()) // max(1, LEAST_BYTES))
+    if count < 2:
+        return []
+    order = _in_forward_order(part)
+    place = _places(order, read, count)
+    sections = [Section() for _ in range(count)]
+    for node in order:
+        sections[place[node]].nodes.append(node)
     _connect(part, sections, place)
     return [section for section in sections if section.nodes]
 

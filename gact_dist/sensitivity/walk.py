@@ -47,7 +47,7 @@ from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, once, present, refused, repeated_as, seen_through
 from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
-from .sections import Section, divided, note_gradients, passed_on
+from .sections import Section, divided, divided_open, note_gradients, passed_on
 from .surroundings import copied
 
 _log = logging.getLogger(__name__)
@@ -373,12 +373,18 @@ class Walk:
         derived = [item for item in found if item.first in self._forward.derived]
         found = _apart_from(derived, found)
         self._meet([*found, *through])
-        divisible = not through and not self._forward.groups and not self._perturbs
-        sections = divided(part, found, derived) if divisible else []
         left = [*found, *through]
+        sections: list[Section] = []
+        if not self._forward.groups and not self._perturbs:
+            if part.is_open:
+                sections = [] if derived else divided_open(part)
+            elif not through:
+                sections = divided(part, found, derived)
         try:
-            if len(sections) < 2:
-                entered: list[Any] = self._transposed(part, entering, tangents, found, through)
+            if part.is_open and len(sections) > 1:
+                entered: list[Any] = self._in_open_sections(sections, part, entering, tangents, found, through)
+            elif len(sections) < 2:
+                entered = self._transposed(part, entering, tangents, found, through)
             else:
                 entered = yield from self._in_sections(sections, part, entering, tangents, left)
         except OpaqueError as error:
@@ -410,7 +416,7 @@ class Walk:
                 for first in [first for first in waiting if last[first] == number]:
                     self._tallies[first].uses -= 1
                     waiting.remove(first)
-                self._differentiate(section, tangents, entered)
+                self._differentiate(section, tangents, entered, partial(self._transposed, found=section.found))
                 complete = [item for item in section.found if last[item.first] == number]
                 left[:] = [item for item in left if last[item.first] > number]
                 yield from self._completed(part, entering, tangents, complete, False)
@@ -420,16 +426,23 @@ class Walk:
         return entered
 
     def _differentiate(
-        self, section: Section, tangents: Sequence[list[Tensor] | None], entered: list[list[Tensor] | None]
+        self,
+        section: Section,
+        tangents: Sequence[list[Tensor] | None],
+        entered: list[list[Tensor] | None],
+        differentiate: Callable[..., list[list[Tensor] | None]],
     ) -> None:
-        """One section of a part. tangents, entered: at the tails and at the heads of the part."""
+        """One section of a part. tangents, entered: at the tails and at the heads of the part.
+
+        differentiate(part, gradients at its heads, tangents at its tails, closed=edges): as _transposed().
+        """
         gradients, section.noted = [value_of(kept) for kept in section.noted], []
         part = section.part()
         part.heads, entering = present(part.heads, gradients)
         borders = section.borders_below()
         ways = [tangents[place] if isinstance(place, int) else place.tangents for _, place in section.tails]
         closed = [border.edge for border in borders]
-        found = self._transposed(part, entering, ways, section.found, closed=closed) if part.heads else []
+        found = differentiate(part, entering, ways, closed=closed) if part.heads else []
         for border in borders:
             border.readers -= 1
             if border.readers == 0:
@@ -440,6 +453,69 @@ class Walk:
                 entered[place] = tangent
             else:
                 place.tangents = tangent
+
+    def _in_open_sections(
+        self,
+        sections: Sequence[Section],
+        part: Part,
+        entering: Sequence[Tensor] | None,
+        tangents: Sequence[list[Tensor] | None],
+        found: Sequence[Replayed],
+        through: Sequence[Replayed],
+    ) -> list[Any]:
+        """As _transposed(), of an open part in sections. See [Note: sections]."""
+        note_gradients(sections, [self._forward.one] if entering is None else entering, self._forward.boundary)
+        entered = passed_on(part, tangents)
+        items = [item for item in found or through if item.first in self._tallies and item.record.node is not None]
+        wanted = list(dict.fromkeys(map(edge_of, items)))
+        products: list[dict[tuple[Any, int], Tensor]] = [{} for _ in range(self._directions)]
+        borders: dict[tuple[Any, int], None] = {}
+        for section in sections:
+            below = [border.edge[:2] for border in section.borders_below()]
+            borders.update(dict.fromkeys(below))
+            edges = list(dict.fromkeys([*below, *section.edges(wanted)]))
+            self._differentiate(section, tangents, entered, partial(self._products_at, edges, products, found))
+        for direction, known in enumerate(products):
+            heads = [edge for edge in borders if edge in known]
+            if heads:
+                above = Part([GradientEdge(*edge) for edge in heads], [GradientEdge(*edge) for edge in wanted], (), ())
+                with cut_off(found):
+                    further = above.gradients([known.pop(edge) for edge in heads])
+                for edge, product in zip(wanted, further, strict=True):
+                    _add_to(known, edge, product)
+            for first, same in _by_first(items).items():
+                present = [item for item in same if edge_of(item) in known]
+                self._tallies[first].add(_seen_by_edge(present, known), direction, self._directions)
+            known.clear()
+        return entered
+
+    def _products_at(
+        self,
+        edges: Sequence[tuple[Any, int]],
+        products: Sequence[dict[tuple[Any, int], Tensor]],
+        cut_at: Sequence[Replayed],
+        part: Part,
+        entering: Sequence[Tensor] | None,
+        tangents: Sequence[list[Tensor] | None],
+        closed: Sequence[GradientEdge],
+    ) -> list[list[Tensor] | None]:
+        """Add to the products of each direction those of a section at some edges; returns what _transposed() does.
+
+        cut_at: saved tensors through which nothing flows back.
+        """
+        sources = [] if entering is None else [cut(gradient) for gradient in entering]
+        entered: list[list[Tensor]] = [[] for _ in sources]
+        with closed_to(closed):
+            leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+        inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
+        for direction, known in enumerate(products):
+            with closed_to(closed), cut_off(cut_at):
+                found = self._products(part, leaving, tangents, inputs, direction)
+            for place, tangent in zip(entered, found, strict=False):
+                place.append(torch.zeros((), device="cpu") if tangent is None else tangent.detach())
+            for edge, product in zip(edges, found[len(sources) :], strict=True):
+                _add_to(known, edge, product)
+        return [place if any(tangent.dim() for tangent in place) else None for place in entered]
 
     def _meet(self, found: Sequence[Replayed]) -> None:
         """The tally of a tensor that nothing has added to yet is laid out as the tensor is here."""
@@ -715,6 +791,18 @@ class Walk:
         with visit.surroundings.again(), self._forward.mode:
             outputs = tensors_of(torch.func.functional_call(module, moved, args, kwargs))
         return [outputs[number] for number, _ in visit.exits]
+
+
+def _add_to(known: dict[tuple[Any, int], Tensor], edge: tuple[Any, int], product: Tensor | None) -> None:
+    if product is not None:
+        known[edge] = product.detach() if edge not in known else known[edge] + product.detach()
+
+
+def _by_first(items: Iterable[Replayed]) -> dict[Any, list[Replayed]]:
+    found: dict[Any, list[Replayed]] = {}
+    for item in items:
+        found.setdefault(item.first, []).append(item)
+    return found
 
 
 def _seen_by_edge(

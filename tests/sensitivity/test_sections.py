@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from block_models import CASES, made
 from test_blocks import RELATIVE, SAMPLED, as_one_part, distance, measured
@@ -13,19 +15,20 @@ from gact_dist.sensitivity import one_pass, sections, walk
 TOLERANCES = {"autocast": 2.0**-8}
 
 
+def counted(function, counts, *arguments):
+    found = function(*arguments)
+    counts.append(len(found))
+    return found
+
+
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_sections_give_the_numbers_of_the_whole(name, in_blocks, monkeypatch):
     monkeypatch.setattr(one_pass, "BOUNDARY_BITS", None)
     whole = as_one_part(lambda: made(name), monkeypatch)
-    divided, counts = walk.divided, []
-
-    def counted(*arguments):
-        found = divided(*arguments)
-        counts.append(len(found))
-        return found
-
-    monkeypatch.setattr(walk, "divided", counted)
+    counts = []
+    for function in (walk.divided, walk.divided_open):
+        monkeypatch.setattr(walk, function.__name__, partial(counted, function, counts))
     monkeypatch.setattr(sections, "LEAST_BYTES", 1)
     by_section = measured(made(name)) if in_blocks else as_one_part(lambda: made(name), monkeypatch)
     assert max(counts) > 1 or (not in_blocks and "checkpoint" in name)  # which is no part that could be divided

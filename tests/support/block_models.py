@@ -116,6 +116,35 @@ def checkpointed(how: Callable[[nn.Module, Tensor], Tensor]) -> Case:
     return Case(model, loss_of(model), case.batch)
 
 
+class Wrapped(nn.Module):
+    """A block whose own forward holds the checkpoint, as torch's checkpoint_wrapper has it."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain(self.block, x, self.reentrant)
+
+
+class Halves(nn.Module):
+    """A block with two checkpoints, and operators before, between and after them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = block, Layer(dropout=0.1), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + plain(self.first, self.norm(x), False)
+        return torch.tanh(x) + plain(self.second, torch.sigmoid(x), False)
+
+
+def with_inner_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> Case:
+    case = small_gpt(dropout=0.1)
+    case.model.blocks = nn.ModuleList(map(wrap, case.model.blocks))
+    return case
+
+
 class InSegments(TinyGPT):
     def forward(self, tokens: Tensor) -> Tensor:
         x = checkpoint_sequential(nn.Sequential(*self.blocks), 2, self.embedding(tokens), use_reentrant=False)
@@ -548,6 +577,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "selective checkpoints": lambda: checkpointed(selective),
     "checkpointed closures": lambda: checkpointed(closure),
     "checkpointed segments": in_segments,
+    "checkpoints inside of blocks": lambda: with_inner_checkpoints(partial(Wrapped, reentrant=False)),
+    "reentrant checkpoints inside of blocks": lambda: with_inner_checkpoints(partial(Wrapped, reentrant=True)),
+    "two checkpoints in a block": lambda: with_inner_checkpoints(Halves),
     "unet": unet,
     "encoder and decoder": encoder_decoder,
     "called several times": lambda: on_rows(CalledTwice(*layers(2, dropout=0.1))),
