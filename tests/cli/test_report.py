@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import torch
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.cli import figures, page, run_files
+from gact_dist.cli import figures, page, pictures, run_files
 from gact_dist.cli.loading import load_job
 
 ALL = {"losses", "activations", "peak", "step", "layers", "bits", "sensitivities", "gradient", "time"}
@@ -208,6 +209,20 @@ def test_pictures_of_all_figures_or_one_message_why_not(two_runs, run_json, run,
     result = run("report", two_runs, "--png", two_runs / "png")
     assert result.exit_code == 2
     assert "pip install kaleido" in result.stderr
+
+
+def test_a_picture_has_room_for_its_title_each_row_of_its_legend_and_the_last_tick(two_runs):
+    drawn = {figure.key: figure for figure in figures.figures_of(run_files.find_runs([two_runs]))}
+    one_row, height = pictures.layout_of(drawn["losses"])
+    assert one_row["margin"]["t"] >= 50 + 20  # the title, and below it the legend
+    [line, *_] = drawn["step"].data
+    lines = [{**line, "name": f"layers.{i}.attention.query"} for i in range(9)]  # three in a row
+    many = dataclasses.replace(drawn["step"], data=lines, height=drawn["losses"].height)
+    three_rows, higher = pictures.layout_of(many)
+    assert three_rows["margin"]["t"] == one_row["margin"]["t"] + 2 * 20
+    assert higher == height + 2 * 20  # the plot keeps its size
+    assert three_rows["margin"]["r"] == drawn["step"].layout["margin"]["r"]  # of "backward ends", below the corner
+    assert three_rows["title"]["yref"] == "container"
 
 
 def test_a_page_holds_no_end_of_a_script_in_its_data():
