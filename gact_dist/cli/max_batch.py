@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
-from .batch_search import Probe, largest, next_batch
+from .batch_search import Probe, largest, next_batch, says_out_of_memory
 from .figures import max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS
@@ -38,7 +38,7 @@ from .output import (
 )
 from .page import page_of_figures
 from .pictures import write_png
-from .trial import UNTOUCHED, Trial, says_out_of_memory
+from .trial import UNTOUCHED, Trial
 
 _FIRST = 4
 _RESOLUTION = 1 / 12

@@ -30,6 +30,7 @@ from ..distributed import fake_ranks
 from ..hooks import LOG_SOFTMAX, ReportRow
 from ..policies import policy_of
 from .analysis import Step
+from .building import with_small_values
 from .full_batches import full_batches
 from .layouts import ProfileError, Settings, mesh_of, spread
 from .result import KeptTensor, LevelProfile, Profile
@@ -82,7 +83,7 @@ def _running(build: Build, settings: Settings) -> Iterator[_Run]:
         mode = stack.enter_context(fake_tensors()) if settings.is_fake else None
         tracker = Tracker()
         stack.enter_context(tracker.tracking())
-        run = _Run(build(), settings, tracker, mode, mesh)
+        run = _Run(with_small_values(build), settings, tracker, mode, mesh)
         if mode is not None:
             stack.enter_context(full_batches())
         gc.collect()
@@ -256,7 +257,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _make_fake(model: nn.Module, mode: Any) -> None:
-    """Of a model that was built elsewhere: its values are not needed."""
+    """Of a model that has real tensors, because it was built elsewhere or by values: these are not needed."""
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not is_fake(tensor):

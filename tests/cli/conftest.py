@@ -56,13 +56,19 @@ def with_loss():
 
 
 def reads_a_value():
-    return Net(width=int(torch.linspace(8, 64, 2)[-1].item())), torch.randn(2, 64)
+    model, batch = small()
+    return model, batch, lambda batch: model(*batch) * batch[0].sum().item()
 
 
-def of_images():
+def of_two_kinds():
     import transformers
 
-    return transformers.ViTConfig()
+    return transformers.CLIPConfig()
+
+
+def too_large():
+    model, batch = small()
+    return model, batch, lambda batch: model(*batch) + torch.zeros(1 << 50).sum()
 
 
 def other():

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from gact_dist.cli import max_batch
-from gact_dist.cli.batch_search import Probe
+from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
-from gact_dist.cli.trial import Trial, checkpoint_blocks, says_out_of_memory
+from gact_dist.cli.trial import Trial, checkpoint_blocks
 
 LARGE = '''
 import torch
