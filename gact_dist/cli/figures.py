@@ -23,6 +23,7 @@ _POINTS = 240  # of a line or of bars; more cannot be seen
 _LABEL, _MOST_LABELS = 26, 24
 _CELLS_WITH_TEXT = 16
 _ROW_PIXELS = 34
+_BESIDE_BARS = 1.25  # for the number of a bar that is too short for it
 
 
 @dataclass(frozen=True)
@@ -297,12 +298,14 @@ def max_batch_figures(values: dict[str, Any]) -> list[Figure]:
     names = [row["method"] for row in rows]
     sizes = _bars([row[values["of"]] for row in rows], names, f"largest {values['of']}", BLUE)
     speeds = _bars([row["samples_per_s"] or 0.0 for row in rows], names, "samples/s", AMBER)
-    sizes |= {"texttemplate": "%{x}", "textposition": "auto"}
-    speeds |= {"texttemplate": "%{x:.3g}", "textposition": "auto", "xaxis": "x2"}
+    sizes |= {"texttemplate": "%{x:,}", "textposition": "auto"}
+    speeds |= {"texttemplate": "%{x:,.3r}", "textposition": "auto", "xaxis": "x2"}
     layout = _axes(f"largest {values['of']}", "", from_zero=True)
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}
-    layout["xaxis"] |= {"domain": [0, 0.48]}
-    layout["xaxis2"] = {**layout["xaxis"], "domain": [0.52, 1], "title": {"text": "samples/s", "standoff": 10}}
+    ranges = [[0, _BESIDE_BARS * max([1e-9, *bars["x"]])] for bars in (sizes, speeds)]
+    layout["xaxis"] |= {"domain": [0, 0.48], "range": ranges[0]}
+    second = {"domain": [0.52, 1], "range": ranges[1], "title": {"text": "samples/s", "standoff": 10}}
+    layout["xaxis2"] = {**layout["xaxis"], **second}
     layout |= {"showlegend": False, "hovermode": "closest", "bargap": 0.3}
     caption = "At equal memory: what fits, and how fast the steps of the largest are."
     title = f"Largest {values['of']}"

@@ -251,9 +251,16 @@ def _table(values: dict[str, Any], what: str) -> Table:
     for row in values["methods"]:
         gain = "" if row["gain"] is None else f"{row['gain']:.1f}x"
         step = "" if row["step_s"] is None else f"{row['step_s']:.3g} s"
-        speed = "" if row["samples_per_s"] is None else f"{row['samples_per_s']:.3g}"
-        table.add_row(row["method"], str(row[what] or "none fits"), gain, step, speed, str(len(row["tries"])))
+        speed = "" if row["samples_per_s"] is None else _of_three_digits(row["samples_per_s"])
+        table.add_row(
+            row["method"], f"{row[what]:,}" if row[what] else "none fits", gain, step, speed, str(len(row["tries"]))
+        )
     return table
+
+
+def _of_three_digits(value: float) -> str:
+    """A number rounded to three digits, and written out: 24,600."""
+    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 def _closing(values: dict[str, Any], output: Path | None) -> Text:
