@@ -79,8 +79,12 @@ def command(
     ] = None,
     checkpointing: Annotated[bool, _Option("--checkpointing", help="Recompute these modules in backward.")] = False,
     measure: Annotated[
-        bool, _Option(help="Measure the bits of levels that adapt on the batch; never with --fake or --layout.")
-    ] = True,
+        bool | None,
+        _Option(
+            help="Measure the bits of levels that adapt on the batch: default for a function, whose batch is a job's; "
+            "never with --fake or --layout."
+        ),
+    ] = None,
     shown: Annotated[str | None, _Option("--show", help="The level whose modules and lines are listed.")] = None,
     rows: Annotated[int, _Option(min=1, help="Rows of each table.")] = 12,
     as_json: JsonOption = False,
@@ -98,7 +102,7 @@ def command(
             world_size=world_size, layout=layout, fake=fake, optimizer=optimizer, dtype=_dtype(dtype),
             compute_dtype=_dtype(compute_dtype), reduce_dtype=_dtype(reduce_dtype), reshard=_reshard(reshard),
             shard_ranks=shard_ranks, wrap=tuple(wrap or ()), checkpointing=checkpointing,
-            measure=measure,
+            measure=_is_function(target) if measure is None else measure,
         )  # fmt: skip
         levels = level or list(DEFAULT_LEVELS)
         if shown is not None and shown not in levels:
@@ -143,7 +147,7 @@ def _builder(
     target: str, batch_size: int | None, sequence: int | None, settings: Settings
 ) -> Callable[[], tuple[nn.Module, Any, Any]]:
     """What builds the job, each time anew."""
-    if ":" not in target and not target.endswith(".py"):
+    if not _is_function(target):
         config = _config(target)
         return lambda: _parts(_job_of_config(config, batch_size or 1, sequence, settings))
     function = load_function(target)
@@ -161,6 +165,11 @@ def _builder(
         return _parts(job_of(target, made))
 
     return build
+
+
+def _is_function(target: str) -> bool:
+    """Whether a target is a function, and no config, of which weights and batch have no values of a job's."""
+    return ":" in target or target.endswith(".py")
 
 
 def _parts(job: Job) -> tuple[nn.Module, Any, Any]:

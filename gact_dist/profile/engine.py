@@ -103,7 +103,7 @@ def _config_of(level: str, settings: Settings) -> Config | None:
     if "recomputed" in behind and not settings.measures:
         raise ProfileError(
             f"level {level!r} compresses what a measurement has seen, and nothing is measured; expected a job on its "
-            "own tensors: leave out --fake, --layout and --no-measure"
+            "own tensors: leave out --fake, --layout and --no-measure, and give a function in place of a config"
         )
     try:
         config = Config.from_level(name, **dict.fromkeys(behind, True))

@@ -217,6 +217,15 @@ def test_bits_are_measured_where_there_are_values(jobs, run_json):
     assert len(bits["values"][1]) > 1
 
 
+def test_a_config_has_no_values_to_measure_unless_they_are_asked_for(config, run_json):
+    options = ("--sequence", 16, "--level", "L2")
+    for given, measured in (((), False), (("--measure",), True)):
+        found = run_json("profile", config, *options, *given)
+        assert ("were measured on this batch" in " ".join(found["notes"])) == measured
+        widths = {tensor["bits"] for tensor in found["levels"][0]["tensors"] if tensor["codec"] == "quantised"}
+        assert (widths == {4.0}) != measured
+
+
 def test_what_checkpointed_blocks_recompute_is_counted(tmp_path, run_json):
     path = tmp_path / "blocks_of_user.py"
     path.write_text(BLOCKS)
