@@ -231,7 +231,7 @@ def _sensitivities(run: Run) -> Figure | None:
         "ticktext": [_short(layer, 16) for layer in places],
         "tickangle": -40,
     }
-    layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
+    layout["yaxis"] |= _logarithmic([value for _, value, _ in tensors])
     layout["hovermode"] = "closest"
     caption = f"How much each tensor moves the gradient, as measured at step {plans[-1]['step']}, and the bits it got."
     return Figure("sensitivities", "Sensitivity of each tensor", caption, [dots], layout, 380)
@@ -259,7 +259,7 @@ def _gradient_error(run: Run) -> Figure | None:
     layout = _axes("step", "squared error / squared gradient")
     values = [value for line in data for value in line["y"]]
     if max(values) > 10 * min(values):
-        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
+        layout["yaxis"] |= _logarithmic(values)
     else:
         layout["yaxis"] |= {"rangemode": "tozero", "exponentformat": "power"}
     caption = "The gradient under the plan beside the exact one, and what the sensitivities had predicted."
@@ -327,6 +327,11 @@ def _axes(x: str, y: str, from_zero: bool = False) -> dict[str, Any]:
     if from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
     return layout
+
+
+def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
+    """What makes an axis logarithmic: labelled at each power of ten, or where these are few at 2 and 5 times as well."""
+    return {"type": "log", "dtick": 1 if max(values) > 1000 * min(values) else "D2", "exponentformat": "power"}
 
 
 def _line(

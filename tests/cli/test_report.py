@@ -105,6 +105,14 @@ def test_bits_by_layer_are_those_of_the_adaptations(two_runs):
     assert cells["z"][cells["y"].index("layers.1")][-1] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize(("largest", "apart"), [(1e-2, "D2"), (1.0, 1)])
+def test_a_logarithmic_axis_has_labels_however_close_its_values_are(tmp_path, largest, apart):
+    lines = [{"step": step, "squared_gradient": 1.0, "measured": value} for step, value in ((1, largest), (2, 9e-4))]
+    run = run_files.Run("L2", comparisons=lines)
+    [drawn] = figures.figures_of([run])
+    assert (drawn.key, drawn.layout["yaxis"]["type"], drawn.layout["yaxis"]["dtick"]) == ("gradient", "log", apart)
+
+
 def test_memory_over_a_step_ends_where_the_report_does(two_runs):
     [_, run] = run_files.find_runs([two_runs])
     drawn = next(figure for figure in figures.figures_of([run]) if figure.key == "step")
