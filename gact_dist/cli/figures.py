@@ -330,7 +330,7 @@ def _axes(x: str, y: str, from_zero: bool = False) -> dict[str, Any]:
 
 
 def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
-    """What makes an axis logarithmic: labelled at each power of ten, or where these are few at 2 and 5 times as well."""
+    """What makes an axis logarithmic: labelled at each power of ten, and where these are few at 2 and 5 times too."""
     return {"type": "log", "dtick": 1 if max(values) > 1000 * min(values) else "D2", "exponentformat": "power"}
 
 
