@@ -66,6 +66,11 @@ def of_two_kinds():
     return transformers.CLIPConfig()
 
 
+def of_small_tensors():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    return model, torch.randn(4, 8), lambda batch: model(batch).square().mean()
+
+
 def too_large():
     model, batch = small()
     return model, batch, lambda batch: model(*batch) + torch.zeros(1 << 50).sum()
