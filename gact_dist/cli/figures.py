@@ -185,7 +185,8 @@ def _bits(run: Run) -> Figure | None:
     shows_text = len(plans) <= _CELLS_WITH_TEXT
     cells = {
         "type": "heatmap", "z": values, "x": [f"step {line['step']}" for line in plans],
-        "y": [_short(layer) for layer in layers], "zmin": 1, "zmax": 8, "colorscale": _BITS, "xgap": 2, "ygap": 2,
+        "y": [_short(layer) for layer in layers], "zmin": 1, "zmax": 8, "colorscale": _BITS,
+        "xgap": 2 if shows_text else 0, "ygap": 2,
         "colorbar": {"title": {"text": "bits", "side": "right"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": "%{y}<br>%{x}: %{z:.2f} bits<extra></extra>",
     }  # fmt: skip

@@ -105,6 +105,14 @@ def test_bits_by_layer_are_those_of_the_adaptations(two_runs):
     assert cells["z"][cells["y"].index("layers.1")][-1] == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize(("count", "gap"), [(4, 2), (40, 0)])
+def test_cells_of_many_adaptations_have_no_gaps_that_would_hide_them(count, gap):
+    lines = [{"step": step, "tensors": {"layers.0:Linear@1": {"bits": 4}}} for step in range(count)]
+    [drawn] = figures.figures_of([run_files.Run("L2", adaptations=lines)])
+    [cells] = drawn.data
+    assert (drawn.key, len(cells["x"]), cells["xgap"]) == ("bits", count, gap)
+
+
 @pytest.mark.parametrize(("largest", "apart"), [(1e-2, "D2"), (1.0, 1)])
 def test_a_logarithmic_axis_has_labels_however_close_its_values_are(tmp_path, largest, apart):
     lines = [{"step": step, "squared_gradient": 1.0, "measured": value} for step, value in ((1, largest), (2, 9e-4))]
