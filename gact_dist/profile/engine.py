@@ -64,8 +64,9 @@ def profile(
     found: list[LevelProfile] = []
     done: dict[Config | None, LevelProfile] = {}
     with _running(build, settings) as run:
-        for level, config in configs.items():
-            if config not in done:
+        for level, wanted in configs.items():
+            config = _without_measuring(wanted) if wanted is not None and not settings.measures else wanted
+            if config not in done:  # L2 without a measurement is L1
                 tell(f"steps under {level}")
                 done[config] = run.profiled(level, config)
             found.append(replace(done[config], level=level))
@@ -196,7 +197,7 @@ class _Run:
             for _ in range(2 if first == 1 else 1):
                 self._step(None)
         else:
-            controller = attach(self._job.model, config=config if self._measures else _without_measuring(config))
+            controller = attach(self._job.model, config=config)
             try:
                 self._steps_until_learnt(controller)
                 report, tensors = controller.report(), tuple(_kept(controller))

@@ -48,6 +48,17 @@ def test_noise_and_batch_norm_are_the_same_with_fake_tensors(name):
         assert found.level(level).peak == known.level(level).peak
 
 
+def test_levels_that_keep_the_same_without_a_measurement_are_run_once():
+    told: list[str] = []
+    found = profile(partial(build, "mlp"), ["L1", "L2", "L2.1"], Settings(fake=True), told.append)
+    assert told == ["steps under L1", "steps under L2.1"]
+    assert [level.level for level in found.levels] == ["L1", "L2", "L2.1"]
+    assert found.level("L2").peak == found.level("L1").peak
+    told.clear()
+    profile(partial(build, "mlp"), ["L1", "L2"], Settings(), told.append)
+    assert told == ["steps under L1", "steps under L2"]
+
+
 def test_every_byte_of_the_peak_has_a_module_an_operator_and_a_line(fake):
     for found in fake.levels:
         assert sum(found.peak.values()) == found.peak_bytes == max(found.phase_peaks.values())
