@@ -18,7 +18,13 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,6 +63,7 @@ NEEDED = (
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.batchnorm._BatchNorm",
     "torch.nn.functional._verify_batch_size",
+    "torch.nn.init._no_grad_trunc_normal_",
     # checkpoint
     "torch.utils.checkpoint._CheckpointFrame",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
@@ -72,6 +79,8 @@ NEEDED = (
     "torch._guards.active_fake_mode",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
     "torch._subclasses.fake_tensor.FakeTensorConverter.set_tensor_memo",
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.ops._c10d_functional.wait_tensor",
@@ -327,6 +336,10 @@ def fake_tensors() -> Iterator[Any]:
         log.setLevel(level)
 
 
+NEEDS_VALUES: Any = (DataDependentOutputException, DynamicOutputShapeException)
+"""the errors of operators whose result, or its shape, depends on values that fake tensors do not have"""
+TRUNC_NORMAL = "_no_grad_trunc_normal_"
+"""the function of torch.nn.init that does the work of trunc_normal_()"""
 without_fake_tensors: Any = unset_fake_temporarily
 """a context in which operators make real tensors"""
 

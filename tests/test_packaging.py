@@ -17,7 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.large  # the native library is compiled twice
 LONGEST_S = 900
 LARGEST_BYTES = 4 << 20  # with debug information it was 7.8 million
-SOURCES = ["CHANGELOG.md", "MANIFEST.in", "README.md", "csrc", "gact_dist", "pyproject.toml", "setup.py", "tests"]
+SOURCES = [
+    "_gact_dist_command.py",
+    "CHANGELOG.md",
+    "MANIFEST.in",
+    "README.md",
+    "csrc",
+    "gact_dist",
+    "pyproject.toml",
+    "setup.py",
+    "tests",
+]
 ONE_STEP = """
 import warnings
 from pathlib import Path
@@ -101,8 +111,9 @@ def test_a_wheel_works_away_from_the_repository(sdist, tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     cuda = {f"gact_dist/csrc/{path.relative_to(ROOT / 'csrc')}" for path in (ROOT / "csrc" / "cuda").iterdir()}
     assert {"gact_dist/_native.so", "gact_dist/py.typed", *cuda} <= names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"gact_dist"}
-    metadata = next(name for name in names if name.endswith("METADATA"))
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"gact_dist", "_gact_dist_command.py"}
+    metadata, entry_points = (next(n for n in names if n.endswith(end)) for end in ("METADATA", "entry_points.txt"))
+    assert "gact-dist = _gact_dist_command:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
     fields = HeaderParser().parsestr(zipfile.ZipFile(wheel).read(metadata).decode())
     assert fields["Requires-Python"] == ">=3.10"
     assert "Typing :: Typed" in fields.get_all("Classifier")

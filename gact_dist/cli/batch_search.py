@@ -23,6 +23,11 @@ OUT_OF_MEMORY = (
 )
 
 
+def says_out_of_memory(text: str) -> str:
+    """The line of an error's text that says that there was too little memory; empty if none does."""
+    return next((line.strip()[:200] for line in text.splitlines() if any(word in line for word in OUT_OF_MEMORY)), "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """What became of a batch in a process of its own."""

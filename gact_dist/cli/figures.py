@@ -23,6 +23,7 @@ _POINTS = 240  # of a line or of bars; more cannot be seen
 _LABEL, _MOST_LABELS = 26, 24
 _CELLS_WITH_TEXT = 16
 _ROW_PIXELS = 34
+_BESIDE_BARS = 1.25  # for the number of a bar that is too short for it
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,8 @@ def _bits(run: Run) -> Figure | None:
     shows_text = len(plans) <= _CELLS_WITH_TEXT
     cells = {
         "type": "heatmap", "z": values, "x": [f"step {line['step']}" for line in plans],
-        "y": [_short(layer) for layer in layers], "zmin": 1, "zmax": 8, "colorscale": _BITS, "xgap": 2, "ygap": 2,
+        "y": [_short(layer) for layer in layers], "zmin": 1, "zmax": 8, "colorscale": _BITS,
+        "xgap": 2 if shows_text else 0, "ygap": 2,
         "colorbar": {"title": {"text": "bits", "side": "right"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": "%{y}<br>%{x}: %{z:.2f} bits<extra></extra>",
     }  # fmt: skip
@@ -230,7 +232,7 @@ def _sensitivities(run: Run) -> Figure | None:
         "ticktext": [_short(layer, 16) for layer in places],
         "tickangle": -40,
     }
-    layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
+    layout["yaxis"] |= _logarithmic([value for _, value, _ in tensors])
     layout["hovermode"] = "closest"
     caption = f"How much each tensor moves the gradient, as measured at step {plans[-1]['step']}, and the bits it got."
     return Figure("sensitivities", "Sensitivity of each tensor", caption, [dots], layout, 380)
@@ -258,7 +260,7 @@ def _gradient_error(run: Run) -> Figure | None:
     layout = _axes("step", "squared error / squared gradient")
     values = [value for line in data for value in line["y"]]
     if max(values) > 10 * min(values):
-        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
+        layout["yaxis"] |= _logarithmic(values)
     else:
         layout["yaxis"] |= {"rangemode": "tozero", "exponentformat": "power"}
     caption = "The gradient under the plan beside the exact one, and what the sensitivities had predicted."
@@ -297,12 +299,14 @@ def max_batch_figures(values: dict[str, Any]) -> list[Figure]:
     names = [row["method"] for row in rows]
     sizes = _bars([row[values["of"]] for row in rows], names, f"largest {values['of']}", BLUE)
     speeds = _bars([row["samples_per_s"] or 0.0 for row in rows], names, "samples/s", AMBER)
-    sizes |= {"texttemplate": "%{x}", "textposition": "auto"}
-    speeds |= {"texttemplate": "%{x:.3g}", "textposition": "auto", "xaxis": "x2"}
+    sizes |= {"texttemplate": "%{x:,}", "textposition": "auto"}
+    speeds |= {"texttemplate": "%{x:,.3r}", "textposition": "auto", "xaxis": "x2"}
     layout = _axes(f"largest {values['of']}", "", from_zero=True)
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}
-    layout["xaxis"] |= {"domain": [0, 0.48]}
-    layout["xaxis2"] = {**layout["xaxis"], "domain": [0.52, 1], "title": {"text": "samples/s", "standoff": 10}}
+    ranges = [[0, _BESIDE_BARS * max([1e-9, *bars["x"]])] for bars in (sizes, speeds)]
+    layout["xaxis"] |= {"domain": [0, 0.48], "range": ranges[0]}
+    second = {"domain": [0.52, 1], "range": ranges[1], "title": {"text": "samples/s", "standoff": 10}}
+    layout["xaxis2"] = {**layout["xaxis"], **second}
     layout |= {"showlegend": False, "hovermode": "closest", "bargap": 0.3}
     caption = "At equal memory: what fits, and how fast the steps of the largest are."
     title = f"Largest {values['of']}"
@@ -324,6 +328,11 @@ def _axes(x: str, y: str, from_zero: bool = False) -> dict[str, Any]:
     if from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
     return layout
+
+
+def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
+    """What makes an axis logarithmic: labelled at each power of ten, and where these are few at 2 and 5 times too."""
+    return {"type": "log", "dtick": 1 if max(values) > 1000 * min(values) else "D2", "exponentformat": "power"}
 
 
 def _line(

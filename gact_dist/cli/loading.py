@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor, nn
 
+from .._torch_internals import NEEDS_VALUES
+from .batch_search import says_out_of_memory
 from .output import CommandError
 
 JobArgument = Annotated[
@@ -41,10 +43,13 @@ class Job:
     """loss_fn(batch): the scalar loss"""
 
 
-_OF_FAKE_TENSORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 _NEEDS_VALUES = (
     ", which depends on values, and with --fake or a layout tensors have none: leave that out, or have the function "
     "take another way there (a number in place of item(), a mask in place of nonzero())"
+)
+_TOO_LARGE = (
+    "\n  this machine has too little memory for it: give a smaller batch; `gact-dist profile --fake` takes no memory, "
+    "and says how much the job would"
 )
 
 
@@ -65,8 +70,9 @@ class UserCode(AbstractContextManager[Any]):
             return
         text = (str(error).strip().splitlines() or [""])[0]
         kind_of_error = "" if _is_refusal(error, trace) else f"{type(error).__name__}: "
-        mend = _NEEDS_VALUES if type(error).__name__ in _OF_FAKE_TENSORS else ""
-        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{mend}{_own_line(trace)}") from None
+        mend = _NEEDS_VALUES if isinstance(error, NEEDS_VALUES) else ""
+        too_large = _TOO_LARGE if says_out_of_memory(f"{type(error).__name__}: {error}") else ""
+        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{mend}{_own_line(trace)}{too_large}") from None
 
 
 def load_job(name: str, *arguments: Any) -> Job:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
-from .batch_search import Probe, largest, next_batch
+from .batch_search import Probe, largest, next_batch, says_out_of_memory
 from .figures import max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS
@@ -38,7 +38,7 @@ from .output import (
 )
 from .page import page_of_figures
 from .pictures import write_png
-from .trial import UNTOUCHED, Trial, says_out_of_memory
+from .trial import UNTOUCHED, Trial
 
 _FIRST = 4
 _RESOLUTION = 1 / 12
@@ -251,9 +251,16 @@ def _table(values: dict[str, Any], what: str) -> Table:
     for row in values["methods"]:
         gain = "" if row["gain"] is None else f"{row['gain']:.1f}x"
         step = "" if row["step_s"] is None else f"{row['step_s']:.3g} s"
-        speed = "" if row["samples_per_s"] is None else f"{row['samples_per_s']:.3g}"
-        table.add_row(row["method"], str(row[what] or "none fits"), gain, step, speed, str(len(row["tries"])))
+        speed = "" if row["samples_per_s"] is None else _of_three_digits(row["samples_per_s"])
+        table.add_row(
+            row["method"], f"{row[what]:,}" if row[what] else "none fits", gain, step, speed, str(len(row["tries"]))
+        )
     return table
+
+
+def _of_three_digits(value: float) -> str:
+    """A number rounded to three digits, and written out: 24,600."""
+    return f"{float(f'{value:.3g}'):,.12g}"
 
 
 def _closing(values: dict[str, Any], output: Path | None) -> Text:

@@ -12,9 +12,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Annotated, Any, ParamSpec, TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -32,6 +32,10 @@ _UNITS = {
 }  # fmt: skip
 
 
+_json_to: list[TextIO] = []
+"""where --json goes, while sys.stdout is not that"""
+
+
 class CommandError(Exception):
     """What a command could not do: what was got, what was expected and the mend, for the person who typed it."""
 
@@ -44,7 +48,8 @@ def console(*, to_stderr: bool = False) -> Console:
 def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
     """Print what a command found: as JSON, or as people read it."""
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        to = _json_to[-1] if _json_to else sys.stdout
+        to.write(json.dumps(found, indent=1) + "\n")
         return
     for part in shown:
         screen = console()
@@ -53,13 +58,48 @@ def show(found: dict[str, Any], as_json: bool, *shown: RenderableType) -> None:
         screen.print(part, soft_wrap=isinstance(part, Text))  # nor a line of code to be broken
 
 
+@contextmanager
+def only_json(as_json: bool) -> Iterator[None]:
+    """With --json, what the user's code prints, and what it starts, goes to stderr: on stdout is what show() writes."""
+    if not as_json:
+        yield
+        return
+    with ExitStack() as stack:
+        _json_to.append(_apart(sys.stdout, stack))
+        stack.callback(_json_to.pop)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+def _apart(stdout: TextIO, stack: ExitStack) -> TextIO:
+    """Standard output where its descriptor is that of standard error until the stack is left."""
+    try:
+        own, errors = stdout.fileno(), sys.stderr.fileno()
+    except (OSError, AttributeError):  # it is no file, such as what a test reads
+        return stdout
+    stdout.flush()
+    kept = os.dup(own)
+    os.dup2(errors, own)
+    apart = os.fdopen(kept, "w", encoding="utf-8")
+
+    def put_back() -> None:
+        apart.flush()
+        stdout.flush()
+        os.dup2(kept, own)
+        apart.close()
+
+    stack.callback(put_back)
+    return apart
+
+
 def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """The command with a CommandError as one message: on stderr, or with --json as an object on stdout."""
 
     @functools.wraps(command)
     def reporting(*args: Arguments.args, **options: Arguments.kwargs) -> None:
         try:
-            command(*args, **options)
+            with only_json(bool(options.get("as_json"))):
+                command(*args, **options)
         except CommandError as error:
             report_error(str(error), bool(options.get("as_json")))
             raise typer.Exit(COULD_NOT) from None

@@ -49,6 +49,11 @@ def command(
     with working(f"building {job}", as_json) as now:
         made = load_job(job)
         controller = _calibrated(made, config, samples, now)
+    if not controller.plan and controller.adaptation is not None:
+        raise CommandError(
+            f"no tensor that the job saves is rounded, so there is no plan: each has fewer than {config.min_numel} "
+            "elements or has to stay exact; give a larger batch"
+        )
     if not controller.plan:
         raise CommandError(
             "nothing could be measured, so there is no plan: the warnings above say why, such as a loss without "

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Column, Table
-from torch import nn
+from torch import Tensor, nn
 
 from ..profile import (
     DEFAULT_LEVELS,
@@ -31,13 +31,14 @@ from ..profile import (
     Settings,
     Share,
     profile,
+    with_small_values,
 )
 from .loading import Job, UserCode, job_of, load_function, loss_of
 from .output import CommandError, JsonOption, show, shown_bytes, unit_of, working
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
-_SEQUENCE = 2048
+_SEQUENCE, _IMAGE = 2048, 224
 _LEVEL_WIDTH, _NAME_WIDTH, _KIND_WIDTH = 9, 14, 14
 _SHORT_KINDS = {
     "optimizer state": "optimizer", "compressed activations": "compressed", "recomputed activations": "recomputed",
@@ -78,8 +79,12 @@ def command(
     ] = None,
     checkpointing: Annotated[bool, _Option("--checkpointing", help="Recompute these modules in backward.")] = False,
     measure: Annotated[
-        bool, _Option(help="Measure the bits of levels that adapt on the batch; never with --fake or --layout.")
-    ] = True,
+        bool | None,
+        _Option(
+            help="Measure the bits of levels that adapt on the batch: default for a function, whose batch is a job's; "
+            "never with --fake or --layout."
+        ),
+    ] = None,
     shown: Annotated[str | None, _Option("--show", help="The level whose modules and lines are listed.")] = None,
     rows: Annotated[int, _Option(min=1, help="Rows of each table.")] = 12,
     as_json: JsonOption = False,
@@ -97,7 +102,7 @@ def command(
             world_size=world_size, layout=layout, fake=fake, optimizer=optimizer, dtype=_dtype(dtype),
             compute_dtype=_dtype(compute_dtype), reduce_dtype=_dtype(reduce_dtype), reshard=_reshard(reshard),
             shard_ranks=shard_ranks, wrap=tuple(wrap or ()), checkpointing=checkpointing,
-            measure=measure,
+            measure=_is_function(target) if measure is None else measure,
         )  # fmt: skip
         levels = level or list(DEFAULT_LEVELS)
         if shown is not None and shown not in levels:
@@ -142,16 +147,16 @@ def _builder(
     target: str, batch_size: int | None, sequence: int | None, settings: Settings
 ) -> Callable[[], tuple[nn.Module, Any, Any]]:
     """What builds the job, each time anew."""
-    if ":" not in target and not target.endswith(".py"):
+    if not _is_function(target):
         config = _config(target)
-        return lambda: _parts(_job_of_config(config, batch_size or 1, sequence or _SEQUENCE, settings))
+        return lambda: _parts(_job_of_config(config, batch_size or 1, sequence, settings))
     function = load_function(target)
 
     def build() -> tuple[nn.Module, Any, Any]:
         with UserCode(f"{target}()"):
-            made = function()
+            made = with_small_values(function)
         if _is_config(made):
-            return _parts(_job_of_config(made, batch_size or 1, sequence or _SEQUENCE, settings))
+            return _parts(_job_of_config(made, batch_size or 1, sequence, settings))
         if batch_size is not None or sequence is not None:
             raise CommandError(
                 f"--batch-size or --sequence was given and {target} returns a batch of its own, expected one of them: "
@@ -160,6 +165,11 @@ def _builder(
         return _parts(job_of(target, made))
 
     return build
+
+
+def _is_function(target: str) -> bool:
+    """Whether a target is a function, and no config, of which weights and batch have no values of a job's."""
+    return ":" in target or target.endswith(".py")
 
 
 def _parts(job: Job) -> tuple[nn.Module, Any, Any]:
@@ -188,18 +198,43 @@ def _config(target: str) -> Any:
         raise CommandError(f"the config {target!r} cannot be read, {expected}: {reason}") from None
 
 
-def _job_of_config(config: Any, batch_size: int, sequence: int, settings: Settings) -> Job:
-    """A language model of random weights; its labels are its tokens."""
+def _job_of_config(config: Any, batch_size: int, sequence: int | None, settings: Settings) -> Job:
+    """A model of random weights: a language model, whose labels are its tokens, or a classifier of images."""
     config.use_cache = False  # of keys and values, which no training step reads
-    kind = _language_model(config)
+    config.architectures = config.architectures or []  # transformers reads them where a kind has several models
+    kind, batch_of = _kind_of(config)
     if not settings.is_fake:
         _check_fits(kind, config)
-    model = kind.from_config(config)
-    tokens = torch.zeros((batch_size, sequence), dtype=torch.long, device="cpu")
+    model = with_small_values(lambda: kind.from_config(config))
+    return Job(model, batch_of(config, batch_size, sequence), lambda batch: loss_of(model, batch))
+
+
+def _tokens(config: Any, batch_size: int, sequence: int | None) -> dict[str, Tensor]:
+    tokens = torch.zeros((batch_size, sequence or _SEQUENCE), dtype=torch.long, device="cpu")
     batch = {"input_ids": tokens, "labels": tokens}
-    if config.is_encoder_decoder:
-        batch["decoder_input_ids"] = tokens
-    return Job(model, batch, lambda batch: loss_of(model, batch))
+    return {**batch, "decoder_input_ids": tokens} if config.is_encoder_decoder else batch
+
+
+def _images(config: Any, batch_size: int, sequence: int | None) -> dict[str, Tensor]:
+    if sequence is not None:
+        raise CommandError(
+            f"--sequence was given and a {type(config).__name__} has images of its own size, expected --batch-size "
+            "alone"
+        )
+    size = getattr(config, "image_size", None) or _IMAGE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    images = torch.zeros((batch_size, config.num_channels, height, width), device="cpu")
+    return {"pixel_values": images, "labels": torch.zeros(batch_size, dtype=torch.long, device="cpu")}
+
+
+def _kind_of(config: Any) -> tuple[Any, Callable[[Any, int, int | None], dict[str, Tensor]]]:
+    """The transformers class that makes the model of a config, and what makes its batch. See _language_model()."""
+    import transformers
+
+    images = transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    if type(config) in images and hasattr(config, "num_channels"):
+        return transformers.AutoModelForImageClassification, _images
+    return _language_model(config), _tokens
 
 
 def _language_model(config: Any) -> Any:
@@ -213,8 +248,8 @@ def _language_model(config: Any) -> Any:
         kind, models = "MaskedLM", transformers.MODEL_FOR_MASKED_LM_MAPPING
     if type(config) not in models:
         raise CommandError(
-            f"a {type(config).__name__} is no config of a language model that transformers trains on tokens alone: "
-            "write a function that returns (model, batch), and pass MODULE:FUNCTION"
+            f"a {type(config).__name__} is no config of a language model that transformers trains on tokens alone, nor "
+            "of a classifier of images: write a function that returns (model, batch), and pass MODULE:FUNCTION"
         )
     return getattr(transformers, f"AutoModelFor{kind}")
 

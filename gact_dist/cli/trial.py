@@ -24,7 +24,7 @@ from ..config import Config
 from ..controller import attach
 from ..policies import policy_of
 from ..run_log import peak_resident_bytes
-from .batch_search import OUT_OF_MEMORY, Probe
+from .batch_search import Probe, says_out_of_memory
 from .loading import Job, UserCode, load_function, load_job
 from .output import CommandError
 
@@ -47,11 +47,6 @@ class Trial:
     """cpu or cuda"""
     optimizer: str
     """adamw, sgd or none"""
-
-
-def says_out_of_memory(text: str) -> str:
-    """The line of an error's text that says that there was too little memory; empty if none does."""
-    return next((line.strip()[:200] for line in text.splitlines() if any(word in line for word in OUT_OF_MEMORY)), "")
 
 
 def try_here(trial: Trial) -> Probe:

@@ -1,5 +1,6 @@
 """Where the memory of a training step goes, before it is spent: `profile` runs a job on real or fake tensors."""
 
+from .building import with_small_values
 from .engine import DEFAULT_LEVELS, profile
 from .layouts import LAYOUTS, OPTIMIZERS, ProfileError, Settings
 from .result import KINDS, KeptTensor, LevelProfile, Profile, Share
@@ -16,4 +17,5 @@ __all__ = [
     "Settings",
     "Share",
     "profile",
+    "with_small_values",
 ]

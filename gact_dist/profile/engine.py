@@ -30,6 +30,7 @@ from ..distributed import fake_ranks
 from ..hooks import LOG_SOFTMAX, ReportRow
 from ..policies import policy_of
 from .analysis import Step
+from .building import with_small_values
 from .full_batches import full_batches
 from .layouts import ProfileError, Settings, mesh_of, spread
 from .result import KeptTensor, LevelProfile, Profile
@@ -63,8 +64,9 @@ def profile(
     found: list[LevelProfile] = []
     done: dict[Config | None, LevelProfile] = {}
     with _running(build, settings) as run:
-        for level, config in configs.items():
-            if config not in done:
+        for level, wanted in configs.items():
+            config = _without_measuring(wanted) if wanted is not None and not settings.measures else wanted
+            if config not in done:  # L2 without a measurement is L1
                 tell(f"steps under {level}")
                 done[config] = run.profiled(level, config)
             found.append(replace(done[config], level=level))
@@ -82,7 +84,7 @@ def _running(build: Build, settings: Settings) -> Iterator[_Run]:
         mode = stack.enter_context(fake_tensors()) if settings.is_fake else None
         tracker = Tracker()
         stack.enter_context(tracker.tracking())
-        run = _Run(build(), settings, tracker, mode, mesh)
+        run = _Run(with_small_values(build), settings, tracker, mode, mesh)
         if mode is not None:
             stack.enter_context(full_batches())
         gc.collect()
@@ -102,7 +104,7 @@ def _config_of(level: str, settings: Settings) -> Config | None:
     if "recomputed" in behind and not settings.measures:
         raise ProfileError(
             f"level {level!r} compresses what a measurement has seen, and nothing is measured; expected a job on its "
-            "own tensors: leave out --fake, --layout and --no-measure"
+            "own tensors: leave out --fake, --layout and --no-measure, and give a function in place of a config"
         )
     try:
         config = Config.from_level(name, **dict.fromkeys(behind, True))
@@ -195,7 +197,7 @@ class _Run:
             for _ in range(2 if first == 1 else 1):
                 self._step(None)
         else:
-            controller = attach(self._job.model, config=config if self._measures else _without_measuring(config))
+            controller = attach(self._job.model, config=config)
             try:
                 self._steps_until_learnt(controller)
                 report, tensors = controller.report(), tuple(_kept(controller))
@@ -256,7 +258,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _make_fake(model: nn.Module, mode: Any) -> None:
-    """Of a model that was built elsewhere: its values are not needed."""
+    """Of a model that has real tensors, because it was built elsewhere or by values: these are not needed."""
     for module in model.modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if not is_fake(tensor):

@@ -56,13 +56,32 @@ def with_loss():
 
 
 def reads_a_value():
-    return Net(width=int(torch.linspace(8, 64, 2)[-1].item())), torch.randn(2, 64)
+    model, batch = small()
+    return model, batch, lambda batch: model(*batch) * batch[0].sum().item()
 
 
-def of_images():
+def of_two_kinds():
     import transformers
 
-    return transformers.ViTConfig()
+    return transformers.CLIPConfig()
+
+
+def talks(batch=32):
+    import os
+
+    print("a line of the job's own")
+    os.system("echo a line of a program that it starts")
+    return small(batch)
+
+
+def of_small_tensors():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    return model, torch.randn(4, 8), lambda batch: model(batch).square().mean()
+
+
+def too_large():
+    model, batch = small()
+    return model, batch, lambda batch: model(*batch) + torch.zeros(1 << 50).sum()
 
 
 def other():

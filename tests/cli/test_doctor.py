@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gact_dist
 from gact_dist import codec
 from gact_dist.cli import main
 from gact_dist.cli.app import app
@@ -143,6 +146,34 @@ def test_an_interrupt_is_one_word(monkeypatch, capsys):
 
     monkeypatch.setattr(codec, "isa", interrupted)
     assert call(monkeypatch, capsys, "doctor") == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("while_importing", "ended"),
+    [
+        ("try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass", (130, "", "interrupted\n")),
+        ("", (0, "default_int_handler\n", "")),
+    ],
+    ids=["interrupted", "undisturbed"],
+)
+def test_an_interrupt_while_the_package_is_imported_is_one_word(tmp_path, while_importing, ended):
+    command = tmp_path / "gact_dist" / "cli" / "main.py"  # what takes the package's place
+    command.parent.mkdir(parents=True)
+    (tmp_path / "gact_dist" / "__init__.py").write_text(f"import os, signal\n\n{while_importing}\n")
+    command.write_text("import signal\n\n\ndef main():\n    print(signal.getsignal(signal.SIGINT).__name__)\n")
+    shutil.copy(ROOT / "_gact_dist_command.py", tmp_path)
+    code = "import signal, _gact_dist_command as program; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code + "program.main()"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == ended
+
+
+def test_the_program_is_the_command_line():
+    code = "import _gact_dist_command as program, sys; sys.argv[1:] = ['--version']; program.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"gact-dist {gact_dist.__version__}\n"
 
 
 def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,3 +113,21 @@ def test_sizes_are_shown_in_the_unit_that_fits():
         "3.00 MiB",
         "150 GiB",
     ]
+
+
+@pytest.mark.parametrize("command", [("profile",), ("plan", "--bits", "4", "--output", "plan.json")])
+def test_what_the_job_prints_is_not_among_the_json(jobs, tmp_path, command):
+    name, *options = command
+    call = [sys.executable, "-m", "gact_dist.cli.main", name, f"{jobs}:talks", *options, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert done.stderr.count("a line of the job's own\n") >= 1
+    assert done.stderr.count("a line of a program that it starts\n") >= 1
+
+
+def test_what_the_job_prints_is_not_among_the_json_where_stdout_is_no_file(jobs, run):
+    result = run("profile", f"{jobs}:talks", "--fake", "--level", "untouched", "--json")
+    assert json.loads(result.stdout)["levels"]
+    assert "a line of the job's own" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from gact_dist.cli import max_batch
-from gact_dist.cli.batch_search import Probe
+from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
-from gact_dist.cli.trial import Trial, checkpoint_blocks, says_out_of_memory
+from gact_dist.cli.trial import Trial, checkpoint_blocks
 
 LARGE = '''
 import torch
@@ -103,6 +104,20 @@ def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["untouched", "L2"]
     assert "2.00 GiB on a CPU" in result.stdout
     assert '"key": "max_batch"' in (tmp_path / "plot.html").read_text()
+
+
+def test_large_numbers_are_written_out(jobs, run, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        max_batch, "run_trial", lambda trial, size, timeout_s: Probe(batch=size, fits=size <= 15_000, step_s=0.6134)
+    )
+    result = run("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu",
+                 "--output", tmp_path / "plot.html")  # fmt: skip
+    largest, gain, step, _, speed, _ = result.stdout.splitlines()[1].split()[1:]
+    assert 13_000 < int(largest.replace(",", "")) <= 15_000
+    assert "," in largest
+    assert (gain, step) == ("1.0x", "0.613")
+    assert re.fullmatch(r"2\d,\d00", speed)
+    assert '"texttemplate": "%{x:,}"' in (tmp_path / "plot.html").read_text()  # 15,000, not 15k
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,13 @@ def test_a_model_that_gives_nothing_to_measure(jobs, run, tmp_path):
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_a_job_whose_tensors_are_all_too_small_says_so(jobs, run, tmp_path):
+    result = run("plan", f"{jobs}:of_small_tensors", "--bits", 4, "--output", tmp_path / "plan.json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "each has fewer than 1024 elements or has to stay exact; give a larger batch" in result.stderr
+    assert not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize(("name", "says"), [("no/plan.json", "there is no folder"), ("", "is a folder, expected")])
 def test_a_file_that_cannot_be_written_is_said_before_the_model_is_built(jobs, run, tmp_path, name, says):
     result = run("plan", f"{jobs}:raises", "--bits", 3, "-o", tmp_path / name)

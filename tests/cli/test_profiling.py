@@ -108,12 +108,43 @@ def test_a_config_is_trained_as_what_it_is(tmp_path, run_json, fields, line):
     assert any(line in share["name"] for share in found["levels"][0]["lines"])
 
 
+VIT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 64}
+CONVNEXT = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 32, 64], "drop_path_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pixels"),
+    [
+        ({"model_type": "vit", "patch_size": 4, **VIT}, 64),  # more elements in its positions than are built for real
+        ({"model_type": "convnext", **CONVNEXT}, 224),
+        ({"model_type": "deit", **VIT}, 64),  # of which transformers has two classifiers
+    ],
+)
+def test_a_config_of_images_is_a_classifier_and_as_large_with_fake_tensors(tmp_path, run_json, fields, pixels):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    options = ("--batch-size", 2, "--level", "untouched", "--level", "L1", "--no-measure")
+    real, fake = (run_json("profile", path, *options, *how) for how in ((), ("--fake",)))
+    assert fake["parameters"] == real["parameters"]
+    for shaped, measured in zip(fake["levels"], real["levels"], strict=True):
+        assert shaped["peak"]["batch"] == 2 * 3 * pixels**2 * 4 + 2 * 8
+        assert shaped["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.02)
+
+
+def test_a_config_of_images_has_no_sequence(tmp_path, run):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", **VIT}))
+    result = run("profile", tmp_path, "--fake", "--sequence", 16)
+    assert result.exit_code == 2
+    assert "--sequence was given and a ViTConfig has images of its own size" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
         ("{jobs}:nothing", (), "has no function 'nothing'"),
         ("{jobs}:reads_a_value", ("--fake",), "_local_scalar_dense.default, which depends on values, and with --fake"),
-        ("{jobs}:of_images", ("--fake",), "a ViTConfig is no config of a language model"),
+        ("{jobs}:of_two_kinds", ("--fake",), "a CLIPConfig is no config of a language model"),
+        ("{jobs}:too_large", (), "this machine has too little memory for it: give a smaller batch; `gact-dist profile"),
         ("/nowhere/at/all", (), "the config '/nowhere/at/all' is not on this machine"),
         ("{jobs}:only_a_model", (), "expected (model, batch)"),
         ("{jobs}:raises", (), "FileNotFoundError"),
@@ -184,6 +215,15 @@ def test_bits_are_measured_where_there_are_values(jobs, run_json):
     assert bits["shapes"] == bits["averages"] == [{4.0}, {4.0}]
     assert bits["values"][0] == {4.0}
     assert len(bits["values"][1]) > 1
+
+
+def test_a_config_has_no_values_to_measure_unless_they_are_asked_for(config, run_json):
+    options = ("--sequence", 16, "--level", "L2")
+    for given, measured in (((), False), (("--measure",), True)):
+        found = run_json("profile", config, *options, *given)
+        assert ("were measured on this batch" in " ".join(found["notes"])) == measured
+        widths = {tensor["bits"] for tensor in found["levels"][0]["tensors"] if tensor["codec"] == "quantised"}
+        assert (widths == {4.0}) != measured
 
 
 def test_what_checkpointed_blocks_recompute_is_counted(tmp_path, run_json):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import torch
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.cli import figures, page, run_files
+from gact_dist.cli import figures, page, pictures, run_files
 from gact_dist.cli.loading import load_job
 
 ALL = {"losses", "activations", "peak", "step", "layers", "bits", "sensitivities", "gradient", "time"}
@@ -102,6 +103,22 @@ def test_bits_by_layer_are_those_of_the_adaptations(two_runs):
     ]
     expected = sum(size * bits for size, bits in own) / sum(size for size, _ in own)
     assert cells["z"][cells["y"].index("layers.1")][-1] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize(("count", "gap"), [(4, 2), (40, 0)])
+def test_cells_of_many_adaptations_have_no_gaps_that_would_hide_them(count, gap):
+    lines = [{"step": step, "tensors": {"layers.0:Linear@1": {"bits": 4}}} for step in range(count)]
+    [drawn] = figures.figures_of([run_files.Run("L2", adaptations=lines)])
+    [cells] = drawn.data
+    assert (drawn.key, len(cells["x"]), cells["xgap"]) == ("bits", count, gap)
+
+
+@pytest.mark.parametrize(("largest", "apart"), [(1e-2, "D2"), (1.0, 1)])
+def test_a_logarithmic_axis_has_labels_however_close_its_values_are(tmp_path, largest, apart):
+    lines = [{"step": step, "squared_gradient": 1.0, "measured": value} for step, value in ((1, largest), (2, 9e-4))]
+    run = run_files.Run("L2", comparisons=lines)
+    [drawn] = figures.figures_of([run])
+    assert (drawn.key, drawn.layout["yaxis"]["type"], drawn.layout["yaxis"]["dtick"]) == ("gradient", "log", apart)
 
 
 def test_memory_over_a_step_ends_where_the_report_does(two_runs):
@@ -208,6 +225,20 @@ def test_pictures_of_all_figures_or_one_message_why_not(two_runs, run_json, run,
     result = run("report", two_runs, "--png", two_runs / "png")
     assert result.exit_code == 2
     assert "pip install kaleido" in result.stderr
+
+
+def test_a_picture_has_room_for_its_title_each_row_of_its_legend_and_the_last_tick(two_runs):
+    drawn = {figure.key: figure for figure in figures.figures_of(run_files.find_runs([two_runs]))}
+    one_row, height = pictures.layout_of(drawn["losses"])
+    assert one_row["margin"]["t"] >= 50 + 20  # the title, and below it the legend
+    [line, *_] = drawn["step"].data
+    lines = [{**line, "name": f"layers.{i}.attention.query"} for i in range(9)]  # three in a row
+    many = dataclasses.replace(drawn["step"], data=lines, height=drawn["losses"].height)
+    three_rows, higher = pictures.layout_of(many)
+    assert three_rows["margin"]["t"] == one_row["margin"]["t"] + 2 * 20
+    assert higher == height + 2 * 20  # the plot keeps its size
+    assert three_rows["margin"]["r"] == drawn["step"].layout["margin"]["r"]  # of "backward ends", below the corner
+    assert three_rows["title"]["yref"] == "container"
 
 
 def test_a_page_holds_no_end_of_a_script_in_its_data():

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import gact_dist
+from gact_dist._torch_internals import is_fake
 from gact_dist.profile import KINDS, LAYOUTS, ProfileError, Settings, profile
 
 LEVELS = ("untouched", "L2", "L2+derive", "L2.2")
@@ -45,6 +46,17 @@ def test_noise_and_batch_norm_are_the_same_with_fake_tensors(name):
     known, found = (profile(partial(build, name), levels, Settings(fake=is_fake)) for is_fake in (False, True))
     for level in levels:
         assert found.level(level).peak == known.level(level).peak
+
+
+def test_levels_that_keep_the_same_without_a_measurement_are_run_once():
+    told: list[str] = []
+    found = profile(partial(build, "mlp"), ["L1", "L2", "L2.1"], Settings(fake=True), told.append)
+    assert told == ["steps under L1", "steps under L2.1"]
+    assert [level.level for level in found.levels] == ["L1", "L2", "L2.1"]
+    assert found.level("L2").peak == found.level("L1").peak
+    told.clear()
+    profile(partial(build, "mlp"), ["L1", "L2"], Settings(), told.append)
+    assert told == ["steps under L1", "steps under L2"]
 
 
 def test_every_byte_of_the_peak_has_a_module_an_operator_and_a_line(fake):
@@ -161,6 +173,58 @@ def test_a_model_built_elsewhere_becomes_fake():
     made = build("mlp")
     found = profile(lambda: made, ["untouched"], Settings(fake=True)).level("untouched")
     assert found.peak == profile(partial(build, "mlp"), ["untouched"], Settings(fake=True)).level("untouched").peak
+
+
+def test_a_parameter_in_two_places_stays_one_where_a_real_model_becomes_fake():
+    first, last = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+    last.weight = first.weight
+    job = nn.Sequential(first, last), torch.randint(0, 512, (8,)), lambda x: last(first(x)).square().mean()
+    found = profile(lambda: job, ["untouched"], Settings(fake=True))
+    assert found.parameters == 512 * 64
+    assert found.level("untouched").peak["parameters"] == 4 * 512 * 64
+
+
+class DropsByDepth(nn.Module):
+    """Its constructor asks for a number that tensors computed, as those of ViT and ConvNeXt do."""
+
+    def __init__(self):
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Dropout(rate), nn.GELU()) for rate in rates))
+        self.scale = nn.Parameter(torch.ones(96))
+        self.head = nn.Linear(96, 96)
+
+    def forward(self, x):
+        return self.head(self.layers(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("settings", [{"fake": True}, {"layout": "fsdp2", "world_size": 4}], ids=["fake", "fsdp2"])
+def test_a_constructor_that_asks_for_a_value_is_built_with_small_tensors_that_are_real(settings):
+    def job():
+        model = DropsByDepth()
+        assert model.layers[3][1].p == pytest.approx(0.3)
+        return model, torch.randn(512, 96), model
+
+    found = profile(job, ["untouched", "L1"], Settings(**settings))
+    assert found.parameters == sum(parameter.numel() for parameter in DropsByDepth().parameters())
+    if settings == {"fake": True}:
+        real = profile(job, ["untouched", "L1"], Settings(measure=False))
+        assert found.level("untouched").peak == real.level("untouched").peak
+        assert found.level("L1").peak_bytes == pytest.approx(real.level("L1").peak_bytes, rel=0.02)
+
+
+def test_only_small_tensors_are_real_where_a_constructor_asks_for_a_value():
+    kept = []
+
+    def job():
+        width = int(torch.full((), 1 << 20).item())
+        model = nn.Linear(width, width)  # 4 TiB
+        kept.extend(map(is_fake, (model.weight, model.bias, torch.zeros(8), torch.zeros(8).expand(1 << 20, 8).clone())))
+        return model, torch.randn(2, width), lambda x: model(x).square().mean()
+
+    found = profile(job, ["untouched"], Settings(fake=True))
+    assert kept == [True, True, False, True]
+    assert found.parameters == (1 << 40) + (1 << 20)
 
 
 @pytest.mark.parametrize(
