@@ -406,6 +406,32 @@ def test_an_error_far_above_its_prediction_is_a_fault_and_the_setting_says_how_f
     assert not found[3000.0]
 
 
+def on_some_mostly(model: nn.Module, learnt: float) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+    """A loss to which the first examples of a batch, which are measured, add next to nothing, as if learnt already."""
+
+    def loss_fn(batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        weights = torch.where(torch.arange(len(losses)) < Config().calibration_samples, learnt, 1.0)
+        return (weights * losses).mean()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("level", ["L2", "L2.1", "L2.2"])
+def test_examples_that_move_the_gradient_more_than_those_that_were_measured_are_no_fault(level, caplog):
+    model, batch = stack(None)
+    job = Job(model, batch, on_some_mostly(model, 1e-3), config(level)).train(10)
+    assert exactly_stored(job.gact) == set()
+    assert not any("stored exactly" in text or "chosen anew" in text for text in warnings_of(caplog))
+
+
+def test_what_cannot_be_rounded_is_found_although_the_measured_examples_add_next_to_nothing():
+    model, batch = stack("divides")
+    job = Job(model, batch, on_some_mostly(model, 1e-3), config("L2")).train(10)
+    assert CULPRITS["divides"] <= exactly_stored(job.gact)
+    assert worst(job.errors) < 0.1
+
+
 # -- the search -------------------------------------------------------------------------------------------------
 
 
@@ -469,7 +495,10 @@ def test_a_job_whose_search_takes_too_long_trains_with_more_stored_exactly(level
 # -- states and settings ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", [{"exact": 3}, {"exact": {"a": 1}}, {"at": -1}, {"predicted": "a"}, {"square": None}])
+@pytest.mark.parametrize(
+    "state",
+    [{"exact": 3}, {"exact": {"a": 1}}, {"at": -1}, {"predicted": "a"}, {"square": None}, {"predicted_at_8_bits": -1}],
+)
 def test_a_state_that_cannot_be_used_is_refused(state):
     with pytest.raises(ValueError, match=next(iter(state))):
         Verifier.parse_state(state)

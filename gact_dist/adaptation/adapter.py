@@ -384,7 +384,15 @@ class Adapter:
             for name, curve in zip(costs.names, costs.variance, strict=True)
             if (width := one_width(plan.bits_of(name))) is not None
         }
-        return self._verifier.verify(now.batch, plan, now.step, predicted=predicted, variances=variances).found
+        at_8_bits = sum(
+            float(curve[WIDTHS - 1])
+            for name, curve in zip(costs.names, costs.variance, strict=True)
+            if plan.bits_of(name) is not None
+        )
+        verdict = self._verifier.verify(
+            now.batch, plan, now.step, predicted=predicted, predicted_at_8_bits=at_8_bits, variances=variances
+        )
+        return verdict.found
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 

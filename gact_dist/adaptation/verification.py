@@ -7,6 +7,10 @@ batch (see [Note: comparison] in sensitivity/comparison.py). It is a fault of th
 * the mean error over the ranks is more than Config.noise_limit times what the sensitivities predict, and more than a
   thousandth of the squared gradient. A mean loss over n of N examples has N/n times the variance of all of them. The
   prediction of an adaptation is used until the next one, and grows with the squared gradient;
+  The examples that are compared may move the gradient far more than those that were measured: a classifier has learnt
+  most of them, and of the rest comes all of the gradient. How much more is seen with 8 bits for all tensors, as that
+  grows both errors alike, and so much more is allowed; but not where 8 bits add more than a thousandth of the squared
+  gradient, which tells of a backward that cannot bear rounding;
 * it is more than the squared gradient, and at 8 bits for all tensors still is; or it is a thousand times as much. Where
   few bits add more noise than there is gradient, that may be due to the width, and is a warning. 8 bits add 1e-6 to
   2e-4 of it to a model that can be rounded at all, and the most that was met of a job that still learns is 160 times,
@@ -104,6 +108,7 @@ class LearntByVerifying(NamedTuple):
     at: int | None
     predicted: float | None
     square: float
+    predicted_at_8_bits: float | None
 
 
 class Verifier:
@@ -122,6 +127,7 @@ class Verifier:
         """the squared errors of the gradient in the last comparison, and its square; for a log"""
         self._predicted: float | None = None  # variance that the plan adds, on the whole batch of a rank
         self._square = 0.0  # the squared gradient that this was predicted for
+        self._predicted_at_8_bits: float | None = None  # the same variance, if all that is rounded had 8 bits
         self._names: tuple[str, ...] = ()  # of the tensors that the last comparison rounded
         self._warned = False
         self._least_parts = 1  # of a batch, one of which memory may be enough for
@@ -133,17 +139,21 @@ class Verifier:
         step: int,
         *,
         predicted: float | None = None,
+        predicted_at_8_bits: float | None = None,
         variances: Mapping[str, float] | None = None,
         provisional: bool = False,
         search: bool = True,
     ) -> Verdict:
         """Compare, and search if that shows a fault. A collective call. See [Note: faults].
 
-        predicted: variance that the plan adds to the gradient of a rank's batch; without it, that of the last
-        adaptation. variances: of single tensors, to begin the search with the largest. provisional: the next step is to
-        verify as well. search: false leaves a fault to the caller.
+        predicted: variance that the plan adds to the gradient of a rank's batch, and predicted_at_8_bits what it would
+        add if all that it rounds had 8 bits; without them, those of the last adaptation. variances: of single tensors,
+        to begin the search with the largest. provisional: the next step is to verify as well. search: false leaves a
+        fault to the caller.
         Raises on every rank what the loss function or the model raised on any, unless the loss is a guess.
         """
+        if predicted is not None:
+            self._predicted_at_8_bits = predicted_at_8_bits
         seen, reason, compare = self._examined(batch, plan, step, predicted)
         if seen.compared:
             errors = {"predicted": self._expected(seen), "measured": seen.error, "squared_gradient": seen.square}
@@ -164,7 +174,8 @@ class Verifier:
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt."""
-        return {"exact": self.exact, "at": self.at, "predicted": self._predicted, "square": self._square}
+        predicted = {"predicted": self._predicted, "predicted_at_8_bits": self._predicted_at_8_bits}
+        return {"exact": self.exact, "at": self.at, "square": self._square, **predicted}
 
     @staticmethod
     def parse_state(state: Mapping[str, Any]) -> LearntByVerifying:
@@ -175,11 +186,12 @@ class Verifier:
             _fields.read(state, "at", _fields.optional(_fields.integer(0)), None),
             _fields.read(state, "predicted", _fields.optional(number), None),
             _fields.read(state, "square", number, 0.0),
+            _fields.read(state, "predicted_at_8_bits", _fields.optional(number), None),
         )
 
     def load_state(self, learnt: LearntByVerifying) -> None:
         """Go on with what parse_state() returned."""
-        self.exact, self.at, self._predicted, self._square = dict(learnt.exact), *learnt[1:]
+        self.exact, self.at, self._predicted, self._square, self._predicted_at_8_bits = dict(learnt.exact), *learnt[1:]
 
     # -- one comparison ---------------------------------------------------------------------------------------------
 
@@ -252,7 +264,8 @@ class Verifier:
         if not seen.finite:
             return "the gradient is not finite"
         expected = self._expected(seen)
-        if seen.error > max(self._limit * expected, _NEGLIGIBLE * seen.square):
+        is_suspect = seen.error > max(self._limit * expected, _NEGLIGIBLE * seen.square)
+        if is_suspect and seen.error > self._limit * self._spread(plan, compare) * expected:
             return f"the gradient's squared error is {seen.error:.3g}, {expected:.3g} is predicted"
         if not seen.error > seen.square > 0.0:
             return None
@@ -263,6 +276,16 @@ class Verifier:
         if again.finite and again.error <= again.square:
             return None
         return f"even at 8 bits the gradient's squared error is {again.error:.3g}, its square {again.square:.3g}"
+
+    def _spread(self, plan: Plan, compare: _Compare) -> float:
+        """How much more these examples move the gradient than those that were measured. See [Note: faults]."""
+        widest = _widest(plan)
+        if not self._predicted or not self._predicted_at_8_bits or widest == plan:
+            return 1.0
+        seen = compare(widest)
+        if not (seen.compared and seen.finite and seen.error <= _NEGLIGIBLE * seen.square):
+            return 1.0
+        return max(1.0, seen.error / (self._expected(seen) * self._predicted_at_8_bits / self._predicted))
 
     def _expected(self, seen: _Seen) -> float:
         """The error that the last adaptation predicts for such a part of the examples."""
