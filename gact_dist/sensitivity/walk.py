@@ -468,19 +468,21 @@ class Walk:
         entered = passed_on(part, tangents)
         items = [item for item in found or through if item.first in self._tallies and item.record.node is not None]
         wanted = list(dict.fromkeys(map(edge_of, items)))
-        products: list[dict[tuple[Any, int], Tensor]] = [{} for _ in range(self._directions)]
+        products: list[dict[tuple[Any, int], Any]] = [{} for _ in range(self._directions)]
         borders: dict[tuple[Any, int], None] = {}
         for section in sections:
             below = [border.edge[:2] for border in section.borders_below()]
             borders.update(dict.fromkeys(below))
             edges = list(dict.fromkeys([*below, *section.edges(wanted)]))
             self._differentiate(section, tangents, entered, partial(self._products_at, edges, products, found))
+            for known in products:  # those at borders have to wait for all sections
+                known.update((edge, self._forward.boundary(known[edge])) for edge in below if edge in known)
         for direction, known in enumerate(products):
             heads = [edge for edge in borders if edge in known]
             if heads:
                 above = Part([GradientEdge(*edge) for edge in heads], [GradientEdge(*edge) for edge in wanted], (), ())
                 with cut_off(found):
-                    further = above.gradients([known.pop(edge) for edge in heads])
+                    further = above.gradients([value_of(known.pop(edge)) for edge in heads])
                 for edge, product in zip(wanted, further, strict=True):
                     _add_to(known, edge, product)
             for first, same in _by_first(items).items():
@@ -492,7 +494,7 @@ class Walk:
     def _products_at(
         self,
         edges: Sequence[tuple[Any, int]],
-        products: Sequence[dict[tuple[Any, int], Tensor]],
+        products: Sequence[dict[tuple[Any, int], Any]],
         cut_at: Sequence[Replayed],
         part: Part,
         entering: Sequence[Tensor] | None,
@@ -793,9 +795,13 @@ class Walk:
         return [outputs[number] for number, _ in visit.exits]
 
 
-def _add_to(known: dict[tuple[Any, int], Tensor], edge: tuple[Any, int], product: Tensor | None) -> None:
-    if product is not None:
-        known[edge] = product.detach() if edge not in known else known[edge] + product.detach()
+def _add_to(known: dict[tuple[Any, int], Any], edge: tuple[Any, int], product: Tensor | None) -> None:
+    """known: tensors, or what stands for them until value_of() gives them back."""
+    if product is None:
+        return
+    before = known.get(edge)
+    before = before if isinstance(before, Tensor) else value_of(before)
+    known[edge] = product.detach() if before is None else before + product.detach()
 
 
 def _by_first(items: Iterable[Replayed]) -> dict[Any, list[Replayed]]:
