@@ -8,7 +8,8 @@ tensors in the same order ([Note: replay] in hooks/replay.py).
 
 [Note: open blocks] A checkpoint whose block is not compressed makes all that it saves again in the backward, from its
 inputs. Where its block runs again here, it runs once and keeps what it saves exactly: through the checkpoint each
-derivative would run it anew, and hold it once more.
+derivative would run it anew, and hold it once more. Only a perturbation of its inputs has to be seen by a checkpoint
+that does run anew.
 """
 
 from __future__ import annotations
@@ -374,7 +375,12 @@ class BlockForward:
         kept: Sequence[Recorded] = (),
     ) -> Any:
         tensors = tensors_of((args, kwargs))
-        chosen = {number: tensor for number, tensor in enumerate(tensors) if _may_be_cut(tensor)}
+        opaque = checkpointed and (self._reentrant or not self._hooks.compresses_recomputed)
+        chosen = {
+            number: tensor
+            for number, tensor in enumerate(tensors)
+            if _may_be_cut(tensor) or (opaque and self._is_leaf(tensor))
+        }
         arguments = substituted(copied((args, kwargs)), dict.fromkeys(chosen, _NOTHING))
         outer, self._open = self._open, ExitStack()
         with self._open:
@@ -382,7 +388,6 @@ class BlockForward:
                 for module in modules:
                     self._open.enter_context(self._gathered(module))
                 around = Surroundings(modules, [tensor.device.type for tensor in tensors])
-                opaque = checkpointed and (self._reentrant or not self._hooks.compresses_recomputed)
                 visit = Visit(function, modules, arguments, around, checkpointed, opaque)
                 for number, tensor in chosen.items():
                     visit.inputs.append((number, self._kept(tensor, kept), get_gradient_edge(tensor)))
@@ -412,6 +417,14 @@ class BlockForward:
                 visit.exits.append((number, last))
                 visit.shapes.append((number, tensor.shape))
         return substituted(outputs, ends)
+
+    def _is_leaf(self, tensor: Tensor) -> bool:
+        """Whether a graph of the user's starts at a tensor, as under adapters at the output of a frozen embedding.
+
+        It may be cut where nothing inside of the block is named after what made it.
+        """
+        is_parameter = isinstance(tensor, nn.Parameter) or id(tensor) in self.names
+        return tensor.requires_grad and tensor.is_leaf and not is_parameter
 
     def _note_graph(self, visit: Visit, outputs: Any, starts: Sequence[Tensor], started: int) -> None:
         """started: the number of the first node that the block made."""
@@ -474,31 +487,41 @@ class BlockForward:
         with ExitStack() as stack:
             for module in visit.modules:
                 stack.enter_context(gathered(module))
-            try:
-                outputs, inputs, replay = self._run(visit, keep)
-            except ReplayError as error:
-                raise CutError(visit, error) from error
-            heads = [outputs[number] for number, _ in visit.exits]
-            del outputs
-            self.learn_names(visit.modules)
-            ends = [tensor.grad_fn for tensor in inputs]
-            nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
-            tails = [get_gradient_edge(tensor) for tensor in inputs]
-            yield Part(heads, tails, leaves, nodes, visit.is_open), replay, inputs
+            yield self.part_of(visit, keep)
+
+    def part_of(
+        self, visit: Visit, keep: Callable[[Tensor, Any], Any], opens: bool = True
+    ) -> tuple[Part, Replay | None, list[Tensor]]:
+        """As again(), where what the block needs is there. opens: see [Note: open blocks]; false where its checkpoints
+        are to make what they save again in every backward."""
+        try:
+            outputs, inputs, replay = self._run(visit, keep, opens)
+        except ReplayError as error:
+            raise CutError(visit, error) from error
+        heads = [outputs[number] for number, _ in visit.exits]
+        del outputs
+        self.learn_names(visit.modules)
+        ends = [tensor.grad_fn for tensor in inputs]
+        nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
+        tails = [get_gradient_edge(tensor) for tensor in inputs]
+        return Part(heads, tails, leaves, nodes, visit.is_open), replay, inputs
 
     def _run(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Any]
+        self, visit: Visit, keep: Callable[[Tensor, Any], Any], opens: bool
     ) -> tuple[list[Tensor], list[Tensor], Replay | None]:
         values = {number: cut(value_of(kept)) for number, kept, _ in visit.inputs}
         args, kwargs = substituted(copied(visit.arguments), values)
         replay = None if visit.opaque else Replay(visit.outcomes, visit.own, keep)
+        visit.is_open = visit.opaque
         with ExitStack() as stack:
             stack.enter_context(visit.surroundings.again())
             if replay is not None:
                 stack.enter_context(replaying(replay))
-                stack.enter_context(self._passed() if visit.checkpointed else self._checkpoints_again(visit, replay))
+                if visit.checkpointed:
+                    stack.enter_context(self._passed())
+                elif opens or self._hooks.compresses_recomputed:
+                    stack.enter_context(self._checkpoints_again(visit, replay))
             else:
-                visit.is_open = True
                 stack.enter_context(kept_exactly())
             stack.enter_context(self.mode)
             outputs = tensors_of(visit.function(*args, **kwargs))

@@ -150,6 +150,10 @@ class Walk:
         self._hooks, self._forward = hooks, forward
         self._seed, self._directions, self._perturbs = seed, directions, perturbs
         self._tallies: dict[Any, Tally] = {}
+        self._unmoved: list[tuple[Any, Tally | None, Tensor | None, int]] = []
+        """of an open block what has to be perturbed: as in Walk.found, the tally to tell if it is not complete, what
+        it adds by way of other parts, draws"""
+        self._waits = False  # whether that has to wait until the block runs with checkpoints that run anew
 
     # -- the first walk -----------------------------------------------------------------------------------------------
 
@@ -350,11 +354,32 @@ class Walk:
                 _log.info("%s: what its block saves is measured by perturbation", error)
                 return self._by_difference(visit, gradients, tangents)
 
+            self._waits = part.is_open and replay is not None
             entered = yield from self._differentiated(part, entering, tangents, found, fallback, through)
+            self._waits = False
             reached = [end for (_, end), gradient in zip(visit.exits, gradients, strict=True) if gradient is not None]
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
+            del part, replay, found, through, inputs
+            yield from self._perturbed_in_open_block(visit, gradients, tangents)
         visit.inputs = []
+
+    def _perturbed_in_open_block(
+        self, visit: Visit, gradients: Sequence[Tensor | None], tangents: Sequence[list[Tensor] | None]
+    ) -> Iterator[Measured]:
+        """What a checkpoint keeps, and no direction reaches. See [Note: open blocks] in blocks.py."""
+        if not self._unmoved:
+            return
+        part, replay, _ = self._forward.part_of(visit, partial(self._keep, True), opens=False)
+        part.heads, entering = present(part.heads, gradients)
+        items = {item.first: item for item in reversed([] if replay is None else replay.found)}
+        for first, tally, elsewhere, draws in self._unmoved:
+            measured = self._perturbed(part, entering, tangents, items[first], draws, elsewhere)
+            if tally is None:
+                yield measured
+            else:
+                tally.perturbed = measured.variance
+        self._unmoved = []
 
     def _differentiated(
         self,
@@ -685,6 +710,8 @@ class Walk:
             if tally.uses == 0:
                 complete.append((item, tally, tally.weight()))
                 del self._tallies[item.first]
+            elif item.record.node is None and self._waits:
+                self._unmoved.append((item.first, tally, tally.perturbed, draws))
             elif item.record.node is None:  # no direction reaches it in any of its blocks
                 tally.perturbed = self._perturbed(part, entering, tangents, item, draws, tally.perturbed).variance
         reached = any_rank([weight is not None for _, _, weight in complete], self._forward.groups)
@@ -697,7 +724,10 @@ class Walk:
                     weight = torch.zeros_like(tally.tensor, dtype=torch.float32)
                 yield Measured(self._forward.firsts[item.first], tally.tensor, weight, None)
         for item, elsewhere in missed:
-            yield self._perturbed(part, entering, tangents, item, draws, elsewhere)
+            if self._waits:
+                self._unmoved.append((item.first, None, elsewhere, draws))
+            else:
+                yield self._perturbed(part, entering, tangents, item, draws, elsewhere)
 
     def _perturbed(
         self,

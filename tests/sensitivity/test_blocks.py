@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from block_models import CASES, Case, made
+from block_models import (
+    CASES,
+    Case,
+    leaf_into_checkpoints,
+    leaf_into_inner_checkpoints,
+    made,
+    opaque_in_inner_checkpoints,
+)
 from torch import nn
 
 from gact_dist import Config
@@ -218,3 +225,37 @@ def test_an_input_without_a_graph_that_several_blocks_read(forwards, monkeypatch
     assert [item.by_perturbation for item in by_block] == [True, False, False]
     for one, other in zip(by_block, whole, strict=True):
         assert distance(one, other) <= RELATIVE, one.name
+
+
+@pytest.mark.parametrize("make", [leaf_into_inner_checkpoints, opaque_in_inner_checkpoints])
+def test_what_no_direction_reaches_is_perturbed_where_a_checkpoint_runs_anew(make, monkeypatch):
+    """An input of a checkpoint inside of a block, which here runs once for all derivatives. Both ways sample."""
+
+    def fresh() -> Case:
+        torch.manual_seed(0)
+        return make()
+
+    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, probes=8)}
+    by_block = {item.name: item for item in measured(fresh(), probes=8)}
+    perturbed = [name for name, item in by_block.items() if item.by_perturbation]
+    assert any("BlockInput" in name for name in perturbed)
+    assert by_block.keys() == whole.keys()
+    for name in perturbed:
+        ratio = by_block[name].variance[3] / whole[name].variance[3]
+        assert 0.1 < ratio < 10.0, name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_leaf_that_a_checkpoint_is_given_is_measured(reentrant, monkeypatch):
+    """The output of a frozen embedding that was made to require a gradient, as PEFT does. As one part it is perturbed,
+    by block it has products; with 24 draws both are near one another."""
+
+    def fresh() -> Case:
+        torch.manual_seed(0)
+        return leaf_into_checkpoints(reentrant)
+
+    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, probes=24)}
+    by_block = {item.name: item for item in measured(fresh(), probes=24)}
+    assert by_block.keys() == whole.keys()
+    for name, item in by_block.items():
+        assert 0.3 < item.variance[3] / whole[name].variance[3] < 3.0, name

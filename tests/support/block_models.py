@@ -145,6 +145,42 @@ def with_inner_checkpoints(wrap: Callable[[nn.Module], nn.Module]) -> Case:
     return case
 
 
+class LeafGPT(TinyGPT):
+    """Under adapters: the first block's input is a leaf that requires a gradient, as enable_input_require_grads() has
+    it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).detach().requires_grad_()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class CheckpointedLeafGPT(LeafGPT):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(width=WIDTH, layers=3)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens).detach().requires_grad_()
+        for block in self.blocks:
+            x = plain(block, x, self.reentrant)
+        return self.head(self.norm(x))
+
+
+def leaf_into_checkpoints(reentrant: bool = False) -> Case:
+    case = small_gpt()
+    model = CheckpointedLeafGPT(reentrant)
+    return Case(model, loss_of(model), case.batch)
+
+
+def leaf_into_inner_checkpoints() -> Case:
+    case = small_gpt()
+    model = LeafGPT(width=WIDTH, layers=3)
+    model.blocks = nn.ModuleList(Wrapped(block, reentrant=False) for block in model.blocks)
+    return Case(model, loss_of(model), case.batch)
+
+
 class InSegments(TinyGPT):
     def forward(self, tokens: Tensor) -> Tensor:
         x = checkpoint_sequential(nn.Sequential(*self.blocks), 2, self.embedding(tokens), use_reentrant=False)
@@ -466,6 +502,10 @@ class Opaque(torch.autograd.Function):
 class WithFunction(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.tanh(Opaque.apply(x)))
+
+
+def opaque_in_inner_checkpoints() -> Case:
+    return on_rows(Stack(Layer(), Wrapped(WithFunction(), reentrant=False), Layer()))
 
 
 class Recurrent(nn.Module):
