@@ -14,11 +14,13 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command line of this process. An interrupt before it begins ends the process with one word."""
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # else whoever started it wants it otherwise, as nohup does
+    stops = usual is signal.default_int_handler  # else whoever started it wants it otherwise, as nohup does
+    if stops:
         signal.signal(signal.SIGINT, _stop)
     from gact_dist.cli.main import main as run
 
-    signal.signal(signal.SIGINT, usual)
+    if stops:
+        signal.signal(signal.SIGINT, usual)
     run()
 
 

@@ -78,13 +78,10 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
         for nodes in [(_readers(part.nodes, [item]) or {}).get(item.first, ())]
     ]
     place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
-    sections = [Section() for _ in range(count)]
-    for node in order:
-        sections[place[node]].nodes.append(node)
+    sections = _connected(part, order, place, count)
     for item in found:
         for number in sorted({place[node] for node in readers[item.first]}):
             sections[number].found.append(item)
-    _connect(part, sections, place)
     return [section for section in sections if section.nodes]
 
 
@@ -103,11 +100,7 @@ def divided_open(part: Part) -> list[Section]:
         return []
     order = _in_forward_order(part)
     place = _places(order, read, count)
-    sections = [Section() for _ in range(count)]
-    for node in order:
-        sections[place[node]].nodes.append(node)
-    _connect(part, sections, place)
-    return [section for section in sections if section.nodes]
+    return [section for section in _connected(part, order, place, count) if section.nodes]
 
 
 def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[Any]] | None:
@@ -187,7 +180,11 @@ def _with_their_readers(order: Sequence[Any], weights: Mapping[Any, float], plac
             users.setdefault(made, []).append(place[node])
 
 
-def _connect(part: Part, sections: Sequence[Section], place: Mapping[Any, int]) -> None:
+def _connected(part: Part, order: Sequence[Any], place: Mapping[Any, int], count: int) -> list[Section]:
+    """That many sections with the nodes that have a place in them, some perhaps without any."""
+    sections = [Section() for _ in range(count)]
+    for node in order:
+        sections[place[node]].nodes.append(node)
     leaves = {edge.node: (name, edge) for name, edge in part.leaves}
     ends = {edge[:2]: number for number, edge in enumerate(part.tails)}
     borders: dict[tuple[Any, int], Exit] = {}
@@ -212,6 +209,7 @@ def _connect(part: Part, sections: Sequence[Section], place: Mapping[Any, int]) 
                 section.tails.append((border.edge, border))
             elif below[0] in leaves:
                 section.leaves.append(leaves[below[0]])
+    return sections
 
 
 def passed_on(part: Part, tangents: Sequence[Any]) -> list[Any]:

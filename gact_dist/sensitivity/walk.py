@@ -511,8 +511,8 @@ class Walk:
                 for edge, product in zip(wanted, further, strict=True):
                     _add_to(known, edge, product)
             for first, same in _by_first(items).items():
-                present = [item for item in same if edge_of(item) in known]
-                self._tallies[first].add(_seen_by_edge(present, known), direction, self._directions)
+                moving = [item for item in same if edge_of(item) in known]
+                self._tallies[first].add(_seen_by_edge(moving, known), direction, self._directions)
             known.clear()
         return entered
 
