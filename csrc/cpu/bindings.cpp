@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -189,21 +191,35 @@ Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t nu
   return out;
 }
 
-// What a mask kernel needs to know of a dtype: the bits that make an element non-zero, and the element 1.
+// What a mask kernel needs to know of a dtype: the bits that make an element non-zero, the element 1, and infinity.
 struct MaskType {
   int width_bytes;
   u64 nonzero;
   u64 one;
+  u64 infinity;
 };
 
 MaskType mask_type(ScalarType dtype) {
-  if (dtype == ScalarType::Bool || dtype == ScalarType::Byte) return {1, 0xFF, 1};
-  if (dtype == ScalarType::Half) return {2, 0x7FFF, 0x3C00};
-  if (dtype == ScalarType::BFloat16) return {2, 0x7FFF, 0x3F80};
-  if (dtype == ScalarType::Float) return {4, 0x7FFFFFFF, 0x3F800000};
+  if (dtype == ScalarType::Bool || dtype == ScalarType::Byte) return {1, 0xFF, 1, 0};
+  if (dtype == ScalarType::Half) return {2, 0x7FFF, 0x3C00, 0x7C00};
+  if (dtype == ScalarType::BFloat16) return {2, 0x7FFF, 0x3F80, 0x7F80};
+  if (dtype == ScalarType::Float) return {4, 0x7FFFFFFF, 0x3F800000, 0x7F800000};
   STD_TORCH_CHECK(dtype == ScalarType::Double,
                   "gact_dist: a mask must be bool, uint8 or a float type; convert it with .to(bool)");
-  return {8, 0x7FFFFFFFFFFFFFFF, 0x3FF0000000000000};
+  return {8, 0x7FFFFFFFFFFFFFFF, 0x3FF0000000000000, 0x7FF0000000000000};
+}
+
+MaskType binary_type(ScalarType dtype) {
+  const MaskType type = mask_type(dtype);
+  STD_TORCH_CHECK(type.width_bytes > 1, "gact_dist: a binary tensor must be of a float type; pack_mask is for bool");
+  return type;
+}
+
+// The bits of an element, whatever its type; little endian.
+u64 word_at(const void* elements, int64_t index, int width_bytes) {
+  u64 word = 0;
+  std::memcpy(&word, static_cast<const u8*>(elements) + index * width_bytes, width_bytes);
+  return word;
 }
 
 Tensor pack_mask(const Tensor& x) {
@@ -218,15 +234,49 @@ Tensor pack_mask(const Tensor& x) {
   return buffer;
 }
 
-Tensor unpack_mask(const Tensor& buffer, int64_t numel, ScalarType dtype) {
-  const MaskType type = mask_type(dtype);
+// A new tensor of zeros, and of another element where a bit is set.
+Tensor unpack_bits(const Tensor& buffer, int64_t numel, ScalarType dtype, int width_bytes, u64 element) {
   check_buffer(buffer, (numel + 7) / 8);
   Tensor out = new_flat(buffer, numel, dtype);
   const MaskJob job{out.mutable_data_ptr(), static_cast<u8*>(const_cast<void*>(buffer.const_data_ptr())), numel,
-                    type.width_bytes, type.one};
+                    width_bytes, element};
   const Kernels* kernels = active_kernels();
   torch::stable::parallel_for(0, units_of(numel), kGrainElements / kUnitElements,
                               [&](int64_t first, int64_t last) { kernels->unpack_mask(job, first, last); });
+  return out;
+}
+
+Tensor unpack_mask(const Tensor& buffer, int64_t numel, ScalarType dtype) {
+  const MaskType type = mask_type(dtype);
+  return unpack_bits(buffer, numel, dtype, type.width_bytes, type.one);
+}
+
+Tensor unpack_binary(const Tensor& buffer, int64_t numel, const Tensor& value) {
+  STD_TORCH_CHECK(value.numel() == 1, "gact_dist: value has ", value.numel(), " elements, expected 1");
+  const MaskType type = binary_type(value.scalar_type());
+  return unpack_bits(buffer, numel, value.scalar_type(), type.width_bytes,
+                     word_at(value.const_data_ptr(), 0, type.width_bytes));
+}
+
+Tensor binary_value(const Tensor& x) {
+  check_flat(x, "x");
+  const MaskType type = binary_type(x.scalar_type());
+  const void* elements = x.const_data_ptr();
+  u64 value = 0;
+  for (int64_t i = 0; i < x.numel() && value == 0; ++i) value = word_at(elements, i, type.width_bytes);
+  const u64 magnitude = value & type.nonzero;
+  std::atomic<bool> found{value == 0 || (0 < magnitude && magnitude < type.infinity)};
+  if (found) {
+    const MaskJob job{const_cast<void*>(elements), nullptr, x.numel(), type.width_bytes, value};
+    const Kernels* kernels = active_kernels();
+    torch::stable::parallel_for(0, units_of(x.numel()), kGrainElements / kUnitElements,
+                                [&](int64_t first, int64_t last) {
+                                  if (found && !kernels->has_two_values(job, first, last)) found = false;
+                                });
+  }
+  if (!found) value = type.nonzero;  // a NaN
+  Tensor out = torch::stable::new_empty(x, {}, x.scalar_type());
+  std::memcpy(out.mutable_data_ptr(), &value, type.width_bytes);
   return out;
 }
 
@@ -270,6 +320,8 @@ STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
   library.impl("unpack_out", TORCH_BOX(&gact::unpack_out));
   library.impl("pack_mask", TORCH_BOX(&gact::pack_mask));
   library.impl("unpack_mask", TORCH_BOX(&gact::unpack_mask));
+  library.impl("unpack_binary", TORCH_BOX(&gact::unpack_binary));
+  library.impl("binary_value", TORCH_BOX(&gact::binary_value));
   library.impl("rounding_variance", TORCH_BOX(&gact::rounding_variance));
 }
 

@@ -43,11 +43,11 @@ struct UnpackJob {
 };
 
 struct MaskJob {
-  void* elements;  // read by pack_mask, written by unpack_mask
+  void* elements;  // written by unpack_mask, else read
   u8* packed;
   i64 numel;
-  int width_bytes;  // 1, 2, 4 or 8
-  u64 pattern;      // pack: the bits that make an element non-zero; unpack: the element 1
+  int width_bytes;  // 1, 2, 4 or 8; has_two_values: 2, 4 or 8
+  u64 pattern;      // pack: the bits that make an element non-zero; else the element that is not zero
 };
 
 struct VarianceJob {
@@ -83,6 +83,7 @@ struct Kernels {
   void (*unpack_columns)(const UnpackJob& job, i64 first, i64 last);
   void (*pack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*unpack_mask)(const MaskJob& job, i64 first, i64 last);
+  bool (*has_two_values)(const MaskJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
   void (*variance_columns)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
 };

@@ -1,5 +1,5 @@
-// The loops of pack_mask and unpack_mask, which dispatch.h includes in each kernels_*.cpp; compilers vectorise all but
-// Isa::byte_bits and Isa::bit_bytes.
+// The loops of pack_mask, unpack_mask and binary_value, which dispatch.h includes in each kernels_*.cpp; compilers
+// vectorise all but Isa::byte_bits and Isa::bit_bytes.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -38,6 +38,30 @@ void unpack_mask_words(const MaskJob& job, i64 begin, i64 end) {
     for (int j = 0; j < 64; ++j) out[i + j] = static_cast<Word>(-static_cast<Word>(bytes[j])) & one;
   }
   for (; i < end; ++i) out[i] = (job.packed[i / 8] >> (i % 8)) & 1 ? one : Word{0};
+}
+
+// Whether every word is zero or job.pattern.
+template <class Word>
+bool has_two_values(const MaskJob& job, i64 begin, i64 end) {
+  constexpr i64 kChecked = 1024;
+  const Word* x = static_cast<const Word*>(job.elements);
+  const Word pattern = static_cast<Word>(job.pattern);
+  for (i64 i = begin; i < end; i += kChecked) {
+    const i64 last = i + kChecked < end ? i + kChecked : end;
+    Word other = 0;
+    for (i64 j = i; j < last; ++j) other |= static_cast<Word>(x[j] != 0) & static_cast<Word>(x[j] != pattern);
+    if (other != 0) return false;
+  }
+  return true;
+}
+
+template <class Isa>
+bool has_two_values_units(const MaskJob& job, i64 first, i64 last) {
+  const i64 begin = first * kUnitElements;
+  const i64 end = last * kUnitElements < job.numel ? last * kUnitElements : job.numel;
+  if (job.width_bytes == 2) return has_two_values<u16>(job, begin, end);
+  if (job.width_bytes == 4) return has_two_values<u32>(job, begin, end);
+  return has_two_values<u64>(job, begin, end);
 }
 
 template <class Isa>

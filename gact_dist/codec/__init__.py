@@ -16,6 +16,7 @@ from .packed import (
     columns_of,
     exact,
     from_tensors,
+    is_binary,
     metadata_bits,
     pack,
     pack_binary,
@@ -32,8 +33,8 @@ from .packed import (
 
 __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Scheme",
-    "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors", "isa",
-    "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags", "pack_mask",
-    "pack_narrow", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload",
-    "without_payload",
+    "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors",
+    "is_binary", "isa", "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags",
+    "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack",
+    "with_payload", "without_payload",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ COLUMN_MULTIPLE = 32
 ROW_ELEMENTS = 16
 # Rows of a tile, the least that is whole 32-bit words of codes at every width.
 TILE_ROWS = 32
-MASK_DTYPES = (torch.bool, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+BINARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MASK_DTYPES = (torch.bool, torch.uint8, *BINARY_DTYPES)
 
 
 def fields_of(bits: int) -> list[tuple[int, int]]:
@@ -105,6 +106,12 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
     check_flat(out, "out")
     if out.numel() != numel or out.dtype != dtype:
         raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
+
+
+def check_binary_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError unless tensors of ``dtype`` can be stored as zeros and one other value."""
+    if dtype not in BINARY_DTYPES:
+        raise TypeError(f"got {dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
 
 
 def check_mask_dtype(dtype: torch.dtype) -> None:

@@ -110,6 +110,22 @@ def _fake_unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer.new_empty(numel, dtype=dtype)
 
 
+def _unpack_binary(buffer: Tensor, numel: int, value: Tensor) -> Tensor:
+    flat = unpack_mask(buffer, numel, value.dtype)
+    return flat.masked_fill_(flat != 0, value)
+
+
+def _fake_unpack_binary(buffer: Tensor, numel: int, value: Tensor) -> Tensor:
+    payload_format.check_binary_dtype(value.dtype)
+    return buffer.new_empty(numel, dtype=value.dtype)
+
+
+def _fake_binary_value(x: Tensor) -> Tensor:
+    payload_format.check_binary_dtype(x.dtype)
+    payload_format.check_flat(x, "x")
+    return x.new_empty(())
+
+
 def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     payload_format.check_columns(x.numel(), columns)
@@ -117,11 +133,13 @@ def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns:
     return x.new_empty(payload_format.MAX_BITS, dtype=torch.float64)
 
 
-def _define(schema: str, definition: Callable, fake: Callable) -> None:
+def _define(schema: str, definition: Callable, fake: Callable, *, on_gpu: bool = True) -> None:
+    """on_gpu: whether cuda.py has a kernel of its own; otherwise the definition, of a few operators, is meant there."""
     name = schema.split("(")[0]
     _library.define(schema)
-    _library.impl(name, _serve_reference(definition), "CompositeExplicitAutograd")
-    _library.impl(name, _serve_cuda(getattr(cuda, name), definition), "CUDA")
+    _library.impl(name, _serve_reference(definition) if on_gpu else definition, "CompositeExplicitAutograd")
+    if on_gpu:
+        _library.impl(name, _serve_cuda(getattr(cuda, name), definition), "CUDA")
     torch.library.register_fake(f"gact_dist::{name}", fake, lib=_library)
 
 
@@ -136,6 +154,13 @@ _define(f"unpack_out({_STORED}, Tensor(a!) out, int columns=1) -> ()", reference
 _define("pack_mask(Tensor x) -> Tensor", reference.pack_mask, _fake_pack_mask)
 _define("unpack_mask(Tensor buffer, int numel, ScalarType dtype) -> Tensor", reference.unpack_mask, _fake_unpack_mask)
 _define(
+    "unpack_binary(Tensor buffer, int numel, Tensor value) -> Tensor",
+    _unpack_binary,
+    _fake_unpack_binary,
+    on_gpu=False,
+)
+_define("binary_value(Tensor x) -> Tensor", reference.binary_value, _fake_binary_value, on_gpu=False)
+_define(
     "rounding_variance(Tensor x, Tensor weight, int group_size, int columns=1) -> Tensor",
     reference.rounding_variance,
     _fake_rounding_variance,
@@ -147,6 +172,8 @@ unpack = torch.ops.gact_dist.unpack.default
 unpack_out = torch.ops.gact_dist.unpack_out.default
 pack_mask = torch.ops.gact_dist.pack_mask.default
 unpack_mask = torch.ops.gact_dist.unpack_mask.default
+unpack_binary = torch.ops.gact_dist.unpack_binary.default
+binary_value = torch.ops.gact_dist.binary_value.default
 rounding_variance = torch.ops.gact_dist.rounding_variance.default
 
 

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from .._torch_internals import is_fake, negative_view
 from . import mixed_widths, ops
-from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MASK_DTYPES, MAX_BITS, MIN_BITS, PACK_DTYPES, sections
+from .format import (
+    BINARY_DTYPES,
+    DEFAULT_GROUP_SIZE,
+    GROUP_SIZES,
+    MASK_DTYPES,
+    MAX_BITS,
+    MIN_BITS,
+    PACK_DTYPES,
+    check_binary_dtype,
+    sections,
+)
 from .layout import Fill, Layout, flatten, layout_of, restore
 from .mixed_widths import UnitWidths
 
@@ -258,23 +268,39 @@ def pack_flags(tensor: Tensor, is_set: Callable[[Tensor], Tensor], value: float)
 def pack_binary(tensor: Tensor) -> Packed:
     """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
 
-    The caller must know that there are no others; checking it would wait for the device. -0.0 comes back as 0.0.
+    The caller must know that there are no others (see is_binary); checking it would wait for the device.
 
     Raises:
         TypeError: the dtype is not float32, float16, bfloat16 or float64.
     """
     data = _plain(tensor)
-    if not data.is_floating_point() or data.dtype not in MASK_DTYPES:
-        raise TypeError(f"got {data.dtype}, expected float32, float16, bfloat16 or float64; use pack_mask for bool")
+    check_binary_dtype(data.dtype)
     layout = layout_of(data)
     if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
         return _pack_exact(data, layout)
     flat = _flat_values(data, layout)
-    high = flat.amax()
-    constant = torch.where(high != 0, high, flat.amin())
+    if flat.device.type == "cpu":
+        constant = ops.binary_value(flat)
+    else:
+        high = flat.amax()
+        constant = torch.where(high != 0, high, flat.amin())
     return Packed(
         ops.pack_mask(flat), Scheme.BINARY, 1, data.dtype, data.shape, data.stride(), layout, constant=constant
     )
+
+
+def is_binary(tensor: Tensor) -> bool:
+    """Whether pack_binary() gives a tensor back bit for bit: its elements are 0.0 or one other finite value.
+
+    False of an empty tensor, and of one that it would store in its own type. Waits for the device.
+    """
+    data = _plain(tensor)
+    if data.dtype not in BINARY_DTYPES:
+        return False
+    layout = layout_of(data)
+    if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
+        return False
+    return not ops.binary_value(_flat_values(data, layout)).isnan().item()
 
 
 _WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch finds no minimum of these
@@ -338,8 +364,9 @@ def _decode(packed: Packed) -> Tensor:
         return packed.payload.to(packed.dtype)
     if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
         return _dequantise(packed, packed.layout.stored_numel)
-    flat = ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
-    return flat if packed.constant is None else flat.mul_(packed.constant)
+    if packed.constant is not None:
+        return ops.unpack_binary(packed.payload, packed.layout.stored_numel, packed.constant)
+    return ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
 
 
 def _dequantise(packed: Packed, numel: int) -> Tensor:

@@ -15,6 +15,7 @@ from .format import (
     MIN_BITS,
     TILE_ROWS,
     Sections,
+    check_binary_dtype,
     check_buffer,
     check_columns,
     check_flat,
@@ -469,6 +470,20 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         packed = buffer[start // 8 : (start + piece.numel() + 7) // 8]
         piece.copy_(_bits_of_bytes(packed.view(1, -1))[0, : piece.numel()])
     return out
+
+
+def binary_value(x: Tensor) -> Tensor:
+    """The one value of a flat float tensor other than zero, 0-d; zero if there is none, NaN if there are several.
+
+    They are compared by their bits. NaN also where the value is -0.0, whose bit pack_mask does not set, or not finite.
+    """
+    check_binary_dtype(x.dtype)
+    check_flat(x, "x")
+    words = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
+    used = words != 0
+    value = x[used.to(torch.uint8).argmax()] if x.numel() else x.new_zeros(())
+    other = (used & (words != value.view(words.dtype))).any() | (used.any() & (value == 0)) | ~value.isfinite()
+    return value.masked_fill(other, torch.nan)
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:

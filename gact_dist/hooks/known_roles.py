@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import _fields
+from .. import _fields, codec
 from .._torch_internals import BatchNorm, is_fake
 from ..config import Config
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
 from .derived import Derived, DerivedNames
-from .roles import Instruction, OperatorObserver, Role, is_binary, role_of_itself
+from .roles import Instruction, OperatorObserver, Role, role_of_itself
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class KnownRoles:
         role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
         if role is None or self._kinds.setdefault(name, kind) != kind:
             return None
-        if role is Role.BINARY and not (is_fake(tensor) or (tensor.device.type == "cpu" and is_binary(tensor))):
+        if role is Role.BINARY and not (is_fake(tensor) or (tensor.device.type == "cpu" and codec.is_binary(tensor))):
             # an accelerator would have to be waited for; torch saves its dropout's noise as booleans there
             self.observe_next |= tensor.device.type == "cpu"
             return Role.STATISTIC

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from .. import codec
 from .._torch_internals import (
     is_fake,
     is_inside_transform,
@@ -213,7 +214,7 @@ class OperatorObserver(TorchFunctionMode):
         storage = storage_id(tensor)
         if any(storage_id(operand) == storage for operand in operands):
             return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
-        if _draws_noise(function) and (_is_dropout(function) if is_fake(tensor) else is_binary(tensor)):
+        if _draws_noise(function) and (_is_dropout(function) if is_fake(tensor) else codec.is_binary(tensor)):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
@@ -291,10 +292,3 @@ def _draws_noise(function: Callable) -> bool:
 
 def _is_dropout(function: Callable) -> bool:
     return "dropout" in getattr(function, "__name__", "")
-
-
-def is_binary(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are zero or one other value; waits for the device."""
-    if tensor.numel() == 0:
-        return False
-    return bool(((tensor == 0) | (tensor == tensor.amax())).all())

@@ -238,6 +238,48 @@ def test_native_rounding_variance_is_that_of_the_reference(isa: str, dtype: torc
         torch.testing.assert_close(ops.rounding_variance(x, weight, group_size), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("rows", [3, 300, 3000])
+def test_one_element_of_another_value_is_found_wherever_it_is(
+    isa: str, dtype: torch.dtype, where: str, rows: int
+) -> None:
+    noise = (random_tensor(rows * 50, torch.float32).view(rows, 50) > 0).to(dtype) * (1 / 0.9)
+    noise[1, 0], noise[-2, -1] = 1 / 0.9, 1 / 0.9
+    assert codec.is_binary(noise)
+    assert codec.is_binary(noise.t()[::2])
+    for other in (-0.0, 1.0, -1 / 0.9, torch.inf, torch.nan, torch.finfo(dtype).smallest_normal):
+        changed = noise.clone()
+        changed[(0, 0) if where == "first" else (-1, -1)] = other
+        assert not codec.is_binary(changed), other
+        value = ops.binary_value(changed.view(-1))
+        assert (value.dtype, value.dim()) == (dtype, 0)
+        assert value.isnan()
+        assert reference.binary_value(changed.view(-1)).isnan()
+
+
+def test_what_is_one_value_is_binary_if_it_is_finite(isa: str) -> None:
+    for value in (0.0, 2.0, -2.0, 1e-40):
+        x = torch.full((1500,), value)
+        assert codec.is_binary(x)
+        assert torch.equal(codec.unpack(codec.pack_binary(x)).view(torch.int32), x.view(torch.int32))
+        assert torch.equal(reference.binary_value(x).view(torch.int32), x[0].view(torch.int32))
+    for other in (torch.inf, torch.nan, -0.0):
+        assert not codec.is_binary(torch.full((1500,), other))
+        assert reference.binary_value(torch.full((1500,), other)).isnan()
+    assert not codec.is_binary(torch.zeros(0))
+    assert not codec.is_binary(torch.zeros(9, dtype=torch.bool))
+    assert not codec.is_binary(torch.zeros(9, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("constant", [1 / 0.9, -2.5])
+def test_zeros_beside_another_value_come_back_bit_for_bit(isa: str, constant: float) -> None:
+    x = torch.where(random_tensor(2000, torch.float32).view(40, 50) > 0, constant, 0.0)
+    packed = codec.pack_binary(x)
+    for decoded in (codec.unpack(packed), ops._unpack_binary(packed.payload, x.numel(), packed.constant).view(40, 50)):
+        assert torch.equal(decoded.view(torch.int32), x.view(torch.int32))
+
+
 # ---- the operators as torch sees them
 
 
