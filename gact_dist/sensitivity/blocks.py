@@ -379,7 +379,7 @@ class BlockForward:
         chosen = {
             number: tensor
             for number, tensor in enumerate(tensors)
-            if _may_be_cut(tensor) or (opaque and self._is_leaf(tensor))
+            if _may_be_cut(tensor) or (checkpointed and self._is_leaf(tensor))
         }
         arguments = substituted(copied((args, kwargs)), dict.fromkeys(chosen, _NOTHING))
         outer, self._open = self._open, ExitStack()
@@ -421,7 +421,7 @@ class BlockForward:
     def _is_leaf(self, tensor: Tensor) -> bool:
         """Whether a graph of the user's starts at a tensor, as under adapters at the output of a frozen embedding.
 
-        It may be cut where nothing inside of the block is named after what made it.
+        A checkpoint keeps it as a block input; where it is cut, products at the block's start are those of that input.
         """
         is_parameter = isinstance(tensor, nn.Parameter) or id(tensor) in self.names
         return tensor.requires_grad and tensor.is_leaf and not is_parameter

@@ -23,6 +23,7 @@ from torch import nn
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
+from gact_dist.hooks.naming import RECOMPUTED
 from gact_dist.sensitivity import blocks, one_pass
 from gact_dist.sensitivity.blocks import BlockForward
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
@@ -83,8 +84,10 @@ def seed() -> None:
     np.random.seed(5)
 
 
-def measured(case: Case, probes: int = 2, bits: int = 8, estimator: str = "one-pass") -> list[Sensitivity]:
-    hooks = started(case, Config(min_numel=0, bits=bits))
+def measured(
+    case: Case, probes: int = 2, bits: int = 8, estimator: str = "one-pass", recomputed: bool = False
+) -> list[Sensitivity]:
+    hooks = started(case, Config(min_numel=0, bits=bits, recomputed=recomputed))
     seed()
     found = measure(hooks, case.model, lambda: case.loss_fn(case.batch), seed=3, probes=probes, estimator=estimator)
     hooks.close()
@@ -245,8 +248,8 @@ def test_what_no_direction_reaches_is_perturbed_where_a_checkpoint_runs_anew(mak
         assert 0.1 < ratio < 10.0, name
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_leaf_that_a_checkpoint_is_given_is_measured(reentrant, monkeypatch):
+@pytest.mark.parametrize(("reentrant", "recomputed"), [(False, False), (True, False), (False, True)])
+def test_a_leaf_that_a_checkpoint_is_given_is_measured(reentrant, recomputed, monkeypatch):
     """The output of a frozen embedding that was made to require a gradient, as PEFT does. As one part it is perturbed,
     by block it has products; with 24 draws both are near one another."""
 
@@ -254,8 +257,9 @@ def test_a_leaf_that_a_checkpoint_is_given_is_measured(reentrant, monkeypatch):
         torch.manual_seed(0)
         return leaf_into_checkpoints(reentrant)
 
-    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, probes=24)}
-    by_block = {item.name: item for item in measured(fresh(), probes=24)}
+    options = {"probes": 24, "recomputed": recomputed}
+    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, **options)}
+    by_block = {item.name: item for item in measured(fresh(), **options) if RECOMPUTED not in item.name}
     assert by_block.keys() == whole.keys()
     for name, item in by_block.items():
         assert 0.3 < item.variance[3] / whole[name].variance[3] < 3.0, name
