@@ -162,13 +162,14 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     part = _real_dtype(data.dtype)
     conjugate, flat = data.is_conj(), _flat_values(data, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    values = values if values.dtype == part else values.to(part)
     columns = layout.columns(group_size, data.dtype.is_complex)
     about = data.dtype, data.shape, data.stride(), layout, group_size
     if isinstance(bits, UnitWidths):
         columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
-        payload = mixed_widths.pack(values.to(part), bits, group_size, seed, columns)
+        payload = mixed_widths.pack(values, bits, group_size, seed, columns)
         return Packed(payload, Scheme.MIXED, None, *about, columns, seed, bits.counts, conjugate=conjugate)
-    payload = ops.pack(values.to(part), bits, group_size, seed, columns)
+    payload = ops.pack(values, bits, group_size, seed, columns)
     return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
 
 
@@ -378,7 +379,7 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
         flat = mixed_widths.unpack(packed.payload, packed.counts, *form)
     else:
         flat = ops.unpack(packed.payload, packed.bits, *form)
-    flat = flat.to(part)
+    flat = flat if stored == part else flat.to(part)
     return torch.view_as_complex(flat.view(-1, 2)) if packed.dtype.is_complex else flat
 
 

@@ -55,7 +55,7 @@ def _is_made_from_parameters(node: Any) -> bool:
             pending.append(node.next_functions[0][0])
         elif left > 0 and operator in _PARAMETER_ARITHMETIC:
             operands = _operands(node, operator)
-            if not operands:
+            if not operands or any(_FROM_ACTIVATIONS in below.metadata for below in operands):
                 return False
             pending.extend(operands)
         else:
