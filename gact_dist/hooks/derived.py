@@ -19,7 +19,7 @@ second path to follow: from what is rounded there nothing is derived.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -313,7 +313,14 @@ def _pointwise(function: Callable[..., Tensor], **constants: str) -> _Operator:
 def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
     factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
-    return Expression(torch.mul, *factors)
+    shape = node._input_metadata[0].shape
+    return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors))
+
+
+def _in_shape(shape: Sequence[int], factor: Any) -> Any:
+    """What was made has the elements of an operand in its order, and perhaps another shape: that from before a view, or
+    the rows of a norm."""
+    return Expression(lambda made: made.reshape(shape), factor) if isinstance(factor, Expression) else factor
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -337,7 +344,8 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     payload = mask.payload if isinstance(mask, Stored) else None
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
-    return Expression(torch.mul, _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1), mask)
+    made = _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
+    return Expression(torch.mul, _in_shape(payload.shape, made), mask)
 
 
 _OPERATORS: dict[str, _Operator] = {

@@ -46,6 +46,25 @@ def gated(x, up):
     return F.silu(x) * up(x)
 
 
+def in_3d(*modules):
+    """Modules in a row on [batch, tokens, WIDTH]."""
+    return Lambda(lambda x, *parts: nn.Sequential(*parts)(x.view(4, -1, WIDTH)), *modules)
+
+
+def in_two_shapes(first, then, shape=(-1, WIDTH)):
+    """A module on [batch, tokens, WIDTH], and one on a view of its result."""
+    return Lambda(lambda x, a, b: b(a(x.view(4, -1, WIDTH)).view(shape)), first, then)
+
+
+def scaled_rows(x):
+    return x * torch.linspace(1.0, 2.0, len(x)).view(-1, 1)
+
+
+def scaled_in_another_shape(x, norm):
+    """The factor, [16, 1], could be multiplied with what was normalised, [16, 16, WIDTH], as well, along another axis."""
+    return scaled_rows(norm(x.view(16, 16, WIDTH)).view(16, -1)).view(-1, WIDTH)
+
+
 # by operator: what stands between two linear layers, and how many tensors are derived
 OPERATORS = {
     "layer norm": (lambda: nn.LayerNorm(WIDTH), 1),
@@ -64,6 +83,12 @@ OPERATORS = {
     "softplus": (lambda: nn.Softplus(2.0, 5.0), 1),
     "hardswish": (nn.Hardswish, 1),
     "gated": (lambda: Lambda(gated, nn.Linear(WIDTH, WIDTH)), 2),
+    "layer norm and dropout": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Dropout(0.5)), 1),
+    "layer norm and relu": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.ReLU()), 1),
+    "gelu, another shape and dropout": (lambda: in_two_shapes(nn.GELU(), nn.Dropout(0.5)), 1),
+    "layer norm, another shape and relu": (lambda: in_two_shapes(nn.LayerNorm(WIDTH), nn.ReLU()), 1),
+    "layer norm and a factor of rows": (lambda: in_two_shapes(nn.LayerNorm(WIDTH), Lambda(scaled_rows)), 1),
+    "group norm and a factor in another shape": (lambda: Lambda(scaled_in_another_shape, nn.GroupNorm(4, 16)), 1),
     "gelu and dropout": (lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.5)), 1),
 }
 
