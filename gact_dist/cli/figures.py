@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config import LEVELS
+from ..profile import KINDS
 from .layers import layer_of, layers_of
+from .output import shown_bytes
 from .run_files import Run
 
 PALETTE = ("#94a3b8", "#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6")
@@ -41,15 +44,21 @@ class Figure:
     """whether it takes both columns"""
 
 
-def figures_of(runs: Sequence[Run]) -> list[Figure]:
-    """All that the runs have something for. The last run is the one that is looked at in depth."""
+def figures_of(runs: Sequence[Run], profile: Mapping[str, Any] | None = None) -> list[Figure]:
+    """All that the runs have something for. The last run is the one that is looked at in depth.
+
+    profile: of the same job, as `gact-dist profile --json` gives it.
+    """
     run = runs[-1]
+    level = None if profile is None else level_of(run, profile)
     made = [
         _losses(runs),
         _bytes(run),
         _peaks(runs),
         _over_a_step(run),
         _by_layer(run),
+        None if level is None or profile is None else _memory(level, profile),
+        None if level is None or profile is None else _peak_by_layer(level, profile),
         _bits(run),
         _sensitivities(run),
         _gradient_error(run),
@@ -291,6 +300,93 @@ def _time(run: Run) -> Figure | None:
     layout = _axes("step", name, from_zero=True) | {"barmode": "stack", "bargap": 0.05}
     caption = "Where the time of each step went, as the host sees it: on a GPU compression is the time of its launches."
     return Figure("time", "Time of a step", caption, data, layout, is_wide=True)
+
+
+def level_of(run: Run, profile: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The level of a profile that a run had; of other settings the last one."""
+    config = run.about.get("config", {})
+    for level in profile["levels"]:
+        name, _, derives = level["level"].partition("+")
+        settings = LEVELS.get(name, {"policy": "off"})
+        if config.get("derive", False) == bool(derives) and settings.items() <= config.items():
+            return level
+    return profile["levels"][-1]
+
+
+def _memory(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure:
+    """Live memory by kind, as the phases of the step go on; they take the same room under every level."""
+    untouched = profile["levels"][0]
+    unit, name = _unit(untouched["peak_bytes"])
+    times, phases = _times(level["timeline"])
+    kinds = [kind for kind in KINDS if any(moment["nbytes"].get(kind) for moment in level["timeline"])]
+    data = []
+    for kind, colour in zip(kinds, _shades(len(kinds)), strict=True):
+        heights = [moment["nbytes"].get(kind, 0) / unit for moment in level["timeline"]]
+        area = {"stackgroup": "live", "fillcolor": colour, "hoverinfo": "name+y"}
+        data.append({**_line(times, heights, kind, colour, width=0.3), **area})
+    if untouched is not level:
+        whole = [sum(moment["nbytes"].values()) / unit for moment in untouched["timeline"]]
+        data.append(_line(_times(untouched["timeline"])[0], whole, "untouched, all of it", SLATE, dash="dot"))
+    layout = _axes("", name, from_zero=True)
+    layout["xaxis"] |= {
+        "tickvals": [*range(len(phases)), len(phases)],
+        "ticktext": [*(f"{phase} begins" for phase in phases), "end"],
+    }
+    layout["hovermode"] = "closest"
+    layout["margin"] |= {"l": 40, "r": 50}
+    caption = f"Live memory within a step after the first, of rank 0, as a profile of level {level['level']} found it."
+    return Figure("memory", "Memory over one step, by what it is for", caption, data, layout, 400, is_wide=True)
+
+
+def _times(timeline: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str]]:
+    """(for each moment the number of its phase, and how far it is in it; the phases)"""
+    phases = list(dict.fromkeys(moment["phase"] for moment in timeline))
+    times: list[float] = []
+    for number, phase in enumerate(phases):
+        own = [moment["operators"] for moment in timeline if moment["phase"] == phase]
+        length = max(1, own[-1] - own[0])
+        times += [number + (operators - own[0]) / (length + 1) for operators in own]
+    return times, phases
+
+
+def _peak_by_layer(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure | None:
+    """Whose memory is alive at the peak of the step."""
+    untouched = profile["levels"][0]
+    looked_at = [untouched] if untouched is level else [untouched, level]
+    sizes = [_at_peak(each) for each in looked_at]
+    layers = list(dict.fromkeys(layer for found in sizes for layer in found))
+    if not layers:
+        return None
+    unit, name = _unit(max(max(found.values()) for found in sizes))
+    data = [
+        _bars([found.get(layer, 0) / unit for layer in layers], [*map(_short, layers)], each["level"], colour)
+        for found, each, colour in zip(sizes, looked_at, (SLATE, BLUE), strict=False)
+    ]
+    layout = _axes(name, "")
+    layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}
+    layout |= {"barmode": "group", "bargap": 0.25, "hovermode": "y unified"}
+    peaks = " and ".join(
+        f"{shown_bytes(each['peak_bytes'])} {each['level']} (in the {each['peak_phase']})" for each in looked_at
+    )
+    caption = f"What is alive of each layer at the peak, parameters and their state included: {peaks}."
+    height = _height(len(layers), _ROW_PIXELS)
+    return Figure("peak_layers", "Peak of a step, by layer", caption, data, layout, height, is_wide=True)
+
+
+def _at_peak(level: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by layer, in the order of the layers' names."""
+    found: dict[str, int] = {}
+    for share in sorted(level["modules"], key=lambda share: _numbered(share["name"])):
+        nbytes = sum(share["peak"].values())
+        if nbytes:
+            layer = layer_of(share["name"] + ":")
+            found[layer] = found.get(layer, 0) + nbytes
+    return found
+
+
+def _numbered(name: str) -> list[tuple[bool, int, str]]:
+    """By which layer 2 is before layer 10."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def max_batch_figures(values: dict[str, Any]) -> list[Figure]:

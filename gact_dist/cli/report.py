@@ -15,7 +15,7 @@ from .loading import UserCode
 from .output import CommandError, JsonOption, show, working
 from .page import cards_of, page_of
 from .pictures import write_png
-from .run_files import find_runs
+from .run_files import find_runs, read_profile
 
 
 def command(
@@ -29,6 +29,10 @@ def command(
     png: Annotated[
         Path | None, typer.Option(help="Write each plot to this folder as well; needs kaleido and a browser.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="What `gact-dist profile JOB --json` wrote: memory within a step, and its peak by layer."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one HTML page about a run: losses, memory, bits, sensitivities, error of the gradient, agreement of ranks.
@@ -40,10 +44,11 @@ def command(
     $ gact-dist report runs/untouched runs/L2 --output report.html
     """
     found = find_runs(runs)
+    of_job = None if profile is None else read_profile(profile)
     path = runs[0] / "report.html" if output is None else output
     with working("drawing", as_json) as now:
         with UserCode(f"drawing {', '.join(run.name for run in found)} (is each file as its run wrote it?)"):
-            figures = figures_of(found)
+            figures = figures_of(found, of_job)
             if not figures:
                 raise CommandError(f"{found[-1].name} has no lines yet, expected a run of at least two steps")
             text, cards = page_of(found, figures), cards_of(found)

@@ -113,6 +113,22 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     return sorted(found, key=lambda run: run.compresses)
 
 
+def read_profile(path: Path) -> dict[str, Any]:
+    """What `gact-dist profile --json` wrote. Raises CommandError."""
+    expected = f"expected what `gact-dist profile JOB --json > {path}` writes"
+    try:
+        content = json.loads(path.read_text())
+        levels = content["levels"]
+        found = [(level["level"], level["peak_bytes"], level["modules"], level["timeline"][0]) for level in levels]
+    except (ValueError, OSError) as error:
+        raise CommandError(f"the profile {path} cannot be read: {error}; {expected}") from None
+    except (KeyError, TypeError, IndexError):
+        found = []
+    if not found:
+        raise CommandError(f"{path} holds no profile, {expected}")
+    return content
+
+
 def _is_run(folder: Path) -> bool:
     return (folder / "run.json").is_file() or (folder / "result.json").is_file()
 

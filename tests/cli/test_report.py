@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from html.parser import HTMLParser
@@ -73,6 +74,48 @@ def test_the_page_of_two_runs_has_every_figure_and_asks_for_nothing(two_runs, ru
     assert "url(" not in before_plotly
     cards = {card["what"]: card["value"] for card in found["key_figures"]}
     assert {"Compression of activations", "Average bits", "Peak memory", "Time of a step", "Loss"} <= cards.keys()
+
+
+def test_a_profile_of_the_job_adds_memory_within_a_step(two_runs, jobs, run, run_json, tmp_path):
+    """Drawn for the level of the run that is looked at; the layers add up to the peak."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(run("profile", f"{jobs}:small", "--json").stdout)
+    found = run_json("report", two_runs, "--profile", profile)
+    assert set(found["figures"]) == ALL | {"memory", "peak_layers"}
+    runs, content = run_files.find_runs([two_runs]), run_files.read_profile(profile)
+    level = figures.level_of(runs[-1], content)
+    assert level["level"] == "L2"
+    assert figures.level_of(runs[0], content)["level"] == "untouched"
+    drawn = {figure.key: figure for figure in figures.figures_of(runs, content)}
+    untouched, compressed = drawn["peak_layers"].data
+    assert [untouched["name"], compressed["name"]] == ["untouched", "L2"]
+    unit = {"MiB": 2**20, "KiB": 2**10}[drawn["peak_layers"].layout["xaxis"]["title"]["text"]]
+    for bars, of in ((untouched, content["levels"][0]), (compressed, level)):
+        assert sum(bars["x"]) * unit == pytest.approx(of["peak_bytes"], rel=0.01)
+    *kinds, whole = drawn["memory"].data
+    heights = [sum(values) for values in zip(*(kind["y"] for kind in kinds), strict=True)]
+    assert max(heights) * unit == pytest.approx(level["peak_bytes"], rel=0.05)
+    assert max(whole["y"]) * unit == pytest.approx(content["levels"][0]["peak_bytes"], rel=0.05)
+    assert all(later >= earlier for line in (*kinds, whole) for earlier, later in itertools.pairwise(line["x"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "holds no profile"),
+        ('{"levels": []}', "holds no profile"),
+        ('{"error": "the step failed"}', "holds no profile"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text, said, two_runs, run, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(text)
+    result = run("report", two_runs, "--profile", profile)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in " ".join(result.stderr.split())
+    assert "gact-dist profile JOB --json" in " ".join(result.stderr.split())
+    assert not (two_runs / "report.html").exists()
 
 
 def test_the_losses_of_both_are_in_one_figure(two_runs):

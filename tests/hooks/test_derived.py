@@ -61,7 +61,7 @@ def scaled_rows(x):
 
 
 def scaled_in_another_shape(x, norm):
-    """The factor, [16, 1], could be multiplied with what was normalised, [16, 16, WIDTH], as well, along another axis."""
+    """The factor, [16, 1], could be multiplied with what was normalised, [16, 16, WIDTH], along another axis."""
     return scaled_rows(norm(x.view(16, 16, WIDTH)).view(16, -1)).view(-1, WIDTH)
 
 
