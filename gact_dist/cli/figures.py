@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import LEVELS
-from ..profile import KINDS
+from ..profile import KINDS, UNTOUCHED
 from .layers import layer_of, layers_of
 from .output import shown_bytes
 from .run_files import Run
@@ -303,7 +303,7 @@ def _time(run: Run) -> Figure | None:
 
 
 def level_of(run: Run, profile: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The level of a profile that a run had; of other settings the last one."""
+    """The level of a profile that a run had; the last one where it had none of them."""
     config = run.about.get("config", {})
     for level in profile["levels"]:
         name, _, derives = level["level"].partition("+")
@@ -313,10 +313,15 @@ def level_of(run: Run, profile: Mapping[str, Any]) -> Mapping[str, Any]:
     return profile["levels"][-1]
 
 
+def _untouched(profile: Mapping[str, Any], beside: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a level is compared with: the untouched job, if it was profiled and is another."""
+    return [level for level in profile["levels"] if level["level"] == UNTOUCHED and level is not beside]
+
+
 def _memory(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure:
     """Live memory by kind, as the phases of the step go on; they take the same room under every level."""
-    untouched = profile["levels"][0]
-    unit, name = _unit(untouched["peak_bytes"])
+    untouched = _untouched(profile, level)
+    unit, name = _unit(max(each["peak_bytes"] for each in (level, *untouched)))
     times, phases = _times(level["timeline"])
     kinds = [kind for kind in KINDS if any(moment["nbytes"].get(kind) for moment in level["timeline"])]
     data = []
@@ -324,9 +329,9 @@ def _memory(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure:
         heights = [moment["nbytes"].get(kind, 0) / unit for moment in level["timeline"]]
         area = {"stackgroup": "live", "fillcolor": colour, "hoverinfo": "name+y"}
         data.append({**_line(times, heights, kind, colour, width=0.3), **area})
-    if untouched is not level:
-        whole = [sum(moment["nbytes"].values()) / unit for moment in untouched["timeline"]]
-        data.append(_line(_times(untouched["timeline"])[0], whole, "untouched, all of it", SLATE, dash="dot"))
+    for other in untouched:
+        whole = [sum(moment["nbytes"].values()) / unit for moment in other["timeline"]]
+        data.append(_line(_times(other["timeline"])[0], whole, "untouched, all of it", SLATE, dash="dot"))
     layout = _axes("", name, from_zero=True)
     layout["xaxis"] |= {
         "tickvals": [*range(len(phases)), len(phases)],
@@ -351,8 +356,7 @@ def _times(timeline: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[str
 
 def _peak_by_layer(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figure | None:
     """Whose memory is alive at the peak of the step."""
-    untouched = profile["levels"][0]
-    looked_at = [untouched] if untouched is level else [untouched, level]
+    looked_at = [*_untouched(profile, level), level]
     sizes = [_at_peak(each) for each in looked_at]
     layers = list(dict.fromkeys(layer for found in sizes for layer in found))
     if not layers:
@@ -360,7 +364,7 @@ def _peak_by_layer(level: Mapping[str, Any], profile: Mapping[str, Any]) -> Figu
     unit, name = _unit(max(max(found.values()) for found in sizes))
     data = [
         _bars([found.get(layer, 0) / unit for layer in layers], [*map(_short, layers)], each["level"], colour)
-        for found, each, colour in zip(sizes, looked_at, (SLATE, BLUE), strict=False)
+        for found, each, colour in zip(sizes, looked_at, (SLATE, BLUE)[-len(looked_at) :], strict=True)
     ]
     layout = _axes(name, "")
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}

@@ -269,7 +269,8 @@ def pack_flags(tensor: Tensor, is_set: Callable[[Tensor], Tensor], value: float)
 def pack_binary(tensor: Tensor) -> Packed:
     """Store a tensor that holds only zeros and one other finite value (dropout noise): one bit each, exact.
 
-    The caller must know that there are no others (see is_binary); checking it would wait for the device.
+    The caller must know that there are no others (see is_binary), as checking it would wait for the device; on a CPU a
+    tensor that holds others is stored in its own type.
 
     Raises:
         TypeError: the dtype is not float32, float16, bfloat16 or float64.
@@ -280,8 +281,10 @@ def pack_binary(tensor: Tensor) -> Packed:
     if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
         return _pack_exact(data, layout)
     flat = _flat_values(data, layout)
-    if flat.device.type == "cpu":
+    if data.device.type == "cpu" and not is_fake(data):
         constant = ops.binary_value(flat)
+        if constant.isnan():
+            return _pack_exact(data, layout)
     else:
         high = flat.amax()
         constant = torch.where(high != 0, high, flat.amin())

@@ -1,7 +1,7 @@
 """Where the memory of a training step goes, before it is spent: `profile` runs a job on real or fake tensors."""
 
 from .building import with_small_values
-from .engine import DEFAULT_LEVELS, profile
+from .engine import DEFAULT_LEVELS, UNTOUCHED, profile
 from .layouts import LAYOUTS, OPTIMIZERS, ProfileError, Settings
 from .result import KINDS, KeptTensor, LevelProfile, Profile, Share
 
@@ -10,6 +10,7 @@ __all__ = [
     "KINDS",
     "LAYOUTS",
     "OPTIMIZERS",
+    "UNTOUCHED",
     "KeptTensor",
     "LevelProfile",
     "Profile",

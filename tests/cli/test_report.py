@@ -96,6 +96,10 @@ def test_a_profile_of_the_job_adds_memory_within_a_step(two_runs, jobs, run, run
     heights = [sum(values) for values in zip(*(kind["y"] for kind in kinds), strict=True)]
     assert max(heights) * unit == pytest.approx(level["peak_bytes"], rel=0.05)
     assert max(whole["y"]) * unit == pytest.approx(content["levels"][0]["peak_bytes"], rel=0.05)
+    content["levels"] = [level]
+    alone = {figure.key: figure for figure in figures.figures_of(runs, content)}
+    assert [line["name"] for line in alone["memory"].data] == [kind["name"] for kind in kinds]
+    assert [bars["name"] for bars in alone["peak_layers"].data] == ["L2"]
     assert all(later >= earlier for line in (*kinds, whole) for earlier, later in itertools.pairwise(line["x"]))
 
 

@@ -272,6 +272,13 @@ def test_what_is_one_value_is_binary_if_it_is_finite(isa: str) -> None:
     assert not codec.is_binary(torch.zeros(9, dtype=torch.complex64))
 
 
+def test_what_is_not_binary_is_stored_as_it_is(isa: str) -> None:
+    for x in (torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, torch.inf])):
+        packed = codec.pack_binary(x)
+        assert packed.scheme is codec.Scheme.EXACT
+        assert torch.equal(codec.unpack(packed).view(torch.int32), x.view(torch.int32))
+
+
 @pytest.mark.parametrize("constant", [1 / 0.9, -2.5])
 def test_zeros_beside_another_value_come_back_bit_for_bit(isa: str, constant: float) -> None:
     x = torch.where(random_tensor(2000, torch.float32).view(40, 50) > 0, constant, 0.0)
