@@ -199,6 +199,14 @@ class Account:
         if self._footprint is not None:
             self._footprint.other_bytes += retained
 
+    def derive(self, name: str) -> None:
+        """A tensor that was noted as kept exactly is made from others instead."""
+        number = next(i for i in reversed(range(len(self._rows))) if self._rows[i][0] == name)
+        about, retained = self._rows[number][:3], self._rows[number][_BYTES]
+        self._rows[number] = *about, "derived", 0.0, 0
+        if self._footprint is not None:
+            self._footprint.other_bytes -= retained
+
     def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed | Recipe) -> None:
         """A tensor that was noted as packed or derived is kept exactly instead."""
         numbers = [i for i, row in enumerate(self._rows) if row[:2] == (name, tuple(packed.shape))]

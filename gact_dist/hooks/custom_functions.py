@@ -8,7 +8,7 @@ grows exponentially. Then the inputs are kept exactly too. With a single input t
 and losses read a statistic of it, and rounding it is as safe as in the operators of torch that do the same.
 A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over. For
 a fused attention of the user's own this means that its queries, keys, values and result are not compressed; those of
-torch's scaled_dot_product_attention are, see logsumexp.py.
+torch's scaled_dot_product_attention are, see fused_attention.py.
 """
 
 import logging

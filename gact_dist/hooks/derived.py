@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from .. import _fields, codec
 from .._torch_internals import PLAIN, saved_handle
 from .aliases import span
+from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
 
 _RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -175,7 +176,7 @@ def _operator(node: Any) -> Any:
     return node
 
 
-def _made_by(node: Any, wanted: _Making, depth: int) -> Expression:
+def _made_by(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """What a node computes as its first result."""
     make = None if node is None or depth == _DEEPEST else _OPERATORS.get(node.name())
     if make is None:
@@ -240,7 +241,7 @@ def _small(vector: Tensor | None, wanted: _Making) -> _Copy:
     return _Copy(vector)
 
 
-_Operator = Callable[[Any, _Making, int], Expression]
+_Operator = Callable[[Any, _Making, int], Expression | AttentionResult]
 
 # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
     return _operand(node, slot, edge, wanted, depth)
 
 
-def _cast(node: Any, wanted: _Making, depth: int) -> Expression:
+def _cast(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """The recipe knows the type that is asked for in the end, and intermediate ones make little difference."""
     return _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
 
@@ -346,6 +347,19 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
         raise _NotDerivable
     made = _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
     return Expression(torch.mul, _in_shape(payload.shape, made), mask)
+
+
+def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
+    """See [Note: attention again] in fused_attention.py."""
+    if depth:  # something is made from its output, which it has saved
+        return Expression(Tensor.detach, _statistic(node, "output"))
+    edges = zip(("query", "key", "value"), node.next_functions, strict=False)
+    if any(below is None and _is_rounded(saved_handle(node, slot)) for slot, (below, _) in edges):
+        raise _NotDerivable
+    again = output_again(node)
+    if again is None:
+        raise _NotDerivable
+    return again
 
 
 _OPERATORS: dict[str, _Operator] = {
@@ -360,4 +374,5 @@ _OPERATORS: dict[str, _Operator] = {
     "MulBackward0": _product,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,
+    **dict.fromkeys(OPERATORS, _attention),
 }

@@ -14,8 +14,8 @@ from .accounting import Account
 from .aliases import StorageRecord
 from .derived import recipe_of
 from .encoder import Encoder
+from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored
-from .logsumexp import LogsumexpFit
 from .replay import Replayed
 from .roles import Role
 from .sinks import Captured, Store

@@ -35,18 +35,18 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("_expression", "dtype", "nbytes", "shape", "strides")
+    __slots__ = ("dtype", "expression", "nbytes", "shape", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
-        self._expression = expression
+        self.expression = expression
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
 
     def make(self) -> Tensor:
         """The tensor, in memory of its own."""
         with torch.no_grad():
-            made: Tensor = self._expression.restore().to(self.dtype).reshape(self.shape)
+            made: Tensor = self.expression.restore().to(self.dtype).reshape(self.shape)
             if made.stride() == self.strides:
                 return made
             laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)

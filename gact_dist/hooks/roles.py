@@ -218,7 +218,12 @@ class OperatorObserver(TorchFunctionMode):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
-        converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
+        if function is F.scaled_dot_product_attention:
+            # its logsumexp may have as many numbers as a mask has, or few keys
+            mask = _attention_mask(args, kwargs)
+            converted = any(operand.shape == tensor.shape for operand in operands if operand is not mask)
+        else:
+            converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
         return Role.ACTIVATION if converted else Role.STATISTIC
 
 
@@ -282,8 +287,12 @@ def _has_mask_value(value: Any) -> bool:
 def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:
     if function is not F.scaled_dot_product_attention:
         return False
-    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    mask = _attention_mask(args, kwargs)
     return isinstance(mask, Tensor) and storage_id(mask) == storage_id(tensor)
+
+
+def _attention_mask(args: tuple, kwargs: dict) -> Any:
+    return kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
 
 
 def _draws_noise(function: Callable) -> bool:

@@ -14,8 +14,8 @@ from .accounting import Account
 from .aliases import StorageRecord
 from .derived import Derived
 from .encoder import Encoder
+from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored, View
-from .logsumexp import LogsumexpFit
 from .naming import origin
 from .one_bit import OneBit
 from .replay import Replayed
@@ -176,7 +176,9 @@ class Store(Sink):
 
     def after(self, node: Any) -> None:
         """See Sink.after."""
-        self._logsumexp.after(node)
+        made = self._logsumexp.after(node)
+        if made is not None:
+            self.account.derive(made.name)
 
     def forget_step(self) -> None:
         """See Sink.forget_step."""

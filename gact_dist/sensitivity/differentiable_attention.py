@@ -230,7 +230,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, fits: bool = True,
 ) -> Tensor:  # fmt: skip
-    """In place of scaled_dot_product_attention. fits: whether its logsumexp is fitted, as in hooks/logsumexp.py."""
+    """In place of scaled_dot_product_attention. fits: whether its logsumexp is fitted, see hooks/fused_attention.py."""
     query, key, value, attn_mask = (_as_autocast_has_it(x) for x in (query, key, value, attn_mask))
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     backend = attention_kernel(query, key, value, attn_mask, dropout_p, **options)

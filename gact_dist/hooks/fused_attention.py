@@ -1,0 +1,193 @@
+"""Fused attention: its output and logsumexp fit the queries, keys and values that are kept.
+
+[Note: fitted logsumexp] The backward of fused attention recomputes its probabilities, exp(q k^T - logsumexp), from what
+the forward saved (Dao et al., 2022, appendix B.4). With rounded q and k beside the exact logsumexp they no longer sum
+to one: the gradient's error grows exponentially with that of a score, and at 2 and 3 bits a single row now and then
+makes a gradient a hundred times too large, which an optimizer with moments remembers for long. So the logsumexp that is
+kept is that of the rounded q and k, at the cost of one more forward of the operator. This leaves a small GPT 0.6 of the
+variance at 4 bits, and a twentieth to an eightieth at 2 bits. From 7 bits on rounding adds little: nothing is fitted.
+
+[Note: attention again] Where the output is derived ([Note: derived] in derived.py) that run moves to the backward, and
+gives the output as well: what attends is the rounded q, k and v, so all that the backward reads belongs to one forward.
+The rows of the scores' gradient then sum to zero, as they do not even beside the true output. The first reader, mostly
+the projection after the attention, makes both; they are freed when the attention's own backward has read them.
+
+Neither is done inside what torch.compile has compiled, under tensor parallelism, and by a torch whose graph does not
+show what it saved; nothing is fitted where q or k was kept long before, for another operator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import codec
+from .._torch_internals import node_in_backward, saved_handle
+from .handles import Recipe, Replaceable, Stored, View, decoded
+
+_aten = torch.ops.aten
+_MOST_BITS = 6
+_Operands = tuple[Tensor, Tensor, Tensor]
+_Results = tuple[Tensor, Tensor]
+"""output and logsumexp"""
+_OPERANDS = 6  # at most, that an operator saves before its output
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """A fused operator: the names of what it saves besides query, key and value, and its forward without dropout."""
+
+    logsumexp: str
+    mask: str
+    run: Callable[..., _Results]
+
+
+def _for_cpu(qkv: _Operands, mask: Tensor | None, causal: bool, scale: float | None) -> _Results:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, causal, attn_mask=mask, scale=scale)[:2]
+
+
+def _flash(qkv: _Operands, _: Tensor | None, causal: bool, scale: float | None) -> _Results:
+    return _aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal, False, scale=scale)[:2]
+
+
+def _efficient(qkv: _Operands, bias: Tensor | None, causal: bool, scale: float | None) -> _Results:
+    return _aten._scaled_dot_product_efficient_attention(*qkv, bias, True, 0.0, causal, scale=scale)[:2]
+
+
+def _cudnn(qkv: _Operands, bias: Tensor | None, causal: bool, scale: float | None) -> _Results:
+    return _aten._scaled_dot_product_cudnn_attention(*qkv, bias, True, 0.0, causal, False, scale=scale)[:2]
+
+
+OPERATORS = {
+    "ScaledDotProductFlashAttentionForCpuBackward0": _Operator("logsumexp", "attn_mask", _for_cpu),
+    "ScaledDotProductFlashAttentionBackward0": _Operator("logsumexp", "", _flash),
+    "ScaledDotProductEfficientAttentionBackward0": _Operator("log_sumexp", "attn_bias", _efficient),
+    "ScaledDotProductCudnnAttentionBackward0": _Operator("logsumexp", "attn_bias", _cudnn),
+}
+
+
+class AttentionAgain:
+    """One fused attention once more, on what is kept of its operands, when its backward needs it."""
+
+    __slots__ = ("_handles", "_left", "_made", "_run")
+
+    def __init__(self, node: Any) -> None:
+        """node: whose queries, keys and values are kept by handles."""
+        self._handles = _handles_of(node)
+        self._run = partial(OPERATORS[node.name()].run, causal=node._saved_is_causal, scale=node._saved_scale)
+        self._made: _Results | None = None
+        self._left = [True, True]
+
+    def is_of(self, node: Any) -> bool:
+        """Whether it has the operands of a node, and so its results."""
+        return all(own is handle for own, handle in zip(self._handles, _handles_of(node), strict=True))
+
+    def output(self) -> Tensor:
+        """As the rounded operands give it."""
+        return self._result(0)
+
+    def logsumexp(self) -> Tensor:
+        """Of the rounded queries and keys."""
+        return self._result(1)
+
+    def _result(self, number: int) -> Tensor:
+        """Both results are kept until the backward of the attention itself has asked for both."""
+        made = self._made
+        if made is None:
+            *qkv, mask = (None if handle is None else handle.restore() for handle in self._handles)
+            made = self._made = self._run(qkv, mask)
+        reader = node_in_backward()
+        if reader is not None and reader.name() in OPERATORS and self.is_of(reader):
+            self._left[number] = False
+            if not any(self._left):
+                self._made, self._left = None, [True, True]
+        return made[number]
+
+
+class AttentionResult:
+    """In a recipe: the output or the logsumexp of fused attention that runs again."""
+
+    __slots__ = ("again", "restore")
+    nbytes = 0
+
+    def __init__(self, again: AttentionAgain, restore: Callable[[], Tensor]) -> None:
+        self.again, self.restore = again, restore
+
+
+def output_again(node: Any) -> AttentionResult | None:
+    """What makes the output of fused attention from queries, keys and values; None where it has to be stored."""
+    are_kept = all(isinstance(_whole(operand), (Stored, Replaceable)) for operand in _handles_of(node)[:3])
+    if not are_kept or node._saved_dropout_p > 0.0:
+        return None
+    again = AttentionAgain(node)
+    return AttentionResult(again, again.output)
+
+
+class LogsumexpFit:
+    """Fits what a step keeps. See [Note: fitted logsumexp]."""
+
+    def __init__(self) -> None:
+        self._latest: deque[tuple[Stored | Replaceable, Any]] = deque(maxlen=_OPERANDS)
+
+    def add(self, handle: Stored | Replaceable, payload: Any) -> None:
+        """payload: of a tensor that is kept; still on the device, which it may be about to leave."""
+        self._latest.append((handle, payload))
+
+    def forget(self) -> None:
+        """At the end of a step."""
+        self._latest.clear()
+
+    def after(self, node: Any) -> Stored | None:
+        """After a tensor is kept: if it is the output of fused attention, all else that the operator saved is kept.
+
+        node: that computed the tensor, None without a graph. Returns the handle of a logsumexp that is no longer kept,
+        but made with the output.
+        """
+        operator = None if node is None else OPERATORS.get(node.name())
+        if operator is None:
+            return None
+        query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
+        payloads = dict(self._latest)
+        again = next((again for again in map(_again_of, payloads.values()) if again and again.is_of(node)), None)
+        if again is not None and isinstance(kept, Stored) and isinstance(kept.payload, Tensor):
+            exact = kept.payload
+            kept.keep(Recipe(AttentionResult(again, again.logsumexp), exact), exact, None)
+            return kept
+        operands = payloads.get(_whole(query)), payloads.get(_whole(key))
+        if None in operands or not any(map(_is_coarse, operands)) or not isinstance(kept, (Stored, Replaceable)):
+            return None
+        with torch.no_grad():
+            q, k = (_decoded(handle, payloads) for handle in (query, key))
+            bias = getattr(node, f"_saved_{operator.mask}", None)
+            kept.replace(operator.run((q, k, k), bias, node._saved_is_causal, node._saved_scale)[1])
+        return None
+
+
+def _handles_of(node: Any) -> list[Any]:
+    """Of query, key, value and mask."""
+    return [saved_handle(node, name) for name in ("query", "key", "value", OPERATORS[node.name()].mask)]
+
+
+def _again_of(payload: Any) -> AttentionAgain | None:
+    return getattr(payload.expression, "again", None) if isinstance(payload, Recipe) else None
+
+
+def _whole(handle: Any) -> Any:
+    return handle.base if isinstance(handle, View) else handle
+
+
+def _is_coarse(payload: Any) -> bool:
+    if isinstance(payload, Recipe):  # of what may have any width
+        return True
+    return isinstance(payload, codec.Packed) and payload.average_bits <= _MOST_BITS
+
+
+def _decoded(handle: Any, payloads: dict[Stored | Replaceable, Any]) -> Tensor:
+    tensor = decoded(payloads[_whole(handle)])
+    return handle.within(tensor) if isinstance(handle, View) else tensor
