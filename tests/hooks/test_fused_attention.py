@@ -246,8 +246,9 @@ def test_dropout_within_the_operator_and_exact_operands_store_the_output():
             assert all(torch.equal(a, b) for a, b in zip(gradients, untouched, strict=True))
 
 
-def test_one_backward_of_two_is_taken_of_an_attention_that_is_its_own_reader(runs):
-    """The output is the query of the next attention, without a projection: its backward is not the last reader."""
+@pytest.mark.parametrize("reads", ["the output", "the same operands"])
+def test_two_attentions_are_made_again_one_by_one(reads, runs):
+    """The output is the query of the next attention, without a projection: that is not its own backward."""
 
     class Twice(Projected):
         def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +257,8 @@ def test_one_backward_of_two_is_taken_of_an_attention_that_is_its_own_reader(run
                 for layer in (self.query, self.key, self.value)
             )
             once = F.scaled_dot_product_attention(q, k, v)
-            return self.last(F.scaled_dot_product_attention(once, k, v).transpose(1, 2).flatten(2))
+            again = F.scaled_dot_product_attention(once if reads == "the output" else q, k, v)
+            return self.last((once * again).transpose(1, 2).flatten(2))
 
     model = Twice()
     gact = gact_dist.attach(model, config=derived(4))
@@ -265,5 +267,8 @@ def test_one_backward_of_two_is_taken_of_an_attention_that_is_its_own_reader(run
             loss = model(batch()).square().mean()
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert len(runs) == 2
+    made = [row for row in gact.report().rows if row.codec == "derived"]
+    assert len(made) >= 4  # two outputs, two logsumexps
     second = torch.autograd.grad(loss, list(model.parameters()))
+    assert len(runs) == 4
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
