@@ -25,19 +25,21 @@ from .figures import max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS
 from .output import (
+    COULD_NOT,
     FOUND_NOTHING,
     INTERRUPTED,
     CommandError,
     JsonOption,
     bytes_of,
     check_writable,
+    report_error,
     report_interrupted,
     show,
     shown_bytes,
     working,
 )
 from .page import page_of_figures
-from .pictures import write_png
+from .pictures import check_can_draw, write_png
 from .trial import UNTOUCHED, Trial
 
 _FIRST = 4
@@ -104,6 +106,8 @@ def command(
         raise CommandError(f"--output is {output}, expected a name that ends in .html or .png")
     if output is not None:
         check_writable(output, "plot")
+    if output is not None and output.suffix == ".png":
+        check_can_draw()
     with working("trying", as_json) as now:
 
         def attempt(number: int, method: Method, size: int) -> Probe:
@@ -114,11 +118,16 @@ def command(
     what = "batch" if batch is None else "sequence"
     values = _values(found, trial, what)
     if output is not None:
-        _draw(values, output, job)
-    show(values, as_json, _table(values, what), _closing(values, output))
+        values["plot_error"] = _draw(values, output, job)
+    undrawn = values.get("plot_error")
+    show(values, as_json, _table(values, what), _closing(values, None if undrawn else output))
+    if undrawn:  # what took so long to find is shown nevertheless
+        report_error(undrawn, as_json=False)
     if interrupted:
         report_interrupted([method.name for method in methods[len(found) :]])
         raise typer.Exit(INTERRUPTED)
+    if undrawn:
+        raise typer.Exit(COULD_NOT)
     if not any(method.best for method in found):
         raise typer.Exit(FOUND_NOTHING)
 
@@ -278,13 +287,15 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
     return Text(text + (f" Plot: {output}" if output is not None else ""))
 
 
-def _draw(values: dict[str, Any], output: Path, job: str) -> None:
+def _draw(values: dict[str, Any], output: Path, job: str) -> str | None:
+    """Write the plot. Returns why it cannot be written, or None."""
     figures = max_batch_figures(values)
     try:
         if output.suffix == ".png":
             write_png(figures[0], output)
-            return
+            return None
         subtitle = f"{job} in {shown_bytes(values['memory_bytes'])} on {values['device']}"
         output.write_text(page_of_figures(f"Largest {values['of']}", subtitle, figures), encoding="utf-8")
-    except OSError as refused:
-        raise CommandError(f"the plot cannot be written to {output}: {refused}") from None
+    except (OSError, CommandError) as refused:
+        return f"the plot cannot be written to {output}: {refused}"
+    return None

@@ -6,11 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import plotly
 import pytest
 import torch
 from torch import nn
 
-from gact_dist.cli import max_batch
+from gact_dist.cli import max_batch, pictures
 from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
 from gact_dist.cli.trial import Trial, checkpoint_blocks
@@ -157,6 +158,31 @@ def test_an_interrupt_shows_what_is_known_and_names_the_rest(jobs, run, monkeypa
     assert result.stderr == "interrupted; not tried to the end: L2\n"
     at_once = run("max-batch", f"{jobs}:small", "--levels", "L2", "--no-checkpoint", "--device", "cpu")
     assert (at_once.exit_code, at_once.stdout, at_once.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_picture_that_cannot_be_drawn_is_said_before_the_search_or_below_what_it_found(
+    jobs, run, tried, monkeypatch, tmp_path
+):
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu",
+               "--output", tmp_path / "plot.png")  # fmt: skip
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    result = run(*command)
+    assert (result.exit_code, result.stdout, tried) == (2, "", [])
+    assert "drawing a PNG needs `pip install kaleido`" in result.stderr
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no browser")
+
+    monkeypatch.setattr(pictures, "find_spec", lambda name: name)
+    monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", refuse)
+    result = run(*command)
+    assert result.exit_code == 2
+    assert result.stdout.splitlines()[1].startswith("untouched")
+    assert "Plot:" not in result.stdout
+    assert "no browser" in result.stderr
+    found = run(*command, "--json")
+    assert found.exit_code == 2
+    assert "no browser" in json.loads(found.stdout)["plot_error"]
 
 
 def test_what_libraries_load_in_a_first_step_is_not_counted(jobs):
