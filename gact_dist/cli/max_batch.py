@@ -116,7 +116,7 @@ def command(
 
         found, interrupted = _searched(methods, attempt, trial.memory_bytes, most)
     what = "batch" if batch is None else "sequence"
-    values = _values(found, trial, what)
+    values = {**_values(found, trial, what), "most": most}
     if output is not None:
         values["plot_error"] = _draw(values, output, job)
     undrawn = values.get("plot_error")
@@ -280,6 +280,9 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
         if not row[values["of"]]
     )
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
+    at_most = [row["method"] for row in values["methods"] if row[values["of"]] == values["most"]]
+    if at_most:
+        text += f"\n{', '.join(at_most)}: nothing above --most {values['most']} was tried; more may fit."
     text += f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
     if values["device"] == "cpu":
         settings = " ".join(f"{key}={value}" for key, value in MALLOC_SETTINGS.items())

@@ -198,6 +198,16 @@ def test_no_size_above_the_most_is_tried():
     assert len(probes) == len({probe.batch for probe in probes})
 
 
+def test_a_search_that_the_most_has_ended_says_so(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        return Probe(batch=size, fits=size <= 40 or trial.level == "L2", step_s=1.0)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu")
+    result = run(*command, "--most", 50)
+    assert "\nL2: nothing above --most 50 was tried; more may fit." in result.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
