@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..config import Config
 from .batch_search import Probe, largest, next_batch, says_out_of_memory
-from .figures import max_batch_figures
+from .figures import SPEEDS, max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS
 from .output import (
@@ -237,6 +237,8 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
     for method in methods:
         best = method.best
         per_try = trial.batch if what == "sequence" else (best.batch if best else 0)
+        per_s = per_try / best.step_s if best and best.step_s else None
+        tokens = (best.batch if best else 0) if what == "sequence" else trial.sequence
         rows.append(
             {
                 "method": method.name,
@@ -245,7 +247,8 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
                 what: best.batch if best else 0,
                 "gain": best.batch / untouched.batch if best and untouched else None,
                 "step_s": best.step_s if best else None,
-                "samples_per_s": per_try / best.step_s if best and best.step_s else None,
+                "samples_per_s": per_s,
+                "tokens_per_s": per_s * tokens if per_s and tokens else None,
                 "peak_bytes": best.peak_bytes if best else None,
                 "tries": [asdict(probe) for probe in method.probes],
             }
@@ -255,12 +258,13 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
 
 def _table(values: dict[str, Any], what: str) -> Table:
     table = Table("method", box=None, pad_edge=False)
-    for heading in (f"largest {what}", "gain", "step", "samples/s", "tries"):
+    key, unit = SPEEDS[what]
+    for heading in (f"largest {what}", "gain", "step", unit, "tries"):
         table.add_column(heading, justify="right")
     for row in values["methods"]:
         gain = "" if row["gain"] is None else f"{row['gain']:.1f}x"
         step = "" if row["step_s"] is None else f"{row['step_s']:.3g} s"
-        speed = "" if row["samples_per_s"] is None else _of_three_digits(row["samples_per_s"])
+        speed = "" if row[key] is None else _of_three_digits(row[key])
         table.add_row(
             row["method"], f"{row[what]:,}" if row[what] else "none fits", gain, step, speed, str(len(row["tries"]))
         )

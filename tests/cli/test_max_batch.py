@@ -198,6 +198,20 @@ def test_no_size_above_the_most_is_tried():
     assert len(probes) == len({probe.batch for probe in probes})
 
 
+def test_steps_of_different_sequences_are_compared_by_their_tokens(large, run, monkeypatch, tmp_path):
+    def pretend(trial, size, timeout_s):
+        return Probe(batch=size, fits=size <= 40, step_s=0.5)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{large}:job", "--levels", "L0", "--no-checkpoint", "--device", "cpu", "--batch", 7)
+    [row] = json.loads(run(*command, "--json").stdout)["methods"]
+    assert row["tokens_per_s"] == 7 * row["sequence"] / 0.5
+    result = run(*command, "--output", tmp_path / "plot.html")
+    assert result.stdout.splitlines()[0].split()[-2] == "tokens/s"
+    assert f"{7 * row['sequence'] / 0.5:g}" in result.stdout.splitlines()[1]
+    assert '"tokens/s"' in (tmp_path / "plot.html").read_text()
+
+
 def test_a_search_that_the_most_has_ended_says_so(jobs, run, monkeypatch):
     def pretend(trial, size, timeout_s):
         return Probe(batch=size, fits=size <= 40 or trial.level == "L2", step_s=1.0)
