@@ -393,19 +393,24 @@ def _numbered(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
+SPEEDS = {"batch": ("samples_per_s", "samples/s"), "sequence": ("tokens_per_s", "tokens/s")}
+"""what compares the speed of steps whose size is looked for: its key and its unit; samples differ with the sequence"""
+
+
 def max_batch_figures(values: dict[str, Any]) -> list[Figure]:
     """The figure of `gact-dist max-batch`: sizes that fit, and their speeds, in two panels."""
     rows = values["methods"]
     names = [row["method"] for row in rows]
     sizes = _bars([row[values["of"]] for row in rows], names, f"largest {values['of']}", BLUE)
-    speeds = _bars([row["samples_per_s"] or 0.0 for row in rows], names, "samples/s", AMBER)
+    key, unit = SPEEDS[values["of"]]
+    speeds = _bars([row[key] or 0.0 for row in rows], names, unit, AMBER)
     sizes |= {"texttemplate": "%{x:,}", "textposition": "auto"}
     speeds |= {"texttemplate": "%{x:,.3r}", "textposition": "auto", "xaxis": "x2"}
     layout = _axes(f"largest {values['of']}", "", from_zero=True)
     layout["yaxis"] |= {"autorange": "reversed", "type": "category", "tickmode": "linear", "dtick": 1}
     ranges = [[0, _BESIDE_BARS * max([1e-9, *bars["x"]])] for bars in (sizes, speeds)]
     layout["xaxis"] |= {"domain": [0, 0.48], "range": ranges[0]}
-    second = {"domain": [0.52, 1], "range": ranges[1], "title": {"text": "samples/s", "standoff": 10}}
+    second = {"domain": [0.52, 1], "range": ranges[1], "title": {"text": unit, "standoff": 10}}
     layout["xaxis2"] = {**layout["xaxis"], **second}
     layout |= {"showlegend": False, "hovermode": "closest", "bargap": 0.3}
     caption = "At equal memory: what fits, and how fast the steps of the largest are."

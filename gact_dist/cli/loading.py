@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Annotated, Any
 
+import torch
 import typer
 from torch import Tensor, nn
 
@@ -51,6 +52,14 @@ _TOO_LARGE = (
     "\n  this machine has too little memory for it: give a smaller batch; `gact-dist profile --fake` takes no memory, "
     "and says how much the job would"
 )
+_SAYS_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_NO_GPU = (
+    "\n  torch sees no GPU on this machine, and `gact-dist doctor` says why: have the function take the CPU where "
+    "torch.cuda.is_available() is False"
+)
+_NO_FAKE_EXPERTS = (
+    "\n  torch has no fake kernel for the experts of a mixture in another type than bfloat16: give --dtype bfloat16"
+)
 
 
 class UserCode(AbstractContextManager[Any]):
@@ -70,9 +79,10 @@ class UserCode(AbstractContextManager[Any]):
             return
         text = (str(error).strip().splitlines() or [""])[0]
         kind_of_error = "" if _is_refusal(error, trace) else f"{type(error).__name__}: "
-        mend = _NEEDS_VALUES if isinstance(error, NEEDS_VALUES) else ""
-        too_large = _TOO_LARGE if says_out_of_memory(f"{type(error).__name__}: {error}") else ""
-        raise CommandError(f"{self._doing} failed: {kind_of_error}{text}{mend}{_own_line(trace)}{too_large}") from None
+        needs = _NEEDS_VALUES if isinstance(error, NEEDS_VALUES) else ""
+        raise CommandError(
+            f"{self._doing} failed: {kind_of_error}{text}{needs}{_own_line(trace)}{_mend(error)}"
+        ) from None
 
 
 def load_job(name: str, *arguments: Any) -> Job:
@@ -163,6 +173,7 @@ def job_of(name: str, made: Any) -> Job:
         )
     model, batch = parts[:2]
     if len(parts) == 2:
+        _check_fits(name, model, batch)
         return Job(model, batch, lambda batch: loss_of(model, batch))
     if not callable(parts[2]):
         raise CommandError(
@@ -171,12 +182,31 @@ def job_of(name: str, made: Any) -> Job:
     return Job(model, batch, parts[2])
 
 
+def _arguments_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (batch if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _check_fits(name: str, model: nn.Module, batch: Any) -> None:
+    """Raise CommandError where a model's forward does not take what is in the batch."""
+    arguments, keywords = _arguments_of(batch)
+    try:
+        inspect.signature(model.forward).bind(*arguments, **keywords)
+    except ValueError:  # it is written in C++, and does not say
+        return
+    except TypeError as error:
+        raise CommandError(
+            f"{name} returned a batch that the forward of {type(model).__name__} does not take: {error}; a mapping is "
+            "given as keywords, a tuple as arguments; for any other call return (model, batch, loss_fn), where loss_fn "
+            "of a LightningModule may be lambda batch: model.training_step(batch, 0)"
+        ) from None
+
+
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """The loss that a model returns, or that its output has. A mapping is given as keywords, a tuple as arguments."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    arguments, keywords = _arguments_of(batch)
+    output = model(*arguments, **keywords)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(loss, Sequence) and loss and isinstance(loss[0], Tensor):
         loss = loss[0]
@@ -187,6 +217,16 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         f"the model returned {got}, expected the loss, or an output with a loss: give the batch its labels, or return "
         "(model, batch, loss_fn), where loss_fn(batch) is the loss"
     )
+
+
+def _mend(error: BaseException) -> str:
+    """What to do about an error of torch that says what this machine lacks; empty for any other."""
+    text = f"{type(error).__name__}: {error}"
+    if says_out_of_memory(text):
+        return _TOO_LARGE
+    if any(words in text for words in _SAYS_NO_GPU) and not torch.cuda.is_available():
+        return _NO_GPU
+    return _NO_FAKE_EXPERTS if "Expected inputs of BF16 type" in text else ""
 
 
 def _is_refusal(error: BaseException, trace: TracebackType | None) -> bool:

@@ -21,23 +21,25 @@ from rich.text import Text
 
 from ..config import Config
 from .batch_search import Probe, largest, next_batch, says_out_of_memory
-from .figures import max_batch_figures
+from .figures import SPEEDS, max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS
 from .output import (
+    COULD_NOT,
     FOUND_NOTHING,
     INTERRUPTED,
     CommandError,
     JsonOption,
     bytes_of,
     check_writable,
+    report_error,
     report_interrupted,
     show,
     shown_bytes,
     working,
 )
 from .page import page_of_figures
-from .pictures import write_png
+from .pictures import check_can_draw, write_png
 from .trial import UNTOUCHED, Trial
 
 _FIRST = 4
@@ -104,6 +106,8 @@ def command(
         raise CommandError(f"--output is {output}, expected a name that ends in .html or .png")
     if output is not None:
         check_writable(output, "plot")
+    if output is not None and output.suffix == ".png":
+        check_can_draw()
     with working("trying", as_json) as now:
 
         def attempt(number: int, method: Method, size: int) -> Probe:
@@ -112,13 +116,18 @@ def command(
 
         found, interrupted = _searched(methods, attempt, trial.memory_bytes, most)
     what = "batch" if batch is None else "sequence"
-    values = _values(found, trial, what)
+    values = {**_values(found, trial, what), "most": most}
     if output is not None:
-        _draw(values, output, job)
-    show(values, as_json, _table(values, what), _closing(values, output))
+        values["plot_error"] = _draw(values, output, job)
+    undrawn = values.get("plot_error")
+    show(values, as_json, _table(values, what), _closing(values, None if undrawn else output))
+    if undrawn:  # what took so long to find is shown nevertheless
+        report_error(undrawn, as_json=False)
     if interrupted:
         report_interrupted([method.name for method in methods[len(found) :]])
         raise typer.Exit(INTERRUPTED)
+    if undrawn:
+        raise typer.Exit(COULD_NOT)
     if not any(method.best for method in found):
         raise typer.Exit(FOUND_NOTHING)
 
@@ -228,6 +237,8 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
     for method in methods:
         best = method.best
         per_try = trial.batch if what == "sequence" else (best.batch if best else 0)
+        per_s = per_try / best.step_s if best and best.step_s else None
+        tokens = (best.batch if best else 0) if what == "sequence" else trial.sequence
         rows.append(
             {
                 "method": method.name,
@@ -236,7 +247,8 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
                 what: best.batch if best else 0,
                 "gain": best.batch / untouched.batch if best and untouched else None,
                 "step_s": best.step_s if best else None,
-                "samples_per_s": per_try / best.step_s if best and best.step_s else None,
+                "samples_per_s": per_s,
+                "tokens_per_s": per_s * tokens if per_s and tokens else None,
                 "peak_bytes": best.peak_bytes if best else None,
                 "tries": [asdict(probe) for probe in method.probes],
             }
@@ -246,12 +258,13 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
 
 def _table(values: dict[str, Any], what: str) -> Table:
     table = Table("method", box=None, pad_edge=False)
-    for heading in (f"largest {what}", "gain", "step", "samples/s", "tries"):
+    key, unit = SPEEDS[what]
+    for heading in (f"largest {what}", "gain", "step", unit, "tries"):
         table.add_column(heading, justify="right")
     for row in values["methods"]:
         gain = "" if row["gain"] is None else f"{row['gain']:.1f}x"
         step = "" if row["step_s"] is None else f"{row['step_s']:.3g} s"
-        speed = "" if row["samples_per_s"] is None else _of_three_digits(row["samples_per_s"])
+        speed = "" if row[key] is None else _of_three_digits(row[key])
         table.add_row(
             row["method"], f"{row[what]:,}" if row[what] else "none fits", gain, step, speed, str(len(row["tries"]))
         )
@@ -271,6 +284,9 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
         if not row[values["of"]]
     )
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
+    at_most = [row["method"] for row in values["methods"] if row[values["of"]] == values["most"]]
+    if at_most:
+        text += f"\n{', '.join(at_most)}: nothing above --most {values['most']} was tried; more may fit."
     text += f"\nEach in {shown_bytes(values['memory_bytes'])} on {where}, libraries not counted."
     if values["device"] == "cpu":
         settings = " ".join(f"{key}={value}" for key, value in MALLOC_SETTINGS.items())
@@ -278,13 +294,15 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
     return Text(text + (f" Plot: {output}" if output is not None else ""))
 
 
-def _draw(values: dict[str, Any], output: Path, job: str) -> None:
+def _draw(values: dict[str, Any], output: Path, job: str) -> str | None:
+    """Write the plot. Returns why it cannot be written, or None."""
     figures = max_batch_figures(values)
     try:
         if output.suffix == ".png":
             write_png(figures[0], output)
-            return
+            return None
         subtitle = f"{job} in {shown_bytes(values['memory_bytes'])} on {values['device']}"
         output.write_text(page_of_figures(f"Largest {values['of']}", subtitle, figures), encoding="utf-8")
-    except OSError as refused:
-        raise CommandError(f"the plot cannot be written to {output}: {refused}") from None
+    except (OSError, CommandError) as refused:
+        return f"the plot cannot be written to {output}: {refused}"
+    return None

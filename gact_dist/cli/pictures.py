@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,25 @@ import plotly.graph_objects
 
 from .figures import Figure
 from .loading import UserCode
+from .output import CommandError
 
 _WIDTH, _SCALE, _BESIDE_PLOT, _EDGE = 900, 2, 120, 20
 _TITLE, _LEGEND_ROW = 50, 20
 _OF_ENTRY, _OF_LETTER = 50, 7.5  # pixels of a legend: its line and the space behind it, and what a letter takes
-_NEEDS = "drawing a PNG (it needs `pip install kaleido` and a browser: `plotly_get_chrome`, or chromium)"
+_HOW = "`pip install kaleido` and a browser: `plotly_get_chrome`, or chromium"
+
+
+def check_can_draw() -> None:
+    """Raise CommandError where pictures surely cannot be drawn, before the long work that they are of."""
+    if find_spec("kaleido") is None:
+        raise CommandError(f"drawing a PNG needs {_HOW}; an HTML page needs neither")
 
 
 def write_png(figure: Figure, path: Path) -> None:
     """Draw a figure on white. Raises CommandError where kaleido or a browser is lacking, OSError."""
     layout, height = layout_of(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with UserCode(_NEEDS):
+    with UserCode(f"drawing a PNG (it needs {_HOW})"):
         drawn = plotly.graph_objects.Figure({"data": figure.data, "layout": layout})
         drawn.write_image(path, width=_WIDTH, height=height, scale=_SCALE)
 

@@ -14,7 +14,7 @@ from .figures import Figure, figures_of
 from .loading import UserCode
 from .output import CommandError, JsonOption, show, working
 from .page import cards_of, page_of
-from .pictures import write_png
+from .pictures import check_can_draw, write_png
 from .run_files import find_runs, read_profile
 
 
@@ -43,6 +43,8 @@ def command(
     gact_dist.attach(model, config=gact_dist.Config(run_dir="runs/L2"))
     $ gact-dist report runs/untouched runs/L2 --output report.html
     """
+    if png is not None:
+        check_can_draw()
     found = find_runs(runs)
     of_job = None if profile is None else read_profile(profile)
     path = runs[0] / "report.html" if output is None else output

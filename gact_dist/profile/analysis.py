@@ -97,6 +97,11 @@ class Step:
         """Bytes at the peak by kind."""
         return self._by_kind(self._at_peak, lambda _: "")[""]
 
+    @property
+    def activation_bytes(self) -> int:
+        """What the forward made and left for the backward."""
+        return sum(size for number, size in self._kept.items() if self._kinds[number] == "activations")
+
     def by_module(self) -> tuple[Share, ...]:
         """What modules have; "" is what belongs to none."""
         return self._shares(lambda made: made.site.module)

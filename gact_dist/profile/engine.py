@@ -204,11 +204,14 @@ class _Run:
             finally:
                 controller.detach()
         first_peak, last = self._analysed(first).peak_bytes, self._analysed(self._taken)
+        kept_bytes = last.activation_bytes
+        exact_bytes, retained_bytes = (
+            (kept_bytes, kept_bytes) if report is None else (report.exact_bytes, report.retained_bytes)
+        )
         return LevelProfile(
             level, last.peak_bytes, last.peak_phase.value, last.peak_site, first_peak,
             {phase.value: size for phase, size in last.phase_peaks.items()}, last.peak(), last.without_optimizer_bytes,
-            0 if report is None else report.exact_bytes, 0 if report is None else report.retained_bytes,
-            last.by_module(), last.by_operator(), last.by_line(), last.timeline, tensors,
+            exact_bytes, retained_bytes, last.by_module(), last.by_operator(), last.by_line(), last.timeline, tensors,
         )  # fmt: skip
 
     def _analysed(self, step: int) -> Step:

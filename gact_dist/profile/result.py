@@ -94,9 +94,9 @@ class LevelProfile:
     without_optimizer_bytes: int
     """the peak of forward and backward, optimizer state not counted: if it were on the host"""
     exact_bytes: int
-    """of activations that the untouched job keeps; 0 where nothing is compressed"""
+    """of activations that the untouched job keeps; a level that compresses counts what is saved of the batch as well"""
     retained_bytes: int
-    """what this level keeps in their place"""
+    """what this level keeps in their place; the untouched job keeps what it has"""
     modules: tuple[Share, ...]
     operators: tuple[Share, ...]
     lines: tuple[Share, ...]

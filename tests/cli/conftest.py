@@ -124,6 +124,14 @@ def fails_in_forward():
     return model, (torch.randn(2, 5), torch.tensor([0, 1]))
 
 
+def of_another_call():
+    return Other(), (torch.randn(4, 8), torch.randint(0, 2, (4,)))
+
+
+def of_another_name():
+    return Other(), {"inputs": torch.randn(4, 8)}
+
+
 def frozen():
     model, batch = small()
     return model.requires_grad_(False), batch

@@ -37,6 +37,11 @@ from gact_dist.cli.output import CommandError, bytes_of, shown_bytes
         ("{jobs}:not_finite", "the loss is nan on this batch, expected a finite one"),
         ("{jobs}:no_loss_fn", "loss_fn(batch) returned a str, expected the loss"),
         ("{jobs}:frozen", "no parameter of the model requires a gradient"),
+        (
+            "{jobs}:of_another_call",
+            "a batch that the forward of Other does not take: too many positional arguments; a mapping",
+        ),
+        ("{jobs}:of_another_name", "that the forward of Other does not take: missing a required argument: 'x'"),
         ("{jobs}:fails_in_forward", "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
@@ -53,6 +58,20 @@ def test_an_error_of_the_users_code_shows_the_users_line(jobs, run, tmp_path):
     result = run("plan", f"{jobs}:fails_in_forward", "--bits", 3, "-o", tmp_path / "plan.json")
     line = next(number for number, text in enumerate(jobs.read_text().splitlines(), 1) if "x = layer(x)" in text)
     assert f"{jobs}:{line}, in forward: x = layer(x)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Torch not compiled with CUDA enabled", "Found no NVIDIA driver on your system.", "No CUDA GPUs are available"],
+)
+def test_a_job_that_asks_for_a_gpu_that_is_not_there_is_told_what_to_do(tmp_path, run, monkeypatch, text):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "asks_for_a_gpu.py"
+    path.write_text(f"def job():\n    raise RuntimeError({text!r})\n")
+    result = run("profile", f"{path}:job")
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "torch sees no GPU on this machine, and `gact-dist doctor` says why" in result.stderr
 
 
 def test_an_error_with_json_is_an_object_on_stdout(jobs, run, tmp_path):

@@ -6,11 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import plotly
 import pytest
 import torch
 from torch import nn
 
-from gact_dist.cli import max_batch
+from gact_dist.cli import max_batch, pictures
 from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
 from gact_dist.cli.trial import Trial, checkpoint_blocks
@@ -159,6 +160,31 @@ def test_an_interrupt_shows_what_is_known_and_names_the_rest(jobs, run, monkeypa
     assert (at_once.exit_code, at_once.stdout, at_once.stderr) == (130, "", "interrupted\n")
 
 
+def test_a_picture_that_cannot_be_drawn_is_said_before_the_search_or_below_what_it_found(
+    jobs, run, tried, monkeypatch, tmp_path
+):
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0", "--no-checkpoint", "--device", "cpu",
+               "--output", tmp_path / "plot.png")  # fmt: skip
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    result = run(*command)
+    assert (result.exit_code, result.stdout, tried) == (2, "", [])
+    assert "drawing a PNG needs `pip install kaleido`" in result.stderr
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no browser")
+
+    monkeypatch.setattr(pictures, "find_spec", lambda name: name)
+    monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", refuse)
+    result = run(*command)
+    assert result.exit_code == 2
+    assert result.stdout.splitlines()[1].startswith("untouched")
+    assert "Plot:" not in result.stdout
+    assert "no browser" in result.stderr
+    found = run(*command, "--json")
+    assert found.exit_code == 2
+    assert "no browser" in json.loads(found.stdout)["plot_error"]
+
+
 def test_what_libraries_load_in_a_first_step_is_not_counted(jobs):
     """A step of a few KiB fits into 24 MiB, though AdamW alone imports more than that."""
     tried = run_trial(trial(f"{jobs}:small", optimizer="adamw", level="L2", memory_bytes=24 << 20), 1, 120)
@@ -170,6 +196,30 @@ def test_no_size_above_the_most_is_tried():
     probes = search(lambda size: Probe(batch=size, fits=True), 1 << 30, 4, most=50)
     assert max(probe.batch for probe in probes) == 50
     assert len(probes) == len({probe.batch for probe in probes})
+
+
+def test_steps_of_different_sequences_are_compared_by_their_tokens(large, run, monkeypatch, tmp_path):
+    def pretend(trial, size, timeout_s):
+        return Probe(batch=size, fits=size <= 40, step_s=0.5)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{large}:job", "--levels", "L0", "--no-checkpoint", "--device", "cpu", "--batch", 7)
+    [row] = json.loads(run(*command, "--json").stdout)["methods"]
+    assert row["tokens_per_s"] == 7 * row["sequence"] / 0.5
+    result = run(*command, "--output", tmp_path / "plot.html")
+    assert result.stdout.splitlines()[0].split()[-2] == "tokens/s"
+    assert f"{7 * row['sequence'] / 0.5:g}" in result.stdout.splitlines()[1]
+    assert '"tokens/s"' in (tmp_path / "plot.html").read_text()
+
+
+def test_a_search_that_the_most_has_ended_says_so(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        return Probe(batch=size, fits=size <= 40 or trial.level == "L2", step_s=1.0)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu")
+    result = run(*command, "--most", 50)
+    assert "\nL2: nothing above --most 50 was tried; more may fit." in result.stdout
 
 
 @pytest.mark.parametrize(

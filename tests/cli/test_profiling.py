@@ -203,6 +203,32 @@ def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
     assert "L2 and other levels that adapt have their average bits for every tensor, as L1 has" in text
 
 
+def test_the_untouched_job_alone_says_what_it_keeps(jobs, run):
+    kept = []
+    for levels in (("--level", "untouched"), ("--level", "untouched", "--level", "L1")):
+        result = run("profile", f"{jobs}:small", "--fake", *levels)
+        row = next(line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["untouched"])
+        assert row[-2] == "100%"
+        kept.append(float(row[-3]))
+    assert kept[0] == pytest.approx(kept[1] - 32 * (64 * 4 + 8) / 1024, abs=0.11)  # the batch: inputs, labels
+
+
+def test_experts_of_a_mixture_say_which_type_has_a_fake_kernel(tmp_path, run):
+    options = {
+        **CONFIG,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 2,
+        "num_key_value_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    wanted = ("profile", tmp_path, "--fake", "--level", "untouched", "--sequence", 16)
+    result = run(*wanted)
+    assert result.exit_code == 2
+    assert "give --dtype bfloat16" in result.stderr
+    assert run(*wanted, "--dtype", "bfloat16").exit_code == 0
+
+
 def test_bits_are_measured_where_there_are_values(jobs, run_json):
     levels = ("--level", "L1", "--level", "L2")
     bits = {}

@@ -260,6 +260,7 @@ def test_a_page_that_cannot_be_written(two_runs, run):
 
 def test_pictures_of_all_figures_or_one_message_why_not(two_runs, run_json, run, monkeypatch):
     drawn = []
+    monkeypatch.setattr(pictures, "find_spec", lambda name: name)
     monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", lambda self, path, **_: drawn.append(Path(path)))
     found = run_json("report", two_runs, "--png", two_runs / "png")
     assert [str(path) for path in drawn] == found["png"]
@@ -271,7 +272,13 @@ def test_pictures_of_all_figures_or_one_message_why_not(two_runs, run_json, run,
     monkeypatch.setattr(plotly.graph_objects.Figure, "write_image", refuse)
     result = run("report", two_runs, "--png", two_runs / "png")
     assert result.exit_code == 2
-    assert "pip install kaleido" in result.stderr
+    assert "drawing a PNG (it needs `pip install kaleido`" in result.stderr
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    (two_runs / "report.html").unlink()
+    result = run("report", two_runs, "--png", two_runs / "png")
+    assert result.exit_code == 2
+    assert "drawing a PNG needs `pip install kaleido`" in result.stderr
+    assert not (two_runs / "report.html").exists()
 
 
 def test_a_picture_has_room_for_its_title_each_row_of_its_legend_and_the_last_tick(two_runs):

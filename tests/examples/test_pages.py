@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import gact_dist
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTED_ELSEWHERE = {"frameworks"}  # parts of the programs that tests/frameworks runs
+TESTED_ELSEWHERE = {"frameworks"}  # lines of the programs that tests/frameworks runs, as a test below sees to
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.stem not in TESTED_ELSEWHERE]
 BLOCK = re.compile(r"^(<!-- not run by the tests: .*? -->\n)?```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -76,6 +76,17 @@ def test_the_pages_have_examples_and_few_that_cannot_be_run():
     assert len(SNIPPETS) >= 10
     lines_of_a_job = ["command_line-2", "command_line-3"]  # which tests/cli and tests/test_run_log.py run
     assert [example.name for example in examples() if example.not_run] == [*lines_of_a_job, "offload-1"]
+
+
+def test_the_lines_on_the_page_on_frameworks_are_those_of_the_programs_that_it_names():
+    sections = (ROOT / "docs" / "frameworks.md").read_text().split("\n## ")
+    for section in sections:
+        named = re.findall(r"`(examples/\w+\.py)`", section) or ["examples/hf_trainer.py"]  # before the first section
+        program = "".join((ROOT / path).read_text() for path in named)
+        code = "".join(code for _, language, code in BLOCK.findall(section) if language == "python")
+        lines = [line.split("  #")[0].split("..., ")[-1].rstrip(")") for line in code.splitlines()]
+        assert [line for line in lines if line not in program] == []
+    assert len(sections) > 6
 
 
 @pytest.mark.parametrize("example", PROGRAMS, ids=lambda example: example.name)

@@ -91,6 +91,17 @@ def test_what_a_level_keeps_is_what_its_report_says(fake):
     assert fake.level("L2").retained_bytes > found.retained_bytes
 
 
+def test_what_the_untouched_job_keeps_is_known_without_another_level(fake):
+    alone = profile(partial(build, "gpt"), ["untouched"], Settings(fake=True)).level("untouched")
+    assert (
+        alone.exact_bytes
+        == alone.retained_bytes
+        == sum(share.kept["activations"] for share in alone.modules if share.kept)
+    )
+    # the hooks also count what is in no storage that the forward made: the batch, which backward reads as well
+    assert alone.exact_bytes <= fake.level("L2").exact_bytes <= 1.02 * alone.exact_bytes
+
+
 def test_exact_tensors_say_why_and_derived_ones_are_named(fake):
     for tensor in fake.level("L2").tensors:
         assert (tensor.codec == "exact") == bool(tensor.why_exact)
