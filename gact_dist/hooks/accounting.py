@@ -200,8 +200,10 @@ class Account:
             self._footprint.other_bytes += retained
 
     def derive(self, name: str) -> None:
-        """A tensor that was noted as kept exactly is made from others instead."""
-        number = next(i for i in reversed(range(len(self._rows))) if self._rows[i][0] == name)
+        """A tensor is made from others instead of being kept exactly, as it was noted if it was."""
+        number = next((i for i in reversed(range(len(self._rows))) if self._rows[i][0] == name), None)
+        if number is None:
+            return
         about, retained = self._rows[number][:3], self._rows[number][_BYTES]
         self._rows[number] = *about, "derived", 0.0, 0
         if self._footprint is not None:

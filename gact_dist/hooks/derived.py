@@ -178,7 +178,8 @@ def _operator(node: Any) -> Any:
 
 def _made_by(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """What a node computes as its first result."""
-    make = None if node is None or depth == _DEEPEST else _OPERATORS.get(node.name())
+    known = node is not None and not hasattr(node, STARTS) and depth < _DEEPEST
+    make = _OPERATORS.get(node.name()) if known else None
     if make is None:
         raise _NotDerivable
     return make(node, wanted, depth)

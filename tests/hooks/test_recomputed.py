@@ -107,11 +107,12 @@ def recomputed(plan) -> set[str]:
     return {name for name in plan if "~" in name}
 
 
+@pytest.mark.parametrize("derive", [False, True])
 @ANY_MODEL
-def test_the_measured_error_is_the_predicted_one(make):
+def test_the_measured_error_is_the_predicted_one(make, derive):
     """Its mean over the draws, with what so many of them leave open and the curvature at 4 bits. No prediction sees
     that relu's mask changes where a block is recomputed from a rounded input."""
-    job = Job(make, replace(SETTINGS, checkpoint_inputs=make is not masked)).calibrate()
+    job = Job(make, replace(SETTINGS, checkpoint_inputs=make is not masked, derive=derive)).calibrate()
     assert len(recomputed(job.gact.plan)) >= 4
     errors = torch.stack([(job.gradient() - job.exact).square().sum() for _ in range(DRAWS)])
     spread = 3 * float(errors.std()) / DRAWS**0.5
@@ -149,8 +150,9 @@ class Watcher(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("derive", [False, True])
 @pytest.mark.parametrize("setting", [False, True])
-def test_activations_of_a_block_that_ran_again_are_not_kept(setting):
+def test_activations_of_a_block_that_ran_again_are_not_kept(setting, derive):
     torch.manual_seed(0)
     watcher, first = Watcher(), nn.Linear(64, 64)
     model = nn.Sequential(first, Within(Masked(64)), Within(watcher))
@@ -161,7 +163,7 @@ def test_activations_of_a_block_that_ran_again_are_not_kept(setting):
         seen.append(sum(reference() is not None for reference in watcher.alive))
 
     batch = torch.randn(128, 64)
-    gact = gact_dist.attach(model, config=Config(bits=4, min_numel=16, recomputed=setting))
+    gact = gact_dist.attach(model, config=Config(bits=4, min_numel=16, recomputed=setting, derive=derive))
     gact.calibrate(lambda x: model(x).square().mean(), batch)
     with gact.step():
         loss = model(batch).square().mean()
