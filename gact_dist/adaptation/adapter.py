@@ -322,7 +322,13 @@ class Adapter:
             )
             if not self._hooks.plan.bits:
                 why = f"no bits have been chosen for it yet; {_HOW_TO_ADAPT}"
-            _log.warning("this step keeps %d bytes, more than retained_bytes=%d: %s", retained, budget, why)
+            _log.warning(
+                "this step keeps %d bytes on rank %d, more than retained_bytes=%d: %s",
+                retained,
+                distributed.rank(),
+                budget,
+                why,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt besides the plan."""

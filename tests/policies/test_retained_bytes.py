@@ -104,8 +104,8 @@ def test_a_larger_batch_is_warned_of_and_fits_after_the_next_adaptation(caplog):
         retained.append(gact.report().retained_bytes)
     assert retained[0] <= 8000 < retained[1]
     assert [record.getMessage() for record in caplog.records] == [
-        f"this step keeps {retained[1]} bytes, more than retained_bytes=8000: its batch is larger than the one that "
-        "the bits were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so at once"
+        f"this step keeps {retained[1]} bytes on rank 0, more than retained_bytes=8000: its batch is larger than the one "
+        "that the bits were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so at once"
     ]
     assert max(retained[3:]) <= 8000
 
@@ -116,8 +116,8 @@ def test_a_step_that_gives_no_loss_function_is_told_that_no_bits_were_chosen(cap
     with gact.step(), caplog.at_level(logging.WARNING, "gact_dist"):
         small_models.loss_of(model)(batch)
     assert [record.getMessage() for record in caplog.records] == [
-        f"this step keeps {gact.report().retained_bytes} bytes, more than retained_bytes=1000: no bits have been "
-        "chosen for it yet; give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
+        f"this step keeps {gact.report().retained_bytes} bytes on rank 0, more than retained_bytes=1000: no bits have "
+        "been chosen for it yet; give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
     ]
 
 
