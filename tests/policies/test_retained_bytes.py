@@ -104,8 +104,9 @@ def test_a_larger_batch_is_warned_of_and_fits_after_the_next_adaptation(caplog):
         retained.append(gact.report().retained_bytes)
     assert retained[0] <= 8000 < retained[1]
     assert [record.getMessage() for record in caplog.records] == [
-        f"this step keeps {retained[1]} bytes on rank 0, more than retained_bytes=8000: its batch is larger than the one "
-        "that the bits were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so at once"
+        f"this step keeps {retained[1]} bytes on rank 0, more than retained_bytes=8000: its batch is larger than the "
+        "one that the bits were chosen with, or saves new tensors; the next adaptation makes room, calibrate() does so "
+        "at once"
     ]
     assert max(retained[3:]) <= 8000
 
