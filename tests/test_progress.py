@@ -28,6 +28,9 @@ class Lines(logging.Handler):
             self.texts.append(record.getMessage())
 
 
+ATTACHED = "attached to Sequential: policy gact, 4 bits (float32 that is rounded takes 7.5 times less)"
+
+
 def lines_of_job(config: Config, steps: int, wrap: bool) -> list[str]:
     torch.manual_seed(3)
     handler, log = Lines(), logging.getLogger("gact_dist")
@@ -48,7 +51,7 @@ def lines_of_job(config: Config, steps: int, wrap: bool) -> list[str]:
 
 def test_one_line_at_attach_one_for_the_first_step_and_one_for_each_adaptation():
     attached, first, *adapted = lines_of_job(SMALL, 6, wrap=False)
-    assert attached == "attached to Sequential: policy gact, 4 bits"
+    assert attached == ATTACHED
     assert first.startswith("step 1: ")
     assert "MiB kept for backward in place of" in first
     assert [line.split(";")[0].split(",")[0] for line in adapted][:2] == ["step 2: new plan", "step 4: plan kept"]
@@ -68,7 +71,7 @@ def said_on_a_rank() -> tuple[int, list[str]]:
 
 def test_only_the_first_rank_says_it(ranks):
     (_, first), (_, second) = ranks(said_on_a_rank)
-    assert first[0] == "attached to Sequential: policy gact, 4 bits, one plan for 2 ranks"
+    assert first[0] == f"{ATTACHED}, one plan for 2 ranks"
     assert len(first) == 3
     assert second == []
 

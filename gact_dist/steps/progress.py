@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import distributed
+from .. import codec, distributed
 from ..adaptation import Adaptation
 from ..config import Config
 from ..hooks import SavedTensorHooks
@@ -66,7 +66,12 @@ class Progress:
 
 
 def _settings(config: Config) -> str:
-    """Those that say how much is kept."""
-    amounts = {"{:g} bits": config.bits, "{} bytes": config.retained_bytes, "error {:g}": config.error}
+    """Those that say how much is kept, before a forward has shown of what."""
+    gain = 32.0 / (config.bits + codec.metadata_bits(config.group_size)) if config.bits else 0.0
+    amounts = {
+        f"{{:g}} bits (float32 that is rounded takes {gain:.1f} times less)": config.bits,
+        "{} bytes": config.retained_bytes,
+        "error {:g}": config.error,
+    }
     given = [text.format(value) for text, value in amounts.items() if value is not None]
     return ", ".join([f"policy {config.policy}", *given])
