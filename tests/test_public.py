@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "adaptation": {*BASE, "codec", "distributed", "hooks", "policies", "sensitivity"},
     "report": {"hooks", "offload", "policies"},
     "run_log": set(),
-    "steps": {*BASE, "adaptation", "config", "distributed", "hooks", "offload", "policies", "run_log", "sensitivity"},
+    "steps": {
+        *BASE, "adaptation", "codec", "config", "distributed", "hooks", "offload", "policies", "run_log", "sensitivity",
+    },
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "offload"},
     "integrations": {"config", "controller", "deepspeed", "steps"},
