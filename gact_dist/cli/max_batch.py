@@ -33,7 +33,7 @@ from .output import (
     bytes_of,
     check_writable,
     report_error,
-    report_interrupted,
+    report_left_out,
     show,
     shown_bytes,
     working,
@@ -75,7 +75,8 @@ def command(
         str | None, typer.Option(help="What a try may use, such as 2GiB; the whole GPU, or 2GiB on a CPU.")
     ] = None,
     levels: Annotated[
-        str | None, typer.Option(help="Levels to compare, such as L0,L2; L0 is the untouched job.")
+        str | None,
+        typer.Option(help="Levels to compare, such as untouched,L2; default: untouched, L1, L2, and L3 on a GPU."),
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Call FUNCTION(batch, SEQUENCE).")] = None,
     batch: Annotated[
@@ -95,7 +96,7 @@ def command(
 
     [dim]Example:[/dim]
     def gpt(batch): return GPT(), torch.randint(0, 50257, (batch, 512))
-    $ gact-dist max-batch jobs.py:gpt --memory 2GiB --levels L0,L1,L2 --output max_batch.html
+    $ gact-dist max-batch jobs.py:gpt --memory 2GiB --levels untouched,L1,L2 --output max_batch.html
     """
     trial = _trial(job, memory, sequence, batch, optimizer, device)
     if not timeout > 0:
@@ -114,19 +115,24 @@ def command(
             now(f"{number} of {len(methods)}, {method.name}: {size}")
             return run_trial(_sized(trial, method, size, batch is not None), size, timeout)
 
-        found, interrupted = _searched(methods, attempt, trial.memory_bytes, most)
+        found, ended = _searched(methods, attempt, trial.memory_bytes, most)
     what = "batch" if batch is None else "sequence"
     values = {**_values(found, trial, what), "most": most}
     if output is not None:
         values["plot_error"] = _draw(values, output, job)
     undrawn = values.get("plot_error")
+    if isinstance(ended, CommandError):
+        values["error"] = str(ended)
     show(values, as_json, _table(values, what), _closing(values, None if undrawn else output))
-    if undrawn:  # what took so long to find is shown nevertheless
-        report_error(undrawn, as_json=False)
+    errors = [text for text in (undrawn, values.get("error")) if text]
+    for text in errors:  # what took so long to find is shown nevertheless
+        report_error(text, as_json=False)
+    interrupted = isinstance(ended, KeyboardInterrupt)
+    if ended is not None:
+        report_left_out([method.name for method in methods[len(found) :]], interrupted)
     if interrupted:
-        report_interrupted([method.name for method in methods[len(found) :]])
         raise typer.Exit(INTERRUPTED)
-    if undrawn:
+    if errors:
         raise typer.Exit(COULD_NOT)
     if not any(method.best for method in found):
         raise typer.Exit(FOUND_NOTHING)
@@ -134,19 +140,19 @@ def command(
 
 def _searched(
     methods: Sequence[Method], attempt: Callable[[int, Method, int], Probe], memory_bytes: int, most: int
-) -> tuple[list[Method], bool]:
-    """What was found of each method, and whether the user interrupted the search when some were known."""
+) -> tuple[list[Method], KeyboardInterrupt | CommandError | None]:
+    """What was found of each method, and what ended the search when some were known: the user, or one that failed."""
     found: list[Method] = []
     for number, method in enumerate(methods, 1):
         first = found[-1].best.batch if found and found[-1].best else _FIRST  # it will be near
         try:
             probes = search(partial(attempt, number, method), memory_bytes, first, most)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, CommandError) as ended:
             if not found:
                 raise
-            return found, True
+            return found, ended
         found.append(replace(method, probes=tuple(probes)))
-    return found, False
+    return found, None
 
 
 def _trial(
@@ -174,11 +180,12 @@ def _methods(levels: str | None, checkpoint: bool, device: str) -> list[Method]:
     wanted = ["L0", "L1", "L2", *(["L3"] if device == "cuda" else [])]
     if levels is not None:
         wanted = list(dict.fromkeys(level.strip() for level in levels.split(",")))
+    wanted = [UNTOUCHED if level == _NAME_OF_UNTOUCHED else level for level in wanted]
     for level in wanted:
         try:
             offloads = Config.from_level(level).offload.enabled
         except ValueError as refused:
-            raise CommandError(str(refused)) from None
+            raise CommandError(f"{refused}; {_NAME_OF_UNTOUCHED!r} is the job without compression") from None
         if offloads and device != "cuda":
             raise CommandError(f"level {level} offloads from a GPU, and there is none: leave it out of --levels")
     return [Method(level, with_it) for with_it in ([False, True] if checkpoint else [False]) for level in wanted]

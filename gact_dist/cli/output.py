@@ -128,9 +128,11 @@ def working(doing: str, as_json: bool = False) -> Iterator[Callable[[str], None]
         yield lambda now: progress.update(task, description=now)
 
 
-def report_interrupted(left_out: Iterable[str]) -> None:
-    """Say what is not in what was shown, because the user did not wait for it."""
-    console(to_stderr=True).print(f"interrupted; not tried to the end: {', '.join(left_out)}")
+def report_left_out(left_out: Iterable[str], interrupted: bool) -> None:
+    """Say what is not in what was shown: the user did not wait for it, or an error came before."""
+    console(to_stderr=True).print(
+        f"{'interrupted; ' if interrupted else ''}not tried to the end: {', '.join(left_out)}"
+    )
 
 
 def check_writable(path: Path, what: str) -> None:

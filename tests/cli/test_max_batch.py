@@ -14,6 +14,7 @@ from torch import nn
 from gact_dist.cli import max_batch, pictures
 from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
+from gact_dist.cli.output import CommandError
 from gact_dist.cli.trial import Trial, checkpoint_blocks
 
 LARGE = '''
@@ -160,6 +161,25 @@ def test_an_interrupt_shows_what_is_known_and_names_the_rest(jobs, run, monkeypa
     assert (at_once.exit_code, at_once.stdout, at_once.stderr) == (130, "", "interrupted\n")
 
 
+def test_a_method_that_fails_does_not_hide_what_was_found_before_it(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        if trial.checkpoints:
+            raise CommandError("Linear has no blocks to checkpoint")
+        return Probe(batch=size, fits=size <= 40, step_s=1.0)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--levels", "untouched,L2", "--device", "cpu")
+    result = run(*command)
+    assert result.exit_code == 2
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["untouched", "L2"]
+    assert result.stderr == (
+        "error: Linear has no blocks to checkpoint\nnot tried to the end: checkpointing, L2 + checkpointing\n"
+    )
+    found = json.loads(run(*command, "--json").stdout)
+    assert [row["method"] for row in found["methods"]] == ["untouched", "L2"]
+    assert found["error"] == "Linear has no blocks to checkpoint"
+
+
 def test_a_picture_that_cannot_be_drawn_is_said_before_the_search_or_below_what_it_found(
     jobs, run, tried, monkeypatch, tmp_path
 ):
@@ -227,7 +247,7 @@ def test_a_search_that_the_most_has_ended_says_so(jobs, run, monkeypatch):
     [
         (("--batch", 3, "--sequence", 4), "--sequence and --batch given, expected one of them"),
         (("--memory", "much"), "is no size in bytes"),
-        (("--levels", "L9"), "level is 'L9'"),
+        (("--levels", "L9"), "'untouched' is the job without compression"),
         (("--levels", "L3"), "level L3 offloads from a GPU"),
         (("--optimizer", "lion"), "--optimizer is 'lion'"),
         (("--device", "tpu"), "--device is 'tpu'"),
