@@ -8,10 +8,12 @@ namespace {
 
 constexpr int kLargestGroup = 512;
 
-// A pairwise sum: accurate, and compilers vectorise it.
+// A pairwise sum: accurate, and compilers vectorise it. What it adds beyond the least power of two is zero.
 inline float sum_of(float terms[kLargestGroup], int count) {
-  for (int i = count; i < kLargestGroup; ++i) terms[i] = 0.0f;
-  for (int half = kLargestGroup / 2; half > 0; half /= 2) {
+  int size = 1;
+  while (size < count) size *= 2;
+  for (int i = count; i < size; ++i) terms[i] = 0.0f;
+  for (int half = size / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) terms[i] += terms[i + half];
   }
   return terms[0];

@@ -56,6 +56,9 @@ from .parts import Part
 from .surroundings import Generators, Surroundings, copied
 
 
+_AT_ONCE = 1 << 16  # elements
+
+
 class CutError(RuntimeError):
     """A block cannot be run alone."""
 
@@ -623,20 +626,29 @@ class _Boundary:
 
 def _root(tensor: Tensor) -> Tensor:
     """The root of each element, with its sign, in the tensor's strides."""
-    root = codec.unpack(codec.pack(tensor, None))
-    memory = _memory(root)
-    memory.copy_(memory.abs().sqrt_().copysign_(memory))
+    root = codec.unpack(codec.borrow(tensor))
+    for values in _pieces(root):
+        values.copy_(values.abs().sqrt_().copysign_(values))
     return root
 
 
 def _squared(root: Tensor) -> Tensor:
     """The inverse of _root(), in place. What rounding took beyond the largest finite value becomes that."""
-    memory = _memory(root)
-    finite = memory.isfinite()
-    memory.mul_(memory.abs())
-    largest = torch.finfo(root.dtype).max
-    torch.where(finite, memory.clamp(-largest, largest), memory, out=memory)
+    looks = root.device.type == "cpu"  # elsewhere the host would have to wait
+    for values in _pieces(root):
+        square = values.abs().mul_(values)
+        if looks and bool(square.sum(dtype=torch.float32).isfinite()):
+            values.copy_(square)
+            continue
+        largest = torch.finfo(root.dtype).max
+        torch.where(values.isfinite(), square.clamp_(-largest, largest), square, out=values)
     return root
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Of a tensor's memory; on a CPU so small that what is computed of one stays in a core's cache."""
+    memory = _memory(tensor)
+    return memory.split(_AT_ONCE) if tensor.device.type == "cpu" else [memory]
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -96,7 +96,9 @@ class Tally:
             self._add_one(seen, self.sums[direction])
 
     def _add_square(self, product: Tensor, directions: int) -> None:
-        square = product.square().div_(directions)
+        square = product.square()
+        if directions > 1:
+            square.div_(directions)
         self.squares = square if self.squares is None else self.squares.add_(square)
 
     def _add_one(self, seen: Sequence[tuple[View | None, Tensor]], total: Tensor) -> None:
@@ -121,7 +123,7 @@ class Tally:
         count = len(self.sums)
         while self.sums:  # laid out as the tensor, which stacked ones would not be
             self._add_square(self.sums.pop(), count)
-        if self.squares is None or not bool(self.squares.any()):
+        if self.squares is None or not bool(self.squares.sum()):  # as any() has it, but vectorised
             return None
         return self.squares if self.tensor is None else repeated_as(self.squares, self.tensor)
 
