@@ -21,11 +21,15 @@ OUT_OF_MEMORY = (
     "MemoryError",
     '"aten::new_empty"',
 )
+_ENDS = "could not create a primitive"  # oneDNN has no memory for its code; with more words behind it, another fault
 
 
 def says_out_of_memory(text: str) -> str:
     """The line of an error's text that says that there was too little memory; empty if none does."""
-    return next((line.strip()[:200] for line in text.splitlines() if any(word in line for word in OUT_OF_MEMORY)), "")
+    lines = [line.strip() for line in text.splitlines()]
+    return next(
+        (line[:200] for line in lines if line.endswith(_ENDS) or any(word in line for word in OUT_OF_MEMORY)), ""
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -315,8 +315,14 @@ def test_a_models_own_method_checkpoints_it_and_one_without_blocks_says_so():
 
 @pytest.mark.parametrize(
     "text",
-    ["torch.OutOfMemoryError: CUDA out of memory.", "terminate called: std::bad_alloc", "x\nMemoryError\ny"],
+    [
+        "torch.OutOfMemoryError: CUDA out of memory.",
+        "terminate called: std::bad_alloc",
+        "x\nMemoryError\ny",
+        "a step of 4 failed: RuntimeError: could not create a primitive\n  jobs.py:11, in forward",
+    ],
 )
 def test_what_says_that_memory_was_too_little(text):
     assert says_out_of_memory(text)
     assert not says_out_of_memory("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert not says_out_of_memory("RuntimeError: could not create a primitive descriptor for a matmul primitive")
