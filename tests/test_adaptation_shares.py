@@ -160,10 +160,27 @@ def test_other_policies_wait_for_their_first_plan_as_well(settings, steps, long_
     assert len(job.plans[-1]) > 10
 
 
-def test_small_jobs_adapt_in_one_step(monkeypatch):
+def test_small_jobs_adapt_in_one_step_where_adaptations_follow_soon(monkeypatch):
     job = Watched(monkeypatch).steps(1 + INTERVAL)
     assert job.parts[INTERVAL] == 1
     assert [entry["step"] for entry in job.gact.history] == [1, 1 + INTERVAL]
+
+
+RARELY = Config.from_level("L2", adapt_interval=10, adapt_tolerance=0, calibration_samples=8, min_numel=16)
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_small_jobs_take_several_steps_after_their_first_plan(batch, monkeypatch):
+    """All examples are measured at once, in three shares where they are more than half of the batch."""
+    job = Watched(monkeypatch, RARELY, batch=batch, lr=0.1).steps(1 + 10 + 3)
+    assert job.parts[0] == 4 // (batch // 8)
+    assert job.comparisons[0] == 1
+    shares = 3 if batch == 8 else 1
+    assert job.parts[10:] == [1, 0, 0, 0]
+    assert job.halves[10:] == [0, 1, 1, 0] if shares == 3 else [0, 0, 0, 0]
+    assert job.comparisons[10:] == [0] * shares + [1] + [0] * (3 - shares)
+    assert [entry["step"] for entry in job.gact.history] == [1, 1 + 10 + shares]
+    assert len(job.gact.adaptation.sensitivity) > 10
 
 
 def test_parts_of_several_steps_say_what_those_of_one_step_do(long_steps, monkeypatch):

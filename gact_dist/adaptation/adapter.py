@@ -3,9 +3,10 @@
 [Note: shares] Measured in one step, a batch of 8 examples makes that step 8 times as long as others. So where steps are
 long, an adaptation takes several of them: in each a rank measures one part of that step's examples, in the last the new
 plan is compared with the exact gradient, and only then is it used. A part that is more than half of the batch, as a
-single example is, takes two steps ([Note: two halves] in sensitivity/halfway.py), and until the second a copy of it is
-kept. Ranks take as many steps as the one with the most parts. What was measured so far is in no state: a run whose
-state is asked for begins anew, as a resumed one does.
+single example is, takes two steps ([Note: shares of a measurement] in sensitivity/halfway.py), and until the last a
+copy of it is kept. In short steps, in which most of the time is that of the calls of operators, all examples are
+measured at once, but after the first plan in three steps. Ranks take as many steps as the one with the most parts. What
+was measured so far is in no state: a run whose state is asked for begins anew, as a resumed one does.
 
 [Note: first step] Whether steps are long is known from the steps of the job. Before the first one it is seen in the
 first forward of the measurement. If they are, the measurement ends there and begins anew in the second step. The first
@@ -55,8 +56,11 @@ _LONGEST, _VISITS, _DIRECTION = 5.0, 3.0, 2.0
 # Size of the average saved tensor in a part of the batch that is worth a measurement of its own, and in a step that is
 # long; with smaller ones most of the time is that of the calls of operators.
 _LEAST_BYTES = 1 << 18
-# Of the batch: a larger part takes two steps.
+# Of the batch: a larger part takes several steps, so many where steps are long or short.
 _LARGEST = 0.5
+_SHARES, _SHARES_OF_SHORT = 2, 3
+# Optimizer steps from one adaptation to the next that are enough to spread one over short steps.
+_LEAST_INTERVAL = 10
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
@@ -151,8 +155,10 @@ class _Progress:
     """whether that is to be seen; see [Note: first step]"""
     has_seen: bool = False
     """whether the measurement ended when it was seen"""
+    is_short: bool = False
+    """whether it takes several although steps are short"""
     pauses: bool | None = None
-    """whether each part takes two steps, as all ranks have agreed; None where that depends on its size"""
+    """whether each part takes several steps, as all ranks have agreed; None where that depends on its size"""
     paused: _PausedPart | None = None
     stored_exactly: dict[str, str] = field(default_factory=dict)
     """tensors that the default widths would ruin, each with the reason"""
@@ -247,6 +253,8 @@ class Adapter:
             conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
             now.is_spread, was_seen = distributed.any_rank(conditions, self._groups)
             now.is_first = not was_seen
+            if not (now.is_spread or now.is_first or self.policy.follows_gradient) and self._hooks.plan.bits:
+                now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
@@ -486,7 +494,7 @@ class Adapter:
         """What this rank measures; None if it runs out of memory. only: one of the parts."""
         with distributed.raises_on_all(self._groups, "measuring sensitivity"):
             try:
-                found = self._second_half(now)
+                found = self._next_share(now)
                 if found is not None:
                     return found
                 measured = now.batch.measured(partial(self._measure_part, now, estimator), parts, only)
@@ -512,10 +520,10 @@ class Adapter:
     def _measure_part(self, now: _Progress, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
         """What is measured of one part; None if that goes on in the next step."""
         pauses = now.is_spread and (part.fraction > _LARGEST if now.pauses is None else now.pauses)
-        pauses = pauses and now.batch.can_be_kept
+        shares = (_SHARES_OF_SHORT if now.is_short else _SHARES) if pauses and now.batch.can_be_kept else 1
         found = measure(
             self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
-            fraction=part.fraction, probes=self._directions(now.haste, part), estimator=estimator, pauses=pauses,
+            fraction=part.fraction, probes=self._directions(now.haste, part), estimator=estimator, shares=shares,
             on_saved=partial(self._look, now, part) if now.is_first else None,
         )  # fmt: skip
         if isinstance(found, Paused):
@@ -523,8 +531,8 @@ class Adapter:
             return None
         return found
 
-    def _second_half(self, now: _Progress) -> _Parts | None:
-        """The rest of a part, if one is paused; None if there is none, or this step's examples take its place."""
+    def _next_share(self, now: _Progress) -> _Parts | None:
+        """What is complete of a part that is paused; None if there is none, or this step's examples take its place."""
         paused, now.paused = now.paused, None
         if paused is None:
             return None
@@ -534,6 +542,9 @@ class Adapter:
             _log.info("%s: measuring on the examples of this step at once", error)
             now.pauses = False
             return None
+        if isinstance(found, Paused):
+            now.paused = paused._replace(measurement=found)
+            return []
         return [(found, paused.fraction)]
 
     def _look(self, now: _Progress, part: ProbePart, saved_bytes: int, tensors: int) -> None:

@@ -136,6 +136,8 @@ class OperatorObserver(TorchFunctionMode):
         """called before a function that takes a discrete decision on its operands"""
         self.readers: Any = None
         """are shown what goes into, and comes out of, every function; see readers.py"""
+        self.observes = True
+        """whether what is called is remembered; not where all is known, as where a block runs again"""
         self.owned: Callable[[Tensor], bool] | None = None
         """tells parameters and buffers"""
         self._made_of_owned: dict[int, Any] = {}
@@ -149,13 +151,16 @@ class OperatorObserver(TorchFunctionMode):
             # its lock: to ask for a node then would wait for ever.
             return function(*args, **kwargs)
         if name == "__get__":
-            return self._seen(function, (args, kwargs), function(*args, **kwargs))
+            result = function(*args, **kwargs)
+            return self._seen(function, (args, kwargs), result) if self.observes else result
         if self.on_discrete is not None and _is_discrete(function, args):
             self.on_discrete()
         composite = _COMPOSITES.get(function)
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
+        if not self.observes:
+            return self.call(function, args, kwargs)
         if self.readers is not None:
             with without_modes():
                 self.readers.examine_operands((args, kwargs))

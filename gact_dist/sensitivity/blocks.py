@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import codec
 from .._patches import replaced
 from .._torch_internals import checkpoint_calls, next_sequence_number
-from ..distributed import gathered, tensor_parallel_groups, unwrap, user_path
+from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     STARTS,
     Distributed,
@@ -54,7 +54,6 @@ from .autograd_graph import scalar
 from .measuring_mode import MeasuringMode
 from .parts import Part
 from .surroundings import Generators, Surroundings, copied
-
 
 _AT_ONCE = 1 << 16  # elements
 
@@ -156,6 +155,7 @@ class BlockForward:
         self._paths = {id(module): path for path, module in unwrap(model).named_modules(remove_duplicate=False)}
         self._model = unwrap(model)
         self._tied = _tied(self._model)
+        self._renews_parameters = sharding(model) is not None  # whenever they are gathered
         self.groups = tensor_parallel_groups(model)
         """of ranks that run the same collectives, and so must come to the same decisions"""
         self.names: dict[int, str] = {}
@@ -203,7 +203,7 @@ class BlockForward:
             result = forward()
         own = [Replayed(record, record.handle, None) for record in self.found if isinstance(record, Recorded)]
         self.between = [*own, *again]
-        self.mode.on_discrete = None
+        self.mode.on_discrete, self.mode.observes = None, False
         return scalar(self.mode.root_of(result))
 
     def _cut_between(self, root: GradientEdge) -> None:
@@ -503,7 +503,8 @@ class BlockForward:
             raise CutError(visit, error) from error
         heads = [outputs[number] for number, _ in visit.exits]
         del outputs
-        self.learn_names(visit.modules)
+        if self._renews_parameters:
+            self.learn_names(visit.modules)
         ends = [tensor.grad_fn for tensor in inputs]
         nodes, _, leaves = self._reach([head.grad_fn for head in heads], ends)
         tails = [get_gradient_edge(tensor) for tensor in inputs]
@@ -641,7 +642,7 @@ def _squared(root: Tensor) -> Tensor:
             values.copy_(square)
             continue
         largest = torch.finfo(root.dtype).max
-        torch.where(values.isfinite(), square.clamp_(-largest, largest), square, out=values)
+        torch.where(values.isfinite(), square.clamp(-largest, largest), square, out=values)
     return root
 
 

@@ -1,15 +1,15 @@
-"""What the first half of a measurement leaves to the second, which is made in a later step of the job.
+"""What one share of a measurement leaves to the next, which is made in a later step of the job.
 
-[Note: two halves] On a batch of one example a measurement takes longer than a step may. So it stops in the second walk
-(see [Note: block by block] in walk.py), where a part of the blocks has been visited, and goes on in the next step. The
-optimizer changes the parameters in between, and so the graph of the forward is of no use any more: it is dropped, and
-in the second half the forward runs anew on the same examples, with the same random numbers. What was found out at the
-borders of blocks is kept as all tensors there are, in 8 bits: the gradients that the first walk brought, the tangents
-that later blocks will read, and the products of tensors that some of their readers have yet to add to. The second half
-takes the first walk's gradients as they are, those of parameters one step older.
+[Note: shares of a measurement] On a batch of one example a measurement takes longer than a step may. So it stops in the
+second walk (see [Note: block by block] in walk.py), where a part of the blocks has been visited, and goes on in the
+next step. The optimizer changes the parameters in between, and so the graph of the forward is of no use any more: it is
+dropped, and in each share the forward runs anew on the same examples, with the same random numbers. What was found out
+at the borders of blocks is kept as all tensors there are, in 8 bits: the gradients that the first walk brought, the
+tangents that later blocks will read, and the products of tensors that some of their readers have yet to add to. Later
+shares take the first walk's gradients as they are, those of parameters some steps older.
 
-A forward that takes another branch the second time, or in which such tensors have other shapes, cannot use any of this.
-The tensors that a block saves may differ, as those of routed tokens do: they are told apart by their names.
+A forward that takes another branch in a later share, or in which such tensors have other shapes, cannot use any of
+this. The tensors that a block saves may differ, as those of routed tokens do: they are told apart by their names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch import Tensor
 from ..hooks import Replayed
 from .blocks import BlockForward
 
-_SHARE = 0.35
-"""of the second walk that belongs to the first half, which has the first walk as well: in plain steps the forward takes
-0.5, the first walk 1.3 and the second 4.4"""
+_FIRST_WALK = 0.3
+"""of the time of the second walk: in plain steps it takes 1.3, the second 4.4, and a forward 0.5"""
 
 
 class ResumeError(Exception):
-    """The second half of a measurement cannot follow on its first."""
+    """A share of a measurement cannot follow on the one before."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class OpenTally:
 
 @dataclass(frozen=True)
 class Halfway:
-    """Where a walk has stopped. See [Note: two halves]."""
+    """Where a walk has stopped. See [Note: shares of a measurement]."""
 
     stop: int
     """the number of blocks that were visited twice"""
@@ -89,20 +88,23 @@ def saved_between(forward: BlockForward) -> list[Replayed]:
     return [item for item in forward.between if item.record.node is not None or item.first in forward.numbers]
 
 
-def stop_of(forward: BlockForward, alike: bool) -> int | None:
-    """The number of blocks that the second walk visits in the first half; None if there are fewer than two.
+def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> int | None:
+    """The number of blocks that the second walk has visited when a share ends; None if there are fewer than two, or
+    none is left.
 
-    alike: blocks count as equal, as they must where several ranks stop at the same one. Otherwise they count as much as
-    they save, unless it is not known of one: what a checkpoint recomputes is not.
+    done: the part of the measurement that is done then; the first walk belongs to the first share. start: the number of
+    blocks that the shares before have visited. alike: blocks count as equal, as they must where several ranks stop at
+    the same one. Otherwise they count as much as they save, unless it is not known of one: what a checkpoint recomputes
+    is not.
     """
     weights = [sum(_bytes_of(record) for record in visit.own) for visit in forward.visits]
     last = sum(_bytes_of(item.record) for item in forward.between)
-    if len(weights) < 2:
+    if len(weights) < 2 or start >= len(weights):
         return None
     if alike or 0 in weights:
         weights, last = [1] * len(weights), 1
-    wanted = _SHARE * (sum(weights) + last)
-    return min(range(1, len(weights) + 1), key=lambda stop: abs(sum(weights[:stop]) - wanted))
+    wanted = ((1.0 + _FIRST_WALK) * done - _FIRST_WALK) * (sum(weights) + last)
+    return min(range(start + 1, len(weights) + 1), key=lambda stop: abs(sum(weights[:stop]) - wanted))
 
 
 def _bytes_of(record: Any) -> int:

@@ -121,7 +121,7 @@ def measure(
     fraction: float = 1.0,
     probes: int = 1,
     estimator: str = "one-pass",
-    pauses: bool = False,
+    shares: int = 1,
     on_saved: Callable[[int, int], None] | None = None,
 ) -> list[Sensitivity] | Paused:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
@@ -129,8 +129,8 @@ def measure(
     forward: runs the model and returns the scalar loss, or calls backward on it; run once, with the job left untouched
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's examples that forward sees. probes: random directions to average over, on this rank.
-    estimator: see Config. pauses: the measurement stops halfway where it can, and returns what goes on with it; the
-    same on all ranks where parameters are sharded. on_saved(bytes, count): told, if the model is measured block by
+    estimator: see Config. shares: in how many calls it is done, if it can pause: this one returns what goes on with it;
+    the same on all ranks where parameters are sharded. on_saved(bytes, count): told, if the model is measured block by
     block, how much the forward saved in how many tensors, before anything is measured; what it raises ends that.
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
@@ -143,8 +143,8 @@ def measure(
     way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")
     while estimator == "one-pass" or not whole:
         try:
-            if pauses and not way.perturbs:
-                return way.first_half(blocks, forward)
+            if shares > 1 and not way.perturbs:
+                return way.first_share(blocks, forward, shares)
             return way.measured(blocks, forward, on_saved)
         except InnerBackwardError as error:
             if not whole:
@@ -281,28 +281,35 @@ class _ByWalk:
             walk.first()
             return self._noted(walk.second(), cut, _Found()).in_order(cut)
 
-    def first_half(self, blocks: list[nn.Module], forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
-        """As measure(), halfway if there are blocks enough."""
+    def first_share(
+        self, blocks: list[nn.Module], forward: Callable[[], Tensor | None], shares: int
+    ) -> list[Sensitivity] | Paused:
+        """As measure(), no more than the first of some shares if there are blocks enough."""
         generators = Generators()
         with self._begun(blocks, forward) as (cut, walk):
-            stop = stop_of(cut, alike=sharding(self.model) is not None)
+            stop = stop_of(cut, self._counts_alike, 1 / shares)
             walk.first()
             found = self._noted(walk.second(stop), cut, _Found())
             if stop is None:
                 return found.in_order(cut)
-            return Paused(self, blocks, generators, found, walk.halfway(stop))
+            return Paused(self, blocks, generators, found, walk.halfway(stop), 1, shares)
 
-    def second_half(
-        self,
-        blocks: list[nn.Module],
-        forward: Callable[[], Tensor | None],
-        generators: Generators,
-        found: _Found,
-        halfway: Halfway,
-    ) -> list[Sensitivity]:
-        """The sensitivities of both halves. found: in the first."""
-        with self._begun(blocks, forward, generators) as (cut, walk):
-            return self._noted(walk.resume(halfway), cut, found).in_order(cut)
+    def next_share(self, paused: Paused, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+        """What goes on with it; after the last share the sensitivities of all."""
+        done, halfway = paused.done + 1, paused.halfway
+        with self._begun(paused.blocks, forward, paused.generators) as (cut, walk):
+            stop = None
+            if done < paused.shares:
+                stop = stop_of(cut, self._counts_alike, done / paused.shares, halfway.stop)
+            found = self._noted(walk.resume(halfway, stop), cut, paused.found)
+            if stop is None:
+                return found.in_order(cut)
+            return replace(paused, halfway=walk.halfway(stop), done=done)
+
+    @property
+    def _counts_alike(self) -> bool:
+        """See stop_of()."""
+        return sharding(self.model) is not None
 
     @contextmanager
     def _begun(
@@ -350,26 +357,30 @@ class _Found:
         return [_of_all_ranks(self.by_name[name], ranks) for name in (*earlier, *saved)]
 
 
+@dataclass(frozen=True)
 class Paused:
-    """A measurement of which the first half is done. See [Note: two halves] in halfway.py."""
+    """A measurement of which some shares are done. See [Note: shares of a measurement] in halfway.py."""
 
-    def __init__(
-        self, way: _ByWalk, blocks: list[nn.Module], generators: Generators, found: _Found, halfway: Halfway
-    ) -> None:
-        self._way, self._blocks, self._generators = way, blocks, generators
-        self._found, self._halfway = found, halfway
+    way: _ByWalk
+    blocks: list[nn.Module]
+    generators: Generators
+    found: _Found
+    """in all shares that are done"""
+    halfway: Halfway
+    done: int
+    shares: int
 
-    def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity]:
-        """The sensitivities, of both halves. Can be called once.
+    def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+        """The next share: what goes on with the measurement, or at its end the sensitivities. Can be called once.
 
         forward: of measure(), on the same examples; the parameters may have changed.
         Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
         MeasurementError where parameters are sharded, torch.OutOfMemoryError.
         """
         try:
-            return self._way.second_half(self._blocks, forward, self._generators, self._found, self._halfway)
+            return self.way.next_share(self, forward)
         except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError, BackwardError) as error:
-            if not _may_be_whole(self._way.model):
+            if not _may_be_whole(self.way.model):
                 raise MeasurementError(str(error)) from error
             raise ResumeError(str(error)) from error
 

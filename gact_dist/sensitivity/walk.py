@@ -248,7 +248,7 @@ class Walk:
             yield Measured(self._forward.firsts[key], None, None, None)
 
     def halfway(self, stop: int) -> Halfway:
-        """After second(stop): what resume() needs to go on in another forward of the same examples."""
+        """After second(stop), or resume() with it: what resume() needs to go on in another forward of the examples."""
         return Halfway(
             stop,
             form_of(self._forward),
@@ -278,8 +278,11 @@ class Walk:
         sums = [self._forward.boundary(total) for total in tally.sums]
         return OpenTally(None if own is None else self._forward.boundary(own), sums, tally.perturbed)
 
-    def resume(self, halfway: Halfway) -> Iterator[Measured]:
-        """In place of both walks, in another forward of the same examples: the rest of the second walk."""
+    def resume(self, halfway: Halfway, stop: int | None = None) -> Iterator[Measured]:
+        """In place of both walks, in another forward of the same examples: the rest of the second walk.
+
+        stop: as for second(); halfway() may follow.
+        """
         halfway.check(self._forward)
         self._round_between()
         visits, between = self._forward.visits, saved_between(self._forward)
@@ -296,7 +299,7 @@ class Walk:
             found = halfway.tallies[self._name_of(key)]
             tally.sums, tally.perturbed = [value_of(total) for total in found.sums], found.perturbed
             tally.tensor = value_of(found.tensor) if tally.tensor is None else tally.tensor
-        yield from self._second_from(halfway.stop, None)
+        yield from self._second_from(halfway.stop, stop)
 
     def _between_blocks(self) -> dict[Any, Tensor]:
         """What was saved whole between blocks, by what stands for it."""

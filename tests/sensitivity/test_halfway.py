@@ -34,16 +34,23 @@ def paused(case: Case, probes: int = 2, **options: Any) -> Any:
     hooks = started(case, Config(min_numel=0, bits=8))
     seed()
     forward = partial(case.loss_fn, case.batch)
-    return measure(hooks, case.model, forward, seed=3, probes=probes, pauses=True, **options), hooks
+    return measure(hooks, case.model, forward, seed=3, probes=probes, **{"shares": 2, **options}), hooks
 
 
 def in_two_halves(case: Case, **options: Any) -> list[Sensitivity]:
     """With other random numbers in between."""
-    first, hooks = paused(case, **options)
-    assert isinstance(first, Paused)
-    torch.manual_seed(99)
-    found = first.resume(partial(case.loss_fn, kept(case.batch)))
+    return in_shares(case, 2, **options)
+
+
+def in_shares(case: Case, shares: int, **options: Any) -> list[Sensitivity]:
+    """As in_two_halves()."""
+    found, hooks = paused(case, shares=shares, **options)
+    for _ in range(shares - 1):
+        assert isinstance(found, Paused)
+        torch.manual_seed(99)
+        found = found.resume(partial(case.loss_fn, kept(case.batch)))
     hooks.close()
+    assert isinstance(found, list)
     return found
 
 
@@ -62,13 +69,30 @@ def test_two_halves_give_the_numbers_of_one_call(name, in_sections, exact_border
     assert_same(in_two_halves(made(name)), measured(made(name)))
 
 
+@pytest.mark.parametrize("name", ["gpt with dropout", "unet", "called several times", "tied", "encoder and decoder"])
+def test_three_shares_give_the_numbers_of_one_call(name, exact_borders):
+    assert_same(in_shares(made(name), 3), measured(made(name)))
+
+
+def test_there_are_no_more_shares_than_blocks(exact_borders):
+    """Two blocks: the second share comes to the end, and what would be the third has nothing left."""
+    case = on_rows(Stack(Layer(), Layer()))
+    found, hooks = paused(case, shares=9)
+    shares = 1
+    while isinstance(found, Paused):
+        found, shares = found.resume(partial(case.loss_fn, case.batch)), shares + 1
+    hooks.close()
+    assert 2 <= shares < 9
+    assert_same(found, measured(case))
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama", "unet"])
 def test_what_is_derived_is_so_in_both_halves(name, exact_borders):
     case = made(name)
     hooks = started(case, Config(min_numel=0, bits=4, derive=True))
     forward = partial(case.loss_fn, case.batch)
     seed()
-    first = measure(hooks, case.model, forward, seed=3, probes=2, pauses=True)
+    first = measure(hooks, case.model, forward, seed=3, probes=2, shares=2)
     halves = first.resume(forward)
     seed()
     at_once = measure(hooks, case.model, forward, seed=3, probes=2)
@@ -81,7 +105,7 @@ def test_what_is_derived_is_so_in_both_halves(name, exact_borders):
 )
 def test_they_may_meet_at_any_block(name, exact_borders, monkeypatch):
     whole, stops = measured(made(name)), []
-    monkeypatch.setattr(one_pass, "stop_of", lambda forward, alike: stops.append(len(forward.visits)) or stop)
+    monkeypatch.setattr(one_pass, "stop_of", lambda forward, *_: stops.append(len(forward.visits)) or stop)
     stop = 1
     while not stops or stop <= stops[-1]:
         assert_same(in_two_halves(made(name)), whole)
@@ -142,13 +166,17 @@ def test_the_first_half_ends_where_about_a_third_of_the_second_walk_is_done():
     forwards: list[BlockForward] = []
     stop_of = one_pass.stop_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_pass, "stop_of", lambda forward, alike: forwards.append(forward) or stop_of(forward, alike))
+        patch.setattr(one_pass, "stop_of", lambda forward, *how: forwards.append(forward) or stop_of(forward, *how))
         paused(on_rows(Stack(*(Layer() for _ in range(20)))))
     (forward,) = forwards
-    stop = stop_of(forward, False)
+    stop = stop_of(forward, False, 0.5)
     done = sum(halfway._bytes_of(record) for visit in forward.visits[:stop] for record in visit.own)
     assert done / halfway.saved_by(forward)[0] == pytest.approx(0.35, abs=0.03)
-    assert stop_of(forward, True) == round(0.35 * (len(forward.visits) + 1))  # what is left is as much as one block
+    assert stop < stop_of(forward, False, 2 / 3, stop) < len(forward.visits)
+    assert stop_of(forward, False, 2 / 3, len(forward.visits)) is None
+    assert stop_of(forward, True, 0.5) == round(
+        0.35 * (len(forward.visits) + 1)
+    )  # what is left is as much as one block
 
 
 def test_in_between_nothing_is_held_but_what_was_found_at_the_borders(monkeypatch):
@@ -300,7 +328,7 @@ def both_ways(row: str, examples: tuple[int, ...]) -> tuple[list[Sensitivity], l
         patch.setattr(one_pass, "BOUNDARY_BITS", None)
         hooks = SavedTensorHooks(job.model, Config(min_numel=0, bits=8), 0)
         torch.manual_seed(5)
-        first = measure(hooks, job.model, partial(case.loss_fn, batch), seed=3, probes=2, pauses=True)
+        first = measure(hooks, job.model, partial(case.loss_fn, batch), seed=3, probes=2, shares=2)
         torch.manual_seed(99)
         halves = first.resume(partial(case.loss_fn, kept(batch)))
         torch.manual_seed(5)
