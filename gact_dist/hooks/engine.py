@@ -30,7 +30,7 @@ from .._torch_internals import (
 )
 from ..config import Config
 from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, own_part, unwrap
-from ..offload import HostOffload, OffloadStatistics
+from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
@@ -75,7 +75,8 @@ class SavedTensorHooks:
     ) -> None:
         self._model, self.config = model, config
         self.policy = policy_of(config) if policy is None else policy
-        self.encoder = Encoder(model, config, self.policy, rank)
+        stream = open_pack_stream(model) if config.pack_stream else None
+        self.encoder = Encoder(model, config, self.policy, rank, stream)
         self._roles = KnownRoles(config)
         self._job = Store(self.encoder, self.policy.first_plan, Account(), offload, self._roles.derived)
         self._sink: Sink = self._job
