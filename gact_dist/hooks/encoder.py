@@ -100,7 +100,7 @@ class Encoder:
 
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
         """Round a tensor, on a stream of its own if there is one."""
-        if self._stream is None:
+        if self._stream is None or not self._stream.takes(tensor):
             return self._rounded(tensor, bits, seed)
         packed, ready = self._stream.run(tensor, partial(self._rounded, tensor, bits, seed), attrgetter("payload"))
         return replace(packed, ready=ready)

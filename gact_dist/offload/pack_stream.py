@@ -26,6 +26,10 @@ class PackStream:
     def __init__(self, device: Device) -> None:
         self._device = device
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the device: a model may have some on the host."""
+        return tensor.device == self._device.device
+
     def run(
         self, tensor: Tensor, pack: Callable[[], _Result], payload_of: Callable[[_Result], Tensor]
     ) -> tuple[_Result, Callable[[], None]]:

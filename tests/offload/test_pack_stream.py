@@ -95,6 +95,14 @@ def test_gradients_are_those_of_packing_on_the_computing_stream(monkeypatch):
     assert waits.count("compute") >= waits.count("pack")  # each payload is unpacked once at least
 
 
+def test_what_is_not_on_the_device_is_packed_as_without_it(monkeypatch):
+    device = Simulated()
+    device.device = torch.device("meta")
+    monkeypatch.setattr(gact_dist.hooks.engine, "open_pack_stream", lambda model: PackStream(device))
+    gact = gact_dist.attach(nn.Linear(2, 2), config=Config(policy="uniform", pack_stream=True))
+    assert gact._schedule.hooks.encoder.pack(torch.randn(64, 64), 4, 1).ready is None
+
+
 def test_a_payload_in_a_graph_of_tensors_is_waited_for():
     device, x = Simulated(), torch.randn(64, 64)
     packed, ready = packed_beside(device, x)
