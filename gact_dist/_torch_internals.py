@@ -106,9 +106,12 @@ DIRECTORY = os.path.dirname(torch.__file__)
 # -- autograd ---------------------------------------------------------------------------------------------------
 
 
+_current_graph_task_id = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task_id() != -1
 
 
 def is_backward_call(frame: FrameType) -> bool:
@@ -163,6 +166,16 @@ def storage_id(tensor: Tensor) -> int:
 def storage_reference(tensor: Tensor) -> Any:
     """A weak reference to a tensor's storage: it pins the address, not the memory."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def storage_with_id(tensor: Tensor) -> tuple[Any, int]:
+    """A tensor's storage, and storage_id() of it."""
+    storage = tensor.untyped_storage()
+    return storage, storage._cdata
+
+
+reference_to_storage: Any = StorageWeakRef
+"""storage_reference() of what is a storage itself"""
 
 
 def negative_view(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ _MEASURING = ("gact", "actnn", "acgc")  # policies that adapt bits to sensitivit
 ESTIMATORS = ("one-pass", "perturbation")
 COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
+LAYOUTS = ("columns", "memory")
 _DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies
 
 
@@ -94,6 +95,13 @@ class Config:
     of sharding, and what a model repeats. Smaller blocks take less memory in an adaptation."""
     group_size: int = 128
     """Consecutive elements, of memory or of one channel, that share one scale and offset: 64, 128, 256 or 512."""
+    layout: str = "columns"
+    """columns: groups of one channel where a tensor's shape shows channels, which have less variance; memory: groups of
+    consecutive elements of memory, whose kernels take fewer instructions. Which should be the default on a GPU has not
+    been measured (docs/gpu.md)."""
+    pack_stream: bool = False
+    """Round tensors on a CUDA stream of their own, beside the kernels of the forward; not together with offload. It has
+    never run on a GPU, so whether it pays is not known (docs/gpu.md)."""
     min_numel: int = 1024
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True
@@ -146,6 +154,7 @@ class Config:
         self._check_blocks()
         if self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size is {self.group_size!r}, expected one of {', '.join(map(str, GROUP_SIZES))}")
+        _check_flag("pack_stream", self.pack_stream)
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
         _check_flag("recomputed", self.recomputed)
         _check_flag("derive", self.derive)
@@ -157,6 +166,10 @@ class Config:
                 f"plan_file was given and policy is {self.policy!r}, expected one that chooses bits: "
                 f"{', '.join(_MEASURING)}"
             )
+        if self.layout not in LAYOUTS:
+            raise ValueError(
+                f"layout is {self.layout!r}, expected one of {', '.join(LAYOUTS)}{_nearest(self.layout, LAYOUTS)}"
+            )
         if self.compile_hooks not in COMPILE_HOOKS:
             raise ValueError(
                 f"compile_hooks is {self.compile_hooks!r}, expected one of {', '.join(COMPILE_HOOKS)}"
@@ -167,6 +180,11 @@ class Config:
             _check_mapping("offload", self.offload)
             _check_keys("offload", self.offload, [entry.name for entry in fields(Offload)])
             object.__setattr__(self, "offload", Offload(**self.offload))
+        if self.pack_stream and self.offload.enabled:
+            raise ValueError(
+                "pack_stream is true and offload.enabled is true, expected one of them: copies to the host wait for "
+                "the stream that computes, not for the one that packs"
+            )
         if self.policy == "off" and self.offload.enabled:
             raise ValueError('offload.enabled is true with policy "off", expected one that stores something ("exact")')
 

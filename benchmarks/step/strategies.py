@@ -38,17 +38,23 @@ class Strategy:
     """save_on_cpu or async: offload by others than gact_dist"""
     max_device_bytes: int = 0
     """bytes that the level's offload may leave on the device; 0: all that backward would have to wait for"""
+    layout: str = "columns"
+    """of the level's groups"""
+    pack_stream: bool = False
+    """whether the level packs on a stream of its own"""
 
     @property
     def config(self) -> Config:
         """Settings of gact_dist. Raises ValueError for a strategy without it."""
-        changes = {"offload": {"max_device_bytes": self.max_device_bytes}} if self.max_device_bytes else {}
+        changes: dict[str, Any] = {"layout": self.layout, "pack_stream": self.pack_stream}
+        if self.max_device_bytes:
+            changes["offload"] = {"max_device_bytes": self.max_device_bytes}
         return Config.from_level(self.level, **changes)
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether it copies between a CUDA device and its host."""
-        return bool(self.offload) or (bool(self.level) and self.config.offload.enabled)
+        """Whether it copies between a CUDA device and its host, or needs a stream."""
+        return bool(self.offload) or self.pack_stream or (bool(self.level) and self.config.offload.enabled)
 
 
 _ALL_LEAVE = 1
@@ -57,6 +63,9 @@ _ALL_LEAVE = 1
 STRATEGIES: dict[str, Strategy] = {
     "untouched": Strategy(),
     "L1": Strategy(level="L1"),
+    "L1, memory order": Strategy(level="L1", layout="memory"),
+    "L1, pack stream": Strategy(level="L1", pack_stream=True),
+    "L1, memory, pack stream": Strategy(level="L1", layout="memory", pack_stream=True),
     "L2": Strategy(level="L2"),
     "L2.2": Strategy(level="L2.2"),
     "exact": Strategy(level="exact"),
@@ -76,14 +85,14 @@ STRATEGIES: dict[str, Strategy] = {
 
 def without_level(name: str) -> str:
     """The name of the strategy that leaves gact_dist out and keeps the rest."""
-    rest = replace(STRATEGIES[name], level="", max_device_bytes=0)
+    rest = replace(STRATEGIES[name], level="", max_device_bytes=0, layout="columns", pack_stream=False)
     return next(other for other, strategy in STRATEGIES.items() if strategy == rest)
 
 
 def without_offload(name: str) -> str:
     """The name of the strategy that keeps on the device what this one's level sends to the host."""
     strategy = STRATEGIES[name]
-    if not strategy.level:
+    if not strategy.level or not strategy.config.offload.enabled:
         return name
     wanted = replace(strategy.config, offload=Offload())
     level = next(level for level in LEVELS if Config.from_level(level) == wanted)

@@ -102,8 +102,15 @@ void advise_huge_pages(const Tensor& tensor) {
 #endif
 }
 
-Tensor new_flat(const Tensor& like, int64_t numel, ScalarType dtype) {
-  Tensor tensor = torch::stable::new_empty(like, {numel}, dtype);
+// On the CPU, where all kernels of this file run. torch::stable::new_empty would call an operator by its boxed name:
+// that takes longer than the kernel of a small tensor.
+Tensor new_flat(int64_t numel, ScalarType dtype) {
+  constexpr int64_t kStride = 1;
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      1, &numel, &kStride, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+      aoti_torch_device_type_cpu(), 0, &handle));
+  Tensor tensor(handle);
   advise_huge_pages(tensor);
   return tensor;
 }
@@ -145,7 +152,7 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
 Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int64_t columns) {
   check_format(bits, group_size);
   check_columns(x.numel(), columns);
-  Tensor buffer = new_flat(x, sections(x.numel(), bits, group_size, columns).total, ScalarType::Byte);
+  Tensor buffer = new_flat(sections(x.numel(), bits, group_size, columns).total, ScalarType::Byte);
   pack_out(x, bits, group_size, seed, buffer, columns);
   return buffer;
 }
@@ -186,7 +193,7 @@ void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t 
 // A large new tensor: the operating system has just zeroed its pages, so they are in the cache.
 Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
               int64_t columns) {
-  Tensor out = new_flat(buffer, numel, dtype);
+  Tensor out = new_flat(numel, dtype);
   unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns);
   return out;
 }
@@ -225,7 +232,7 @@ u64 word_at(const void* elements, int64_t index, int width_bytes) {
 Tensor pack_mask(const Tensor& x) {
   check_flat(x, "x");
   const MaskType type = mask_type(x.scalar_type());
-  Tensor buffer = new_flat(x, (x.numel() + 7) / 8, ScalarType::Byte);
+  Tensor buffer = new_flat((x.numel() + 7) / 8, ScalarType::Byte);
   const MaskJob job{const_cast<void*>(x.const_data_ptr()), static_cast<u8*>(buffer.mutable_data_ptr()), x.numel(),
                     type.width_bytes, type.nonzero};
   const Kernels* kernels = active_kernels();
@@ -237,7 +244,7 @@ Tensor pack_mask(const Tensor& x) {
 // A new tensor of zeros, and of another element where a bit is set.
 Tensor unpack_bits(const Tensor& buffer, int64_t numel, ScalarType dtype, int width_bytes, u64 element) {
   check_buffer(buffer, (numel + 7) / 8);
-  Tensor out = new_flat(buffer, numel, dtype);
+  Tensor out = new_flat(numel, dtype);
   const MaskJob job{out.mutable_data_ptr(), static_cast<u8*>(const_cast<void*>(buffer.const_data_ptr())), numel,
                     width_bytes, element};
   const Kernels* kernels = active_kernels();
@@ -301,7 +308,7 @@ Tensor rounding_variance(const Tensor& x, const Tensor& weight, int64_t group_si
       add(job, slab * slab_units, std::min((slab + 1) * slab_units, units), partial[slab].data());
     }
   });
-  Tensor totals = new_flat(x, 8, ScalarType::Double);
+  Tensor totals = new_flat(8, ScalarType::Double);
   double* sums = static_cast<double*>(totals.mutable_data_ptr());
   std::fill(sums, sums + 8, 0.0);
   for (const auto& slab : partial) {

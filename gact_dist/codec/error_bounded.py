@@ -28,7 +28,9 @@ _warned: set[str] = set()
 _LADDER = tuple(2.0 ** (-rung / 4) for rung in range(-8, 9))
 
 
-def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
+def pack_error_bounded(
+    tensor: Tensor, bits: int, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE, by_column: bool = True
+) -> Packed:
     """Store each group of ``tensor`` at the width that one error bound needs; at most the variance of ``bits`` bits.
 
     Takes the arguments of ``pack`` and raises its errors. Does what ``pack`` does if one width takes no more bytes, if
@@ -36,21 +38,23 @@ def pack_error_bounded(tensor: Tensor, bits: int, seed: int = 0, group_size: int
     """
     if tensor.device.type != "cpu":
         _warn_of_one_width(tensor.device)
-        return pack(tensor, bits, seed, group_size)
-    return _in_groups(tensor, bits, seed, group_size) or pack(tensor, bits, seed, group_size)
+        return pack(tensor, bits, seed, group_size, by_column)
+    form = tensor, bits, seed, group_size, by_column
+    return _in_groups(*form) or pack(*form)
 
 
-def _in_groups(tensor: Tensor, bits: int, seed: int, group_size: int) -> Packed | None:
+def _in_groups(tensor: Tensor, bits: int, seed: int, group_size: int, by_column: bool) -> Packed | None:
     """With widths for its groups; None where one width takes no more bytes."""
     if not in_parts(tensor):
         return None
     values = stored_values(tensor)
     size = unit_size(values.numel(), group_size)
-    found = None if size is None else group_widths(values, bits, size, columns_of(tensor, size))
+    found = None if size is None else group_widths(values, bits, size, columns_of(tensor, size, by_column=by_column))
     if size is None or found is None:
         return None
-    packed = pack(tensor, found[0], seed, size)
-    one_width_bytes = sections(values.numel(), bits, group_size, columns_of(tensor, group_size)).total_bytes
+    packed = pack(tensor, found[0], seed, size, by_column)
+    columns = columns_of(tensor, group_size, by_column=by_column)
+    one_width_bytes = sections(values.numel(), bits, group_size, columns).total_bytes
     return replace(packed, one_width_bytes=one_width_bytes) if packed.nbytes < one_width_bytes else None
 
 

@@ -7,6 +7,7 @@ Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +46,12 @@ class Scheme(Enum):
     MIXED = auto()  # as QUANTISED, with a width for each example or group: see mixed_widths.py
 
 
-@dataclass(frozen=True, slots=True)
+_KINDS = {scheme: scheme.name.lower() for scheme in Scheme}  # Enum's own properties are slow
+
+
+@dataclass(slots=True, eq=False)  # frozen, it would take four times as long to make one
 class Packed:
-    """A stored tensor. It owns its buffers and keeps nothing else alive.
+    """A stored tensor, not to be changed. It owns its buffers and keeps nothing else alive.
 
     Attributes:
         payload: uint8 buffer, or for EXACT the elements in memory order.
@@ -63,6 +67,7 @@ class Packed:
         constant: 0-d tensor, the value other than zero (BINARY).
         conjugate: the tensor was a lazily conjugated complex one.
         negated: the tensor was a lazily negated one (EXACT).
+        ready: lets the current stream wait until the payload is there; None if it was packed on that stream.
     """
 
     payload: Tensor
@@ -80,6 +85,12 @@ class Packed:
     constant: Tensor | None = None
     conjugate: bool = False
     negated: bool = False
+    ready: Callable[[], None] | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of its scheme, as reports have it."""
+        return _KINDS[self.scheme]
 
     @property
     def average_bits(self) -> float:
@@ -130,7 +141,13 @@ def metadata_bits(group_size: int) -> float:
     return 8.0 * sections(numel, MIN_BITS, group_size).total_bytes / numel - MIN_BITS
 
 
-def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_size: int = DEFAULT_GROUP_SIZE) -> Packed:
+def pack(
+    tensor: Tensor,
+    bits: int | UnitWidths | None,
+    seed: int = 0,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    by_column: bool = True,
+) -> Packed:
     """Store ``tensor`` at ``bits`` bits for each element, rounded stochastically without bias.
 
     A group is ``group_size`` elements of one column where ``columns_of`` finds columns, otherwise in a row of memory.
@@ -145,12 +162,17 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
             tensor's memory (a tensor whose elements share memory between gaps is then stored exactly).
         seed: 64-bit integer that selects the random bits.
         group_size: 64, 128, 256 or 512.
+        by_column: False groups in memory order in any case.
 
     Raises:
         ValueError: bits, seed or group_size out of range.
         TypeError: a dtype or layout that cannot be packed; the message says what to do.
     """
     _check_numbers(None if isinstance(bits, UnitWidths) else bits, seed, group_size)
+    if type(bits) is int and type(tensor) is Tensor and tensor.dtype in PACK_DTYPES:
+        form = _form_of(tensor, group_size, by_column)
+        if form is not None:
+            return _pack_whole(tensor, form, bits, seed, group_size)
     data = _plain(tensor)
     layout = layout_of(data)
     if data.dtype == torch.bool and bits == 1:
@@ -163,7 +185,7 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     conjugate, flat = data.is_conj(), _flat_values(data, layout)
     values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     values = values if values.dtype == part else values.to(part)
-    columns = layout.columns(group_size, data.dtype.is_complex)
+    columns = layout.columns(group_size, data.dtype.is_complex) if by_column else 1
     about = data.dtype, data.shape, data.stride(), layout, group_size
     if isinstance(bits, UnitWidths):
         columns = mixed_widths.columns_within(values.numel(), len(bits.widths), group_size, columns)
@@ -173,11 +195,63 @@ def pack(tensor: Tensor, bits: int | UnitWidths | None, seed: int = 0, group_siz
     return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
 
 
-def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0) -> int:
+class _Form(NamedTuple):
+    """What is to be known of a tensor whose memory is handed to an operator as it is: without gaps and lazy bits."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    layout: Layout
+    size: tuple[int]
+    """of the memory, 1-D"""
+    columns: int
+
+
+_forms: dict[tuple[torch.Size, tuple[int, ...], int, bool], _Form | None] = {}
+_MOST_FORMS = 4096  # a job's batches may have many sizes
+_UNIT_STRIDE = (1,)
+
+
+def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
+    """The form of a real tensor, None where it takes more than that. The Python around the operator takes longer than
+    the operator on a small tensor, so what follows from shape and strides is found out once."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg():
+        return None
+    shape, strides = tensor.shape, tensor.stride()
+    key = shape, strides, group_size, by_column
+    try:
+        return _forms[key]
+    except KeyError:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        layout = layout_of(tensor)
+        form = None
+        if layout.fill is Fill.SPAN:
+            columns = layout.columns(group_size, is_complex=False) if by_column else 1
+            form = _Form(shape, strides, layout, (layout.span,), columns)
+        _forms[key] = form
+        return form
+
+
+def _memory(tensor: Tensor, form: _Form) -> Tensor:
+    """The memory of a tensor in that form, 1-D, without a graph."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        tensor = tensor.detach()
+    return tensor.as_strided(form.size, _UNIT_STRIDE)
+
+
+def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: int) -> Packed:
+    shape, strides, layout, _, columns = form
+    payload = ops.pack(_memory(tensor, form), bits, group_size, seed, columns)
+    return Packed(payload, Scheme.QUANTISED, bits, tensor.dtype, shape, strides, layout, group_size, columns, seed)
+
+
+def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0, by_column: bool = True) -> int:
     """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order.
 
-    fraction: of the rows of the tensor that is meant, which are there.
+    fraction: of the rows of the tensor that is meant, which are there. by_column: as for ``pack``.
     """
+    if not by_column:
+        return 1
     return layout_of(tensor).columns(group_size, tensor.dtype.is_complex, fraction)
 
 
@@ -239,6 +313,11 @@ def pack_mask(tensor: Tensor) -> Packed:
     Raises:
         TypeError: the dtype is not bool, uint8 or a float type.
     """
+    if type(tensor) is Tensor and tensor.dtype in MASK_DTYPES:
+        form = _form_of(tensor, DEFAULT_GROUP_SIZE, True)
+        if form is not None:
+            payload = ops.pack_mask(_memory(tensor, form))
+            return Packed(payload, Scheme.MASK, 1, tensor.dtype, form.shape, form.strides, form.layout)
     data = _plain(tensor)
     if data.dtype not in MASK_DTYPES:
         raise TypeError(f"a mask cannot have dtype {data.dtype}, expected one of {MASK_DTYPES}; use .to(torch.bool)")
@@ -355,6 +434,15 @@ def exact(tensor: Tensor) -> Tensor | Packed:
 
 def unpack(packed: Packed) -> Tensor:
     """A private tensor with the dtype, shape and strides of the one that was packed."""
+    if packed.ready is not None:
+        packed.ready()
+    scheme, layout = packed.scheme, packed.layout
+    if layout.fill is Fill.SPAN:
+        if scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES:
+            form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
+            return ops.unpack(packed.payload, packed.bits, *form).as_strided(packed.shape, packed.strides)
+        if scheme is Scheme.MASK:
+            return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, packed.strides)
     out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
     out = out.conj() if packed.conjugate else out
     return negative_view(out) if packed.negated else out
@@ -399,8 +487,12 @@ def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
             f"got {packed.scheme} (conjugate: {packed.conjugate}, negated: {packed.negated}), "
             "expected one buffer and its format"
         )
+    if packed.ready is not None:
+        packed.ready()
     buffer = torch.view_as_real(packed.payload) if packed.payload.is_complex() else packed.payload
-    header = torch.tensor([packed.scheme.value, packed.bits or 0, packed.group_size, packed.seed], device="cpu")
+    # the sign is that of the order of groups: a fifth number would not fit what compilers keep on disk of earlier jobs
+    signed_size = packed.group_size if packed.columns > 1 else -packed.group_size
+    header = torch.tensor([packed.scheme.value, packed.bits or 0, signed_size, packed.seed], device="cpu")
     return buffer.view(-1).view(torch.uint8), header
 
 
@@ -408,12 +500,13 @@ def from_tensors(
     buffer: Tensor, header: Tensor, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
 ) -> Tensor:
     """What unpack() returns for the Packed that went through to_tensors(), given its dtype, shape and strides."""
-    number, bits, group_size, seed = header.tolist()
+    number, bits, signed_size, seed = header.tolist()
     scheme = Scheme(number)
     if scheme is Scheme.EXACT:
         buffer = buffer.view(dtype)
     elif scheme is Scheme.NARROW:
         buffer = buffer.view(next(narrow for narrow, _, _ in _NARROW_TYPES if 8 * narrow.itemsize == bits))
     layout = layout_of(torch.empty_strided(shape, strides, device="meta"))
-    columns = layout.columns(group_size, dtype.is_complex)
+    group_size = abs(signed_size)
+    columns = layout.columns(group_size, dtype.is_complex) if signed_size > 0 else 1
     return unpack(Packed(buffer, scheme, bits or None, dtype, shape, strides, layout, group_size, columns, seed))

@@ -158,26 +158,28 @@ class Account:
         """
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
-        whole = tensor.untyped_storage().nbytes()
-        own = tensor.numel() * tensor.element_size()
-        seen = whole if node_of(tensor) is not None else min(whole, record.seen_bytes + own)
-        new_bytes = max(0, seen - record.seen_bytes)
-        record.seen_bytes += new_bytes
-        self.exact_bytes += new_bytes
-        kind, bits, one_width = "exact", 8.0 * tensor.element_size(), 0
-        if isinstance(payload, Tensor) and host_bytes:
-            retained = host_bytes
-        elif isinstance(payload, Tensor):
-            if node_of(tensor) is not None:
+        whole, own, has_node = tensor.untyped_storage().nbytes(), tensor.nbytes, node_of(tensor) is not None
+        new_bytes = (whole if has_node else min(whole, record.seen_bytes + own)) - record.seen_bytes
+        if new_bytes > 0:
+            record.seen_bytes += new_bytes
+            self.exact_bytes += new_bytes
+        else:
+            new_bytes = 0
+        kind, one_width = "exact", 0
+        if isinstance(payload, Packed):
+            kind, retained, bits = payload.kind, payload.nbytes, payload.average_bits
+            one_width = payload.one_width_bytes
+        elif isinstance(payload, Recipe):
+            kind, retained, bits = "derived", payload.nbytes, 0.0
+        elif host_bytes:
+            retained, bits = host_bytes, 8.0 * tensor.element_size()
+        else:
+            bits = 8.0 * tensor.element_size()
+            if has_node:
                 retained = 0 if record.aliased else record.seen_bytes
             else:  # what was seen before may have been encoded
                 retained = new_bytes if record.aliased else min(whole, own)
             record.aliased = True
-        elif isinstance(payload, Recipe):
-            kind, retained, bits = "derived", payload.nbytes, 0.0
-        else:
-            kind, retained, bits = payload.scheme.name.lower(), payload.nbytes, payload.average_bits
-            one_width = payload.one_width_bytes
         row = name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, None, host_bytes, one_width
         if reserved is None:
             self._rows.append(row)

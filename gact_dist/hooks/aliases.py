@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import codec
-from .._torch_internals import innermost_hooks, storage_id, storage_reference
+from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
 from .handles import Distributed, Kept, Replaceable, View, lazy_bits
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
@@ -27,6 +27,10 @@ _Part = tuple[int, int, int, int, torch.dtype, int, ref]
 """what is stored of a storage: (number, first element, last element, version, type, lazy bits, handle)"""
 
 
+_NOTHING: frozenset[Any] = frozenset()
+_is_grad_enabled = torch.is_grad_enabled
+
+
 class StorageRecord:
     """What a step knows about one storage."""
 
@@ -35,18 +39,21 @@ class StorageRecord:
         "weak",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.weak = storage_reference(tensor)  # no other storage can take its place
+    def __init__(self, tensor: Tensor, storage: Any = None) -> None:
+        """storage: that of the tensor, if it is at hand."""
+        # no other storage can take its place
+        self.weak = storage_reference(tensor) if storage is None else reference_to_storage(storage)
         self.stored: list[_Part] = []
         # where many parts are stored, they are found by where they lie: (version, type, level, cell) -> those of at
         # most 2**level elements that begin in a cell of this size
         self.cells: dict[tuple[int, torch.dtype, int, int], list[_Part]] | None = None
-        self.relu_versions: set[int] = set()
+        self.relu_versions: frozenset[int] = _NOTHING
         self.partial_numel = 0
         self.first_partial = ""
         self.seen_bytes = 0
         self.aliased = False
-        self.bypassing: set[tuple[int, int]] = set()  # (offset, span) of what checkpoints keep past all hooks
+        self.bypassing: frozenset[tuple[int, int]] = _NOTHING
+        """(offset, span) of what checkpoints keep past all hooks"""
 
 
 class StorageRecords:
@@ -57,10 +64,10 @@ class StorageRecords:
 
     def of(self, tensor: Tensor) -> StorageRecord:
         """The record of a tensor's storage, a new one where the step meets it for the first time."""
-        key = storage_id(tensor)
+        storage, key = storage_with_id(tensor)
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = StorageRecord(tensor)
+            record = self._records[key] = StorageRecord(tensor, storage)
         return record
 
     def restore(self, handle: Any) -> Tensor:
@@ -68,7 +75,7 @@ class StorageRecords:
 
         An inner backward saves again what it reads. In a step its storage is noted, so that the handle serves twice.
         """
-        if torch.is_grad_enabled() and innermost_hooks() is not None:
+        if _is_grad_enabled() and innermost_hooks() is not None:
             return self._restore_and_note(handle)
         return handle.restore()
 
@@ -132,8 +139,10 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
 
     with_gaps: no other tensor lies between the elements of this one.
     """
-    length, stored = span(tensor), record.stored
-    if with_gaps or not has_gaps(tensor):
+    stored = record.stored
+    is_contiguous = tensor.is_contiguous()
+    if with_gaps or is_contiguous or not has_gaps(tensor):
+        length = tensor.numel() if is_contiguous else span(tensor)
         first = int(tensor.storage_offset())
         part = len(stored), first, first + length, tensor._version, tensor.dtype, lazy_bits(tensor), ref(handle)
         stored.append(part)

@@ -44,7 +44,7 @@ class CustomFunctions:
         """
         identity = None if call is None else call.identity
         if identity is not self._call:
-            self._call, self._names, self._combines = identity, [], False
+            self._enter(identity)
         if call is None or not (tensor.is_floating_point() or tensor.is_complex()):
             return role
         operand = self.operand(tensor, call)
@@ -57,6 +57,14 @@ class CustomFunctions:
         if role is not Role.ACTIVATION or not self.needs_exact(tensor, call, place):
             return role
         return role if recording and place not in self._roles else Role.STATISTIC
+
+    def leave(self) -> None:
+        """Something else than such a call is saving."""
+        if self._call is not None:
+            self._enter(None)
+
+    def _enter(self, identity: Any) -> None:
+        self._call, self._names, self._combines = identity, [], False
 
     def needs_exact(self, tensor: Tensor, call: FunctionCall, place: str) -> bool:
         """Whether an input of a call must not be rounded, as far as is known."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from .. import codec
 from ..config import Config
+from ..offload import PackStream
 from ..policies import Bits, Plan, Policy, one_width
 from .naming import RECOMPUTED
 from .one_bit import OneBit
@@ -21,9 +25,14 @@ from .roles import Role
 class Encoder:
     """Encodes the saved tensors of one model."""
 
-    def __init__(self, model: nn.Module, config: Config, policy: Policy, rank: int) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, policy: Policy, rank: int, stream: PackStream | None = None
+    ) -> None:
+        """stream: what tensors are rounded on; None for that which computes."""
+        self._stream = stream
         self.group_size = config.group_size
-        self.examples = Examples(model, config.group_size, ranked=policy.example_columns > 0)
+        self._by_column = config.layout == "columns"
+        self.examples = Examples(model, config.group_size, policy.example_columns > 0, self._by_column)
         self.keys = RoundingKeys(config.seed, rank)
         self._min_numel = max(config.min_numel, 1)
         self.fraction = 1.0
@@ -48,7 +57,7 @@ class Encoder:
 
     def rounds(self, tensor: Tensor) -> bool:
         """Whether a tensor may be rounded, as far as its type and size tell."""
-        if not self._rounds or not self.is_large(tensor):
+        if not self._rounds or tensor.numel() < self._min_numel:
             return False
         return tensor.is_floating_point() or tensor.is_complex()
 
@@ -61,8 +70,9 @@ class Encoder:
 
         Not in a block that runs again in the backward: what that saves is measured as it is rounded.
         """
-        may = self.may_derive and RECOMPUTED not in name
-        return may and self.is_large(tensor) and plan.bits_of(name) is not None
+        if not self.may_derive or RECOMPUTED in name:
+            return False
+        return self.is_large(tensor) and plan.bits_of(name) is not None
 
     def encode(
         self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None
@@ -89,13 +99,24 @@ class Encoder:
         return self.pack(tensor, bits, self.keys.seed(name))
 
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
+        """Round a tensor, on a stream of its own if there is one."""
+        if self._stream is None or not self._stream.takes(tensor):
+            return self._rounded(tensor, bits, seed)
+        packed, ready = self._stream.run(tensor, partial(self._rounded, tensor, bits, seed), attrgetter("payload"))
+        return replace(packed, ready=ready)
+
+    def _rounded(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
         """Round a tensor to its bits; to their average if they are for examples and the tensor is not made of those."""
         if isinstance(bits, tuple) and self.examples.make_up(tensor):
-            return codec.pack(tensor, self.examples.widths_of(tensor, bits), seed, self.group_size)
-        width = one_width(bits)
+            return codec.pack(tensor, self.examples.widths_of(tensor, bits), seed, self.group_size, self._by_column)
+        width = bits if type(bits) is int else one_width(bits)
         if width is None:
             return codec.pack(tensor, None)
-        return self._pack(tensor, width, seed, self.group_size)
+        return self._pack(tensor, width, seed, self.group_size, self._by_column)
+
+    def columns_of(self, tensor: Tensor, fraction: float) -> int:
+        """Columns by which a tensor is grouped, if this is a part of it. See codec.columns_of()."""
+        return codec.columns_of(tensor, self.group_size, fraction, self._by_column)
 
 
 class RoundingKeys:

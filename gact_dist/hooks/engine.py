@@ -30,7 +30,7 @@ from .._torch_internals import (
 )
 from ..config import Config
 from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, own_part, unwrap
-from ..offload import HostOffload, OffloadStatistics
+from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
@@ -54,8 +54,6 @@ from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Sink, Store
 
-_UNTIMED = nullcontext()
-
 
 class LearntNames(NamedTuple):
     """What was learnt about saved tensors in earlier steps, by name."""
@@ -77,7 +75,8 @@ class SavedTensorHooks:
     ) -> None:
         self._model, self.config = model, config
         self.policy = policy_of(config) if policy is None else policy
-        self.encoder = Encoder(model, config, self.policy, rank)
+        stream = open_pack_stream(model) if config.pack_stream else None
+        self.encoder = Encoder(model, config, self.policy, rank, stream)
         self._roles = KnownRoles(config)
         self._job = Store(self.encoder, self.policy.first_plan, Account(), offload, self._roles.derived)
         self._sink: Sink = self._job
@@ -354,8 +353,11 @@ class SavedTensorHooks:
     # -- pack ---------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        frame = caller()
-        with self.clock or _UNTIMED, without_modes():
+        frame = sys._getframe().f_back  # as caller(), without the call
+        if self.clock is None:
+            with without_modes():
+                return self._pack_from(tensor, frame)
+        with self.clock, without_modes():
             return self._pack_from(tensor, frame)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
@@ -364,13 +366,16 @@ class SavedTensorHooks:
             return self._pack_in_backward(tensor, frame)
         if self._readers is not None:
             self._readers.examine_below(tensor)
+        if type(tensor) is nn.Parameter and frame is not None:
+            return Kept(tensor, True, self.encoder.may_derive)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
         if self._is_of_model(tensor):
             return Kept(tensor, True, self.encoder.may_derive)
-        self._instruction = instruction(frame, self._readers is not None) if self._sink is self._job else None
+        sink, rounds = self._sink, self.policy.rounds
+        self._instruction = instruction(frame, self._readers is not None) if sink is self._job else None
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
         site = call_site(frame, tensor)
@@ -381,16 +386,16 @@ class SavedTensorHooks:
         record = self._storages.of(tensor)
         if site.checkpoint is not None:
             self._bypassing.add_held(site.checkpoint)
-            if tensor.is_floating_point() and self.policy.rounds:
+            if tensor.is_floating_point() and rounds:
                 return self._pack_block_input(tensor, record, site, site.checkpoint)
         else:
             self._roles.latest_call = None
         read = read_by(frame)
-        if read is not None and not self._sink.wants_role(tensor):
+        if read is not None and not sink.wants_role(tensor):
             read = None  # it is exact anyway
-        sign_only = self.policy.rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
+        sign_only = rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
         if sign_only:
-            record.relu_versions.add(tensor._version)
+            record.relu_versions |= {tensor._version}
         elif read is None:
             alias = _alias(tensor, record)
             if alias is not None:
@@ -509,10 +514,11 @@ class SavedTensorHooks:
         role: Role.SIGN, or else as it is found. read: what is read of it if that is one bit.
         """
         name = self._namer.name(tensor, site)
-        rounds = self.policy.rounds
-        target = self._bases.what_to_store(tensor, name, record) if rounds and read is None else tensor
-        if self._bases.grew:
-            self._bases.grew, self._roles.observe_next = False, True
+        rounds, target = self.policy.rounds, tensor
+        if rounds and read is None and tensor._is_view():
+            target = self._bases.what_to_store(tensor, name, record)
+            if self._bases.grew:
+                self._bases.grew, self._roles.observe_next = False, True
         own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
         role = self._role_in_function(target, name, own, site) if rounds else own
         captured = Captured(target, name, role, record, None, read)
@@ -529,7 +535,10 @@ class SavedTensorHooks:
 
     def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
         """What a custom function that is saving makes of a tensor's role."""
-        place = "" if site.function is None else self._namer.place(site, site.function.name)
+        if site.function is None:
+            self._functions.leave()
+            return role
+        place = self._namer.place(site, site.function.name)
         known = Role.ACTIVATION if role is Role.UNREAD else role
         found = self._functions.role(tensor, name, known, site.function, place, self._sink.records)
         return role if found is known else found
@@ -612,18 +621,19 @@ class SavedTensorHooks:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""
         record = self._storages.of(tensor)
         if part not in record.bypassing:
-            record.bypassing.add(part)
+            record.bypassing |= {part}
             self._sink.note_bypassing(Captured(tensor, self._namer.bypassing(operator), None, record))
 
 
 def _without_codec(tensor: Tensor) -> bool:
     """Whether a tensor is of a kind that no codec knows."""
-    special = tensor.is_meta or tensor.is_quantized or tensor.is_nested
-    return special or tensor.layout != torch.strided or is_inside_transform(tensor)
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return True
+    return tensor.is_nested or is_inside_transform(tensor)
 
 
 def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
-    found = find_stored(tensor, record)
+    found = find_stored(tensor, record) if record.stored else None
     return None if found is None else View(found[0], tensor, *found[1:])
 
 

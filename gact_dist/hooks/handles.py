@@ -59,9 +59,9 @@ Content = Tensor | codec.Packed | Recipe
 
 def decoded(content: Content) -> Tensor:
     """The tensor that it stands for, which an alias shares its memory with."""
-    if isinstance(content, Tensor):
-        return content.detach()
-    return content.make() if isinstance(content, Recipe) else codec.unpack(content)
+    if isinstance(content, codec.Packed):
+        return codec.unpack(content)
+    return content.make() if isinstance(content, Recipe) else content.detach()
 
 
 class Stored:
@@ -78,8 +78,10 @@ class Stored:
     def keep(self, payload: Content, tensor: Tensor, offload: HostOffload | None) -> None:
         """Keep this payload of a tensor, in place of what was kept before."""
         self.offloaded: Payload | None = None
-        self.payload = payload if offload is None else self._place(payload, offload)
-        self.witness = self.payload if isinstance(self.payload, Tensor) else version_witness(tensor)
+        if offload is not None:
+            payload = self._place(payload, offload)
+        self.payload = payload
+        self.witness = payload if isinstance(payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
     def _place(self, payload: Content, offload: HostOffload) -> Content:
@@ -131,14 +133,16 @@ class Stored:
 
     def restore(self) -> Tensor:
         """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
-        if self.is_modified:
+        if self.witness._version != self.version:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         if self.on_restore is not None:
             self.on_restore(self)
-        fetched = None if self.offloaded is None else self.offloaded.fetch()
-        if fetched is not None and isinstance(self.payload, codec.Packed):
-            return codec.unpack(codec.with_payload(self.payload, fetched))
-        return decoded(self.payload)
+        payload = self.payload
+        if self.offloaded is not None:
+            fetched = self.offloaded.fetch()
+            if fetched is not None and isinstance(payload, codec.Packed):
+                return codec.unpack(codec.with_payload(payload, fetched))
+        return decoded(payload)
 
 
 class Replaceable:
@@ -301,12 +305,14 @@ class Kept:
     def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False) -> None:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
         it is a vector, for recipes: sharding may have taken the parameter away before one is made."""
-        is_vector = copies and tensor.dim() == 1 and type(tensor) in PLAIN_OR_PARAMETER
-        self.vector = tensor.detach().clone() if is_vector else None
+        self.vector: Tensor | None = None
+        if copies and tensor.dim() == 1 and type(tensor) in PLAIN_OR_PARAMETER:
+            self.vector = tensor.detach().clone()
         self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.
-        self.tensor = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        is_plain = type(tensor) is Tensor  # isinstance() of a parameter's class runs Python of torch's
+        self.tensor = tensor if not is_plain and isinstance(tensor, nn.Parameter) else tensor.detach()
         self.version = tensor._version
 
     def restore(self) -> Tensor:
@@ -334,8 +340,9 @@ def version_witness(tensor: Tensor) -> Tensor:
     It lets unpack see that the original was modified in place after all of the original's memory has been freed.
     """
     key = (tensor.dtype, tensor.device, is_fake(tensor))
-    if key not in _EMPTY:
-        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     witness = tensor.detach()
-    witness.data = _EMPTY[key]
+    witness.data = empty
     return witness

@@ -106,6 +106,7 @@ class KnownRoles:
         module: the one whose forward is running. recording: roles are looked at when the forward is over. instruction:
         that saves it, in a step of the job; a measurement replaces operators.
         """
+        observer = self._observer
         if site.checkpoint is not None:
             return self.role_of_block_input(tensor, name, site.checkpoint, recording)
         if site.in_backward and role_of_itself(tensor) is None:  # its operators are observed by no mode
@@ -114,19 +115,19 @@ class KnownRoles:
             return Role.STATISTIC
         if site.region is not None and tensor.grad_fn is None:
             return self._regions.role(site.region, name, tensor)
-        if self._observer is not None and self._observer.holds_mask(tensor):
+        if observer is not None and observer.holds_mask(tensor):
             return self._found(tensor, name, Role.STATISTIC)
         found = role_of_itself(tensor)
         if found is Role.STATISTIC or (found is not None and site.region is not None):
             return found
-        if found is None and self._observer is not None:
-            found = self._observer.role(tensor)
+        if found is None and observer is not None:
+            found = observer.role(tensor)
             if found is not Role.ACTIVATION:
                 return self._found(tensor, name, found)
         known = self.remembered(tensor, name, instruction)
         if known is Role.ACTIVATION and module is None and (name, site.line) not in self._top_level:
             known = None
-        if self._observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
+        if observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
             known = None  # of another tensor: the observer would have found the role again
         if known is not None:
             return known
@@ -150,8 +151,11 @@ class KnownRoles:
         """
         if instruction is not None and self._instructions.setdefault(name, instruction) != instruction:
             return None
-        role, kind = self.by_name.get(name), (tensor.dtype, tensor.dim())
-        if role is None or self._kinds.setdefault(name, kind) != kind:
+        role = self.by_name.get(name)
+        if role is None:
+            return None
+        kind = tensor.dtype, tensor.dim()
+        if self._kinds.setdefault(name, kind) != kind:
             return None
         if role is Role.BINARY and not (is_fake(tensor) or (tensor.device.type == "cpu" and codec.is_binary(tensor))):
             # an accelerator would have to be waited for; torch saves its dropout's noise as booleans there

@@ -136,7 +136,7 @@ class Namer:
         """recomputed: whether what is named is saved inside of a checkpointed block."""
         self.scope, self.recomputed = scope, recomputed
         self._counts: dict[tuple, int] = {}
-        self._names: dict[tuple, str] = {}
+        self._names: dict[tuple, list[str]] = {}  # the names of one series, in order of occurrence
 
     def reset(self) -> None:
         self._counts.clear()
@@ -185,14 +185,17 @@ class Namer:
         return self.scope.stack[-1][0] if self.scope.stack else None
 
     def _numbered(self, path: str | None, operator: str, site: str | None) -> str:
-        operator += RECOMPUTED if self.recomputed else ""
+        if self.recomputed:
+            operator += RECOMPUTED
         key = (path, operator, site)
         occurrence = self._counts.get(key, 0)
         self._counts[key] = occurrence + 1
-        name = self._names.get((key, occurrence))
-        if name is None:
-            name = self._names[key, occurrence] = _spell(path, operator, site, occurrence)
-        return name
+        names = self._names.get(key)
+        if names is None:
+            names = self._names[key] = []
+        if occurrence == len(names):
+            names.append(_spell(path, operator, site, occurrence))
+        return names[occurrence]
 
 
 def producer(tensor: Tensor) -> Any:

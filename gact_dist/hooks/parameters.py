@@ -28,34 +28,46 @@ _PRODUCTS = frozenset({"Mul", "Div"})
 _MOST_NODES = 64
 _FROM_ACTIVATIONS = "gact_dist: computed from activations"
 """in a node's metadata"""
+_LEAF = "torch::autograd::AccumulateGrad"
+_MAY_KEEP_PARAMETERS = _VIEWS_AND_CASTS | _PARAMETER_ARITHMETIC | {_LEAF}
+"""the operators whose result is made from parameters if their operands are"""
 
 
 def made_from_parameters(node: Any) -> bool:
     """Whether everything below an autograd node is a view, a cast or arithmetic on parameters: an average, a low-rank
     update of a weight, its spectral norm. See [Note: operands without a graph]."""
-    made = node is not None and _is_made_from_parameters(node)
-    if node is not None and not made:
+    if node is None or operator_name(node.name()) not in _MAY_KEEP_PARAMETERS:
+        return False
+    made = _is_made_from_parameters(node)
+    if not made:
         node.metadata[_FROM_ACTIVATIONS] = True  # so that those which are computed from it are known at once
     return made
+
+
+def _is_from_activations(node: Any) -> bool:
+    """Whether that is known of a node without a look at its operands."""
+    return operator_name(node.name()) not in _MAY_KEEP_PARAMETERS or _FROM_ACTIVATIONS in node.metadata
 
 
 def _is_made_from_parameters(node: Any) -> bool:
     pending, left = [node], _MOST_NODES
     while pending:
         node = pending.pop()
-        if node is None or _FROM_ACTIVATIONS in node.metadata:
+        if node is None:
             return False
         operator = operator_name(node.name())
-        if operator == "torch::autograd::AccumulateGrad":
+        if operator == _LEAF:
             if not isinstance(node.variable, nn.Parameter):
                 return False
             continue
+        if _FROM_ACTIVATIONS in node.metadata:
+            return False
         left -= 1
         if operator in _VIEWS_AND_CASTS:
             pending.append(node.next_functions[0][0])
         elif left > 0 and operator in _PARAMETER_ARITHMETIC:
             operands = _operands(node, operator)
-            if not operands or any(_FROM_ACTIVATIONS in below.metadata for below in operands):
+            if not operands or any(map(_is_from_activations, operands)):
                 return False
             pending.extend(operands)
         else:
@@ -160,7 +172,8 @@ class ParameterRecognition:
             return True
         if tensor.grad_fn is not None:
             return made_from_parameters(tensor.grad_fn)
-        if isinstance(tensor._base, nn.Parameter):
+        base = tensor._base
+        if base is not None and isinstance(base, nn.Parameter):
             return True
         if storage_id(tensor) in self._owned:
             return True

@@ -50,8 +50,8 @@ class Examples:
     ranked: whether they may have widths of their own; without that nothing is watched.
     """
 
-    def __init__(self, model: nn.Module, group_size: int, ranked: bool) -> None:
-        self._ranked = ranked
+    def __init__(self, model: nn.Module, group_size: int, ranked: bool, by_column: bool = True) -> None:
+        self._ranked, self._by_column = ranked, by_column
         self._group_size = group_size
         self.count: int | None = None
         """in the current or last forward; None if its inputs share no first dimension"""
@@ -102,7 +102,7 @@ class Examples:
 
     def columns_of(self, tensor: Tensor) -> int:
         """Columns by which the codec groups a tensor, or its examples if they have widths of their own."""
-        columns = codec.columns_of(tensor, self._group_size)
+        columns = codec.columns_of(tensor, self._group_size, by_column=self._by_column)
         if not self.make_up(tensor):
             return columns
         numel = tensor.numel() * (2 if tensor.is_complex() else 1)

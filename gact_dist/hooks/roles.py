@@ -105,12 +105,14 @@ _NEXT_TO_LOSS = "LogSoftmaxBackward0"
 
 def role_of_itself(tensor: Tensor) -> Role | None:
     """The role of a floating tensor as far as its type, its shape and the node that made it tell."""
-    if tensor.dtype not in _COMPRESSIBLE or tensor.numel() == 1 or (tensor.dim() > 1 and tensor.shape[-1] == 1):
+    shape = tensor.shape
+    if tensor.dtype not in _COMPRESSIBLE or tensor.numel() == 1 or (len(shape) > 1 and shape[-1] == 1):
         # a last dimension of one is what a reduction leaves behind, and one element takes more room packed
         return Role.STATISTIC
-    if tensor.grad_fn is None:
+    node = tensor.grad_fn
+    if node is None:
         return None
-    operator = tensor.grad_fn.name()
+    operator = node.name()
     statistic = operator == _NEXT_TO_LOSS or (tensor.output_nr > 0 and operator in _NORMALISATION_NODES)
     return Role.STATISTIC if statistic else Role.ACTIVATION
 

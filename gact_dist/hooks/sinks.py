@@ -118,12 +118,13 @@ class Store(Sink):
         payload = self._content_of(tensor, name, role, read)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
-        self.account.add(tensor, name, record, payload, stored.host_bytes)
+        self.account.add(tensor, name, record, payload, 0 if stored.offloaded is None else stored.host_bytes)
         return stored
 
     def _content_of(self, tensor: Tensor, name: str, role: Role | None, read: OneBit | None = None) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
-        if role is Role.ACTIVATION and read is None and self._encoder.derives(tensor, name, self.plan):
+        encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
+        if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
             recipe = self._derived.recipe(name, tensor, self._encoder.fraction)
             if recipe is not None:
                 return recipe
@@ -176,7 +177,7 @@ class Store(Sink):
 
     def after(self, node: Any) -> None:
         """See Sink.after."""
-        made = self._logsumexp.after(node)
+        made = None if node is None else self._logsumexp.after(node)
         if made is not None:
             self.account.derive(made.name)
 

@@ -6,7 +6,7 @@ CudaDevice has never run on a GPU; tests/gpu/test_offload_cuda.py is written for
 
 import mmap
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ class Event(Protocol):
 
 
 class Device(ABC):
-    """One accelerator with a stream for copies to the host and one for copies back.
+    """One accelerator with a stream for copies to the host, one for copies back and one to pack on.
 
     No method but free_host and synchronize waits for the device. What a stream is depends on the implementation;
     streams and events of one device are never passed to another.
@@ -36,6 +36,16 @@ class Device(ABC):
     """copies to the host, in the order in which they are queued"""
     in_stream: Any
     """copies to the device, in the order in which they are queued"""
+    pack_stream: Any
+    """kernels that pack, beside the stream that computes; see pack_stream.py"""
+
+    @abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which the stream is the current one."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether what is queued on the current stream goes into a graph that is replayed."""
 
     @abstractmethod
     def current_stream(self) -> Any:
@@ -107,6 +117,13 @@ class CudaDevice(Device):
         self.device = device
         self.out_stream = torch.cuda.Stream(self.device)
         self.in_stream = torch.cuda.Stream(self.device)
+        self.pack_stream = torch.cuda.Stream(self.device)
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

@@ -213,7 +213,7 @@ def rounding_of(
     if columns is None:
         columns = encoder.examples.columns_of(tensor)
         if columns == 1 and not encoder.examples.make_up(tensor):
-            columns = codec.columns_of(tensor, encoder.group_size, fraction)
+            columns = encoder.columns_of(tensor, fraction)
     variance = codec.rounding_variance(values, weights, encoder.group_size, columns).cpu()
     rows = values.numel() // columns
     if columns == 1 or rows >= encoder.group_size or rows < 2:

@@ -40,7 +40,7 @@ from .state import State, bounded
 
 _log = logging.getLogger(__name__)
 # What may differ between ranks without changing what they do together.
-_OF_A_RANK = {"seed", "offload", "compile_hooks", "plan_file", "run_dir"}
+_OF_A_RANK = {"seed", "offload", "compile_hooks", "pack_stream", "plan_file", "run_dir"}
 _LONGEST_INTERVAL = 8  # in adapt_intervals
 _RETRIES = (1, 8, 64, 512)
 """optimizer steps from one attempt to measure something to the next, as long as nothing could be measured"""

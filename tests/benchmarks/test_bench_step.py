@@ -94,7 +94,7 @@ def test_every_strategy_with_a_level_has_one_without():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_offloads_needs_a_gpu(name):
-    others = {"save_on_cpu", "async offload"}
+    others = {"save_on_cpu", "async offload", "L1, pack stream", "L1, memory, pack stream"}
     assert STRATEGIES[name].needs_cuda == (name in others or without_offload(name) != name)
 
 

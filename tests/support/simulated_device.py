@@ -8,6 +8,8 @@ that is freed, read or written while a copy uses it, and copies that do not wait
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -97,15 +99,27 @@ class Simulated(Device):
     host_bytes: int = 0
     peak_host_bytes: int = 0
     host_allocations: int = 0
+    capturing: bool = False
     copies: list[Copy] = field(default_factory=list)
 
     device = torch.device("cpu")
 
     def __post_init__(self) -> None:
         self.current = self.compute = Stream("compute")
-        self.out_stream, self.in_stream = Stream("out"), Stream("in")
+        self.out_stream, self.in_stream, self.pack_stream = Stream("out"), Stream("in"), Stream("pack")
         self._host_floor_s = 0.0
         self._pending: list[Copy] = []
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     @property
     def host_s(self) -> float:
