@@ -298,7 +298,7 @@ def test_another_forward_in_the_second_step_is_measured_anew_at_once(long_steps,
         return loss(batch)
 
     job.loss = refusing
-    with caplog.at_level("INFO", logger="gact_dist"):
+    with caplog.at_level("DEBUG", logger="gact_dist"):
         job.steps(2)
     assert "the loss function refuses examples of an earlier step: one label" in caplog.text
     assert job.parts == [1, 1, 1, 0]

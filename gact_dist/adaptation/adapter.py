@@ -539,7 +539,7 @@ class Adapter:
         try:
             found = paused.measurement.resume(partial(now.batch.on_earlier, paused.examples))
         except ResumeError as error:
-            _log.info("%s: measuring on the examples of this step at once", error)
+            _log.debug("%s: measuring on the examples of this step at once", error)
             now.pauses = False
             return None
         if isinstance(found, Paused):

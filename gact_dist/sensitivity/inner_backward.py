@@ -120,7 +120,7 @@ class ReadProducts:
         self._gradients = [part for part in found if part is not None and part.requires_grad]
         if inner.opaque:
             names = ", ".join(sorted(set(inner.opaque)))
-            _log.info("backward of %s has no derivative: measuring by perturbation", names)
+            _log.debug("backward of %s has no derivative: measuring by perturbation", names)
             self._gradients = []
         for node in set(nodes_below(self._gradients)).difference(nodes):
             self._made_by.setdefault(node, _OUTER)
@@ -209,7 +209,7 @@ def squared_products(
         raise
     except RuntimeError as error:
         first_line = str(error).split("\n", 1)[0]
-        _log.info("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line)
+        _log.debug("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line)
         return {}
     return {record: squares[edge] for record, edge in real.items() if edge in squares}
 

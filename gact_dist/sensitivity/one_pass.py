@@ -153,7 +153,7 @@ def measure(
         except (CutError, OpaqueError, ReplayError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
-            _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
+            _log.debug("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
             if not blocks:
                 break
             blocks = _blocks_after(error, blocks)
@@ -168,7 +168,7 @@ def measure(
                 with backward():
                     return _perturbed(hooks, perturb(graph, graph.compressible))
             except BackwardError as error:
-                _log.info("%s: measuring by perturbation, with a forward for every tensor", error)
+                _log.debug("%s: measuring by perturbation, with a forward for every tensor", error)
             del graph, exact
     records.clear()
     del root
@@ -210,7 +210,7 @@ def _of_compiled(
         with runs.isolated():
             roundings = _roundings(hooks, runs.compiled(), known)
     perturbed = measure_by_rerun(runs, list(compressible), roundings, seed)
-    _log.info("compiled regions: %d tensors measured in one pass, %d by perturbation", len(known), len(perturbed))
+    _log.debug("compiled regions: %d tensors measured in one pass, %d by perturbation", len(known), len(perturbed))
     return [
         replace(known[name], name=name, examples=None)
         if name in known
@@ -243,7 +243,7 @@ def _without_compiler(
                 walked = way.measured(blocks, forward)
             return {item.name: item for item in walked}
         except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
-            _log.info("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
+            _log.debug("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
             if not blocks or isinstance(error, InnerBackwardError):
                 return {}
             blocks = _blocks_after(error, blocks)

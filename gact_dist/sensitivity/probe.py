@@ -116,7 +116,9 @@ class ProbeBatch:
                 error = str(refused).split("\n", 1)[0]
             if parts > 1:
                 parts = (parts + 1) // 2
-                _log.info("the model does not run on so few examples (%s): they are measured in %d parts", error, parts)
+                _log.debug(
+                    "the model does not run on so few examples (%s): they are measured in %d parts", error, parts
+                )
                 continue
             if isinstance(self._batch, Observation) and self._batch.fraction < 1.0:  # which keeps no more than these
                 raise MeasurementError(

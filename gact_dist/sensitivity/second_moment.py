@@ -96,7 +96,7 @@ def walked(
         except (CutError, ReplayError, InnerBackwardError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
-            _log.info("%s: drawing gradients with what is around it", error)
+            _log.debug("%s: drawing gradients with what is around it", error)
             blocks = [block for block in blocks if isinstance(error, CutError) and not error.concerns(block)]
     return of_whole()
 

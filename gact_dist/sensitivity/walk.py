@@ -334,7 +334,7 @@ class Walk:
         def fallback(error: OpaqueError) -> list[Any]:
             if between is not self._forward.last or not self._forward.visits:
                 raise error  # the blocks after it need its tangents; or the whole model is one part
-            _log.info("%s: what the loss saves is measured by perturbation", error)
+            _log.debug("%s: what the loss saves is measured by perturbation", error)
             return []
 
         entered = iter((yield from self._differentiated(part, entering, tangents, used, fallback)))
@@ -356,7 +356,7 @@ class Walk:
             found = [item for item in found if item not in through]
 
             def fallback(error: OpaqueError) -> list[Any]:
-                _log.info("%s: what its block saves is measured by perturbation", error)
+                _log.debug("%s: what its block saves is measured by perturbation", error)
                 return self._by_difference(visit, gradients, tangents)
 
             self._waits = part.is_open and replay is not None

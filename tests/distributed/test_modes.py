@@ -32,7 +32,9 @@ def in_every_run(cell: Cell) -> bool:
     """Of the eager cells each row has two, in turn under two of the checkpoints and in either precision."""
     row, checkpoint = list(ROWS).index(cell.row), CHECKPOINTS.index(cell.checkpoint)
     precision = PRECISIONS[(row // 2 + checkpoint // 2) % 2]
-    return cell in COMPILED or (cell.execution == "eager" and (row + checkpoint) % 2 == 0 and cell.precision == precision)
+    return cell in COMPILED or (
+        cell.execution == "eager" and (row + checkpoint) % 2 == 0 and cell.precision == precision
+    )
 
 
 def parameters(refused: bool) -> list:

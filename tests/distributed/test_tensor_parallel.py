@@ -40,7 +40,7 @@ def calibrated(
     logger, messages = logging.getLogger("gact_dist"), Messages()
     level = logger.level
     logger.addHandler(messages)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         gact = gact_dist.attach(model, config=Config(min_numel=16, estimator=estimator), process_group=group)
         gact.calibrate(loss, batch, samples=SAMPLES)

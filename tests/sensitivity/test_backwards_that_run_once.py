@@ -101,7 +101,7 @@ JOBS = [
 
 @pytest.mark.parametrize("make", JOBS)
 def test_their_jobs_are_measured_compared_and_trained(make, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     model, batch, loss_fn = make()
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=16, adapt_interval=2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -148,7 +148,7 @@ def test_a_chunked_loss_keeps_no_logits_and_is_exact_with_exact_codecs():
 @has_chunked
 @pytest.mark.parametrize(("loss", "lines"), [(plain, 1), (chunked, 0)])
 def test_the_log_names_a_large_log_softmax_once(loss, lines, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     model, batch, loss_fn = job(loss)
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=16, adapt_interval=1))
     for _ in range(3):

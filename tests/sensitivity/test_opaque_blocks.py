@@ -27,7 +27,7 @@ def test_the_variance_of_the_gradient_is_predicted(name, in_sections, caplog, mo
         monkeypatch.setattr(sections, "LEAST_BYTES", 1)
     case = block_models.made_opaque(name)
     hooks = SavedTensorHooks(case.model, Config(min_numel=0, bits=BITS), 0)
-    with caplog.at_level(logging.INFO, logger="gact_dist"):
+    with caplog.at_level(logging.DEBUG, logger="gact_dist"):
         found = measure(hooks, case.model, lambda: case.loss_fn(case.batch), seed=1, probes=DIRECTIONS)
     hooks.close()
     perturbed = [item.name for item in found if item.by_perturbation]

@@ -112,7 +112,7 @@ def function_job(function):
 def test_a_backward_that_autograd_refuses_to_differentiate_is_measured_by_perturbation(caplog):
     model, loss_fn, batch = function_job(OutProduct)
     gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=0))
-    with caplog.at_level(logging.INFO, logger="gact_dist"):
+    with caplog.at_level(logging.DEBUG, logger="gact_dist"):
         gact.calibrate(loss_fn, batch, samples=16)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("gact_dist")]
     assert len(lines) == 1

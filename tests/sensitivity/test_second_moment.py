@@ -227,7 +227,7 @@ def test_gradients_are_there_for_one_block_and_one_pass_at_a_time(monkeypatch):
 
 def test_a_block_that_cannot_run_alone_is_measured_with_what_is_around_it(exact_boundaries, visited, caplog):
     job = Measured((lambda: seeded(InPlace), ()), 4)
-    with caplog.at_level(logging.INFO, "gact_dist"):
+    with caplog.at_level(logging.DEBUG, "gact_dist"):
         found = job.moments()
     assert [record.getMessage() for record in caplog.records] == [
         "it modifies an input in place: drawing gradients with what is around it"
