@@ -8,6 +8,8 @@ from benchmarks.adaptation import bench_adaptation
 from benchmarks.adaptation.bench_adaptation import INTERVAL, Case, Round, main, measure, measure_first, measure_gact
 
 TINY = Case(1, 2, 8)
+PERIOD = INTERVAL + 1
+"""steps from the end of one adaptation of it to the end of the next, which measures in one and compares in another"""
 
 
 def test_an_adaptation_over_several_steps_is_summed_and_its_longest_step_taken_whole():
@@ -23,12 +25,12 @@ def test_a_round_holds_one_adaptation_and_the_untouched_steps_run_as_often(monke
     def seconds(action) -> float:
         action()
         calls.append(action)
-        return 1.0 if len(calls) % 3 else (31.0 if len(calls) // 3 % INTERVAL == 0 else 1.0)
+        return 1.0 if len(calls) % 3 else (31.0 if len(calls) // 3 % PERIOD == 0 else 1.0)
 
     monkeypatch.setattr(bench_adaptation, "seconds", seconds)
     row = measure(TINY, rounds=2)
-    # the first adaptation ends in the first step; each of the following takes the last step of its interval
-    assert len(calls) == 3 * (1 + 2 * INTERVAL)
+    # the first adaptation ends in the first step; each of the following in the last step of its period
+    assert len(calls) == 3 * (1 + 2 * PERIOD)
     assert (row.plain_step_s, row.compressed_step_s, row.total_steps, row.longest_step_steps) == (1.0, 1.0, 30.0, 31.0)
     assert row.compressible_tensors > 5
 
