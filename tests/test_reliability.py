@@ -94,11 +94,27 @@ def test_a_fault_of_a_codec_is_found(monkeypatch):
         "gact_dist.hooks.handles.View.within",
         lambda self, base: base.as_strided(self.size, self.stride, base.storage_offset()),
     )
+    monkeypatch.setattr(fuzz_saved_tensors, "_UNTOUCHED_RUNS", 3)
     tally = fuzz_saved_tensors.Tally()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fuzz_saved_tensors.run_batch(0, 2000, tally, (hypothesis.Phase.generate,))
     assert len(tally.differences) == 1
+
+
+def test_what_an_untouched_run_gives_now_and_then_is_no_difference(monkeypatch):
+    """Torch's own results may depend on where tensors lie."""
+    case = next(iter(FOUND.values()))
+
+    def check(*runs: str) -> None:
+        found = iter(runs)
+        monkeypatch.setattr(fuzz_saved_tensors, "observe", lambda case, compressed: [next(found)])
+        fuzz_saved_tensors.check(case)
+
+    monkeypatch.setattr(fuzz_saved_tensors, "_UNTOUCHED_RUNS", 3)
+    check("usual", "rare", "usual", "usual", "rare")
+    with pytest.raises(AssertionError, match="observation 0"):
+        check("usual", "other", "usual", "rare", "usual")
 
 
 def test_faults_in_a_long_job_leave_nothing_alive():

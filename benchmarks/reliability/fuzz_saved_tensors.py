@@ -13,8 +13,8 @@ twice on the same values: untouched, and with gact_dist storing every tensor exa
 * host: policy exact, offloaded to the host of a simulated device. Copies are kept.
 
 All values, gradients, shapes, strides, versions, random numbers and errors must be the same: tensors bit for bit,
-errors by their type, and whether they tell of a modification in place. A program that differs is reduced by hypothesis
-and printed as the call of check() that repeats it.
+errors by their type, and whether they tell of a modification in place. A program that differs, and never did the same
+in a thousand further untouched runs, is reduced by hypothesis and printed as the call of check() that repeats it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from gact_dist import Config, Controller, attach, codec
 from gact_dist.policies import Plan
 
 CASES_A_BATCH = 1000
+_UNTOUCHED_RUNS = 1000
 MOST_ELEMENTS = 2000
 MOST_TENSORS = 40
 # What errors tell of: a saved tensor was modified in place, in torch's words and in ours; or it lost its graph, by
@@ -608,11 +609,27 @@ def check(case: Case) -> list[Any]:
     for number, (expected, got) in enumerate(zip(untouched, compressed, strict=False)):
         if DETACHED in expected:
             return untouched
+        if expected != got and _torch_gives(compressed, case):
+            return compressed
         if expected != got:
             raise AssertionError(f"observation {number} of {case}:\n{_short(expected)}\n{_short(got)}")
     if len(untouched) != len(compressed):
         raise AssertionError(f"{len(untouched)} and {len(compressed)} observations of {case}")
     return untouched
+
+
+def _torch_gives(compressed: list[Any], case: Case) -> bool:
+    """Whether the untouched program does the same now and then.
+
+    Products of complex numbers differ in their last bit by where tensors lie in memory: in one case of 80,000, and in
+    8 of 2,487 untouched runs of that case.
+    """
+    for run in range(_UNTOUCHED_RUNS):
+        filled = [torch.empty(16 * (1 + (run + part) % 7), dtype=torch.uint8) for part in range(run % 40)]
+        if observe(case, compressed=False) == compressed:
+            return True
+        del filled
+    return False
 
 
 def _short(observed: Any) -> str:
