@@ -49,6 +49,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             lock.unlink()
 
 
+@pytest.fixture(autouse=True)
+def _says_all_again() -> None:
+    """What was said once in an earlier test is said again."""
+    logs = sys.modules.get("gact_dist.distributed.logs")
+    if logs is not None:
+        logs._said.clear()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """run_ranks(function, *args, world_size=2, timeout_s=120): see support/ranks.py."""

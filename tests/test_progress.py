@@ -17,14 +17,15 @@ SMALL = Config.from_level("L2", adapt_interval=2, min_numel=16)
 
 
 class Lines(logging.Handler):
-    """Collects what gact_dist logs for information about the job's progress."""
+    """Collects what gact_dist logs, from level INFO on, in the file with this name."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "gact_dist.steps.progress") -> None:
         super().__init__(logging.INFO)
+        self.name_of_file = name
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "gact_dist.steps.progress":
+        if record.name == self.name_of_file:
             self.texts.append(record.getMessage())
 
 
@@ -73,6 +74,45 @@ def test_only_the_first_rank_says_it(ranks):
     (_, first), (_, second) = ranks(said_on_a_rank)
     assert first[0] == f"{ATTACHED}, one plan for 2 ranks"
     assert len(first) == 3
+    assert second == []
+
+
+class WritesUnseen(nn.Module):
+    """Its forward changes a tensor of its own as an extension's kernel would: that cannot be seen and undone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(32, 10), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            self.count.add_(1)
+        return self.layer(x)
+
+
+def warned_of_in_place() -> tuple[int, list[str]]:
+    """(adaptations, what was said) where each adaptation finds the same."""
+    torch.manual_seed(3)
+    handler, log = Lines("gact_dist.sensitivity.in_place"), logging.getLogger("gact_dist")
+    log.addHandler(handler)
+    try:
+        gact = attach(DistributedDataParallel(model := WritesUnseen()), config=SMALL)
+
+        def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(model(batch), torch.arange(16)[: len(batch)] % 10)
+
+        for _ in range(3):
+            gact.calibrate(loss_fn, torch.randn(16, 32))
+        return len(gact.history), handler.texts
+    finally:
+        log.removeHandler(handler)
+
+
+def test_what_every_adaptation_of_every_rank_finds_is_said_once_by_the_first(ranks):
+    (adaptations, first), (_, second) = ranks(warned_of_in_place)
+    assert adaptations == 3
+    assert len(first) == 1
+    assert "changed tensors of shapes [(3,)] in place in a way that cannot be undone" in first[0]
     assert second == []
 
 

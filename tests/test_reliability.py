@@ -106,13 +106,14 @@ def test_what_an_untouched_run_gives_now_and_then_is_no_difference(monkeypatch):
     """Torch's own results may depend on where tensors lie."""
     case = next(iter(FOUND.values()))
 
-    def check(*runs: str) -> None:
+    def check(*runs: str) -> tuple:
         found = iter(runs)
         monkeypatch.setattr(fuzz_saved_tensors, "observe", lambda case, compressed: [next(found)])
-        fuzz_saved_tensors.check(case)
+        return fuzz_saved_tensors.check(case)
 
     monkeypatch.setattr(fuzz_saved_tensors, "_UNTOUCHED_RUNS", 3)
-    check("usual", "rare", "usual", "usual", "rare")
+    assert check("usual", "usual") == (["usual"], False)
+    assert check("usual", "rare", "usual", "usual", "rare") == (["rare"], True)
     with pytest.raises(AssertionError, match="observation 0"):
         check("usual", "other", "usual", "rare", "usual")
 

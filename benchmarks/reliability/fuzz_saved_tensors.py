@@ -599,8 +599,9 @@ def observe(case: Case, compressed: bool) -> list[Any]:
     return machine.finish()
 
 
-def check(case: Case) -> list[Any]:
-    """Raise AssertionError where gact_dist makes a difference; returns what the untouched program did.
+def check(case: Case) -> tuple[list[Any], bool]:
+    """Raise AssertionError where gact_dist makes a difference; returns what the untouched program did, and whether its
+    results differ between its own runs.
 
     Where torch refuses a saved tensor that was detached in place, comparison ends: under hooks its gradient is right.
     """
@@ -608,14 +609,14 @@ def check(case: Case) -> list[Any]:
     compressed = observe(case, compressed=True)
     for number, (expected, got) in enumerate(zip(untouched, compressed, strict=False)):
         if DETACHED in expected:
-            return untouched
+            return untouched, False
         if expected != got and _torch_gives(compressed, case):
-            return compressed
+            return compressed, True
         if expected != got:
             raise AssertionError(f"observation {number} of {case}:\n{_short(expected)}\n{_short(got)}")
     if len(untouched) != len(compressed):
         raise AssertionError(f"{len(untouched)} and {len(compressed)} observations of {case}")
-    return untouched
+    return untouched, False
 
 
 def _torch_gives(compressed: list[Any], case: Case) -> bool:
@@ -697,9 +698,10 @@ class Tally:
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     differences: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, case: Case, trace: list[Any]) -> None:
-        """Count a case and what happened in it."""
+    def add(self, case: Case, trace: list[Any], varies: bool) -> None:
+        """Count a case and what happened in it: what check() returns of it."""
         self.counts["cases"] += 1
+        self.counts["cases whose results differ between untouched runs"] += varies
         self.counts[f"stored by {case.storage}"] += 1
         errors = [item for item in trace if isinstance(item, tuple)]
         self.counts["instructions"] += (len(case.inside) + len(case.outside)) * case.steps
@@ -727,7 +729,7 @@ def run_batch(number: int, count: int, tally: Tally, phases: tuple[Phase, ...] =
     )
     @hypothesis.given(cases)
     def one(case: Case) -> None:
-        tally.add(case, check(case))
+        tally.add(case, *check(case))
 
     try:
         one()

@@ -252,11 +252,11 @@ class Verifier:
             except distributed.PeerFailedError:
                 pass  # that rank says why; if it can go on, so will this one
             except MeasurementError as error:
-                _log.info(_CANNOT_COMPARE, error)
+                distributed.say_once(_log, _CANNOT_COMPARE, error, level=logging.INFO)
             except REFUSALS as error:
                 if not batch.is_guess:
                     raise
-                _log.info(_CANNOT_COMPARE, _first_line(error))
+                distributed.say_once(_log, _CANNOT_COMPARE, _first_line(error), level=logging.INFO)
         return None, 1.0, True
 
     def _fault(self, seen: _Seen, plan: Plan, compare: _Compare) -> str | None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
+from ..profile import UNTOUCHED
 from .batch_search import Probe, largest, next_batch, says_out_of_memory
 from .figures import SPEEDS, max_batch_figures
 from .loading import JobArgument, load_function
@@ -40,11 +41,10 @@ from .output import (
 )
 from .page import page_of_figures
 from .pictures import check_can_draw, write_png
-from .trial import UNTOUCHED, Trial
+from .trial import OFF, Trial
 
 _FIRST = 4
 _RESOLUTION = 1 / 12
-_NAME_OF_UNTOUCHED = "untouched"
 _ON_CPU_BYTES = 2 << 30
 
 
@@ -59,8 +59,8 @@ class Method:
     @property
     def name(self) -> str:
         """For people."""
-        if self.level == UNTOUCHED:
-            return "checkpointing" if self.checkpoints else _NAME_OF_UNTOUCHED
+        if self.level == OFF:
+            return "checkpointing" if self.checkpoints else UNTOUCHED
         return f"{self.level} + checkpointing" if self.checkpoints else self.level
 
     @property
@@ -171,7 +171,7 @@ def _trial(
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if kind == "cuda" else None
     limit = bytes_of(memory) if memory else whole or _ON_CPU_BYTES
     return Trial(
-        job=job, batch=batch or 0, sequence=sequence, level=UNTOUCHED, checkpoints=False, memory_bytes=limit,
+        job=job, batch=batch or 0, sequence=sequence, level=OFF, checkpoints=False, memory_bytes=limit,
         device=kind, optimizer=optimizer,
     )  # fmt: skip
 
@@ -180,12 +180,12 @@ def _methods(levels: str | None, checkpoint: bool, device: str) -> list[Method]:
     wanted = ["L0", "L1", "L2", *(["L3"] if device == "cuda" else [])]
     if levels is not None:
         wanted = list(dict.fromkeys(level.strip() for level in levels.split(",")))
-    wanted = [UNTOUCHED if level == _NAME_OF_UNTOUCHED else level for level in wanted]
+    wanted = [OFF if level == UNTOUCHED else level for level in wanted]
     for level in wanted:
         try:
             offloads = Config.from_level(level).offload.enabled
         except ValueError as refused:
-            raise CommandError(f"{refused}; {_NAME_OF_UNTOUCHED!r} is the job without compression") from None
+            raise CommandError(f"{refused}; {UNTOUCHED!r} is the job without compression") from None
         if offloads and device != "cuda":
             raise CommandError(f"level {level} offloads from a GPU, and there is none: leave it out of --levels")
     return [Method(level, with_it) for with_it in ([False, True] if checkpoint else [False]) for level in wanted]
@@ -239,7 +239,7 @@ def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
 
 
 def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any]:
-    untouched = next((method.best for method in methods if method.name == _NAME_OF_UNTOUCHED), None)
+    untouched = next((method.best for method in methods if method.name == UNTOUCHED), None)
     rows = []
     for method in methods:
         best = method.best

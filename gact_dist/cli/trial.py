@@ -28,7 +28,7 @@ from .batch_search import Probe, says_out_of_memory
 from .loading import Job, UserCode, load_function, load_job
 from .output import CommandError
 
-UNTOUCHED = "L0"
+OFF = "L0"
 _ADAPTING_STEPS, _TIMED_STEPS = 8, 3
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 

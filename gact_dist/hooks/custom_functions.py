@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import storage_id
+from ..distributed import say_once
 from .function_calls import FunctionCall
 from .roles import Role
 
@@ -94,6 +95,11 @@ class CustomFunctions:
         if not self._combines or len(self._names) < 2:
             return
         if self._roles.get(place) is not Role.STATISTIC:
-            _log.info("%s is kept exactly: it combines its inputs with what it computed from them", place)
+            say_once(
+                _log,
+                "%s is kept exactly: it combines its inputs with what it computed from them",
+                place,
+                level=logging.INFO,
+            )
             self._roles[place] = Role.STATISTIC
         self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import _fields, codec
 from .._torch_internals import BatchNorm, is_fake
 from ..config import Config
+from ..distributed import say_once
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
@@ -212,7 +213,12 @@ class KnownRoles:
             self._discrete[id(call)] = call
             for name in self._block_inputs[id(call)]:
                 if self.by_name.get(name) is not Role.STATISTIC:
-                    _log.info("%s is kept exactly: its checkpointed block takes discrete decisions", name)
+                    say_once(
+                        _log,
+                        "%s is kept exactly: its checkpointed block takes discrete decisions",
+                        name,
+                        level=logging.INFO,
+                    )
                     self.by_name[name] = Role.STATISTIC
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..config import Config, from_block, settings_of
 from ..controller import Controller, attach
+from ..distributed import say_once
 from ..steps import default_level
 from .attaching import check, following
 
@@ -103,7 +104,8 @@ class GactCallback(TrainerCallback):
         if self.gact is not None and file.is_file():
             self.gact.load_state_dict(json.loads(file.read_text()))
         elif self.gact is not None:
-            _log.warning(
+            say_once(
+                _log,
                 "training goes on from a checkpoint without %s: bits are uniform until the next adaptation",
                 file,
             )

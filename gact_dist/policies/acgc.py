@@ -34,6 +34,7 @@ import numpy as np
 
 from .. import _fields
 from ..config import Config
+from ..distributed import rank, say_once
 from .allocation import WIDTHS, Allocation, minimum_bits
 from .base import Choice, Costs, GradientError, Policy, Trial, evaluate
 from .plan import Plan
@@ -87,7 +88,7 @@ class Acgc(Policy):
         if math.isnan(before.noise):
             return None
         if not second_moment > 0.0:
-            _log.warning("the gradient is zero or was not finite on any rank: the plan stays as it is")
+            say_once(_log, "the gradient is zero or was not finite on any rank: the plan stays as it is")
             return None
         measured_before = draws.increase
         self._warn_of(measured_before, current)
@@ -180,7 +181,7 @@ class Acgc(Policy):
         return kept
 
     def _warn_of(self, measured: float, current: Plan) -> None:
-        if current.bits and not measured <= self._tolerated:
+        if current.bits and not measured <= self._tolerated and rank() == 0:
             _log.warning(
                 "compression increased the gradient's second moment by %.3g (error=%g was tolerated); bits are raised",
                 measured,
@@ -188,6 +189,8 @@ class Acgc(Policy):
             )
 
     def _tell(self, error: GradientError, allocation: Allocation) -> None:
+        if rank() != 0:
+            return
         _log.info("increase of the gradient's second moment: %s", error)
         if not error.holds:
             _log.warning(

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._torch_internals import is_inside_transform, set_version, storage_id
+from ..distributed import say_once
 from .attributes import Drawn
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class InPlace(TorchFunctionMode):
         for state in self._generators.values():
             state.restore()
         if unknown:
-            _log.warning(
+            say_once(
+                _log,
                 "while it was measured, the model's forward changed tensors of shapes %s in place in a way that cannot "
                 "be undone: they are as after one more forward",
                 unknown,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+from ..distributed import say_once
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import MeasurementError, float32_parts, nodes_below
 from .halfway import ResumeError
@@ -125,7 +126,8 @@ class ProbeBatch:
                     f"the model does not run on the first {self.count} examples of a batch: {error}; set "
                     "calibration_samples to the size of a batch"
                 )
-            _log.warning(
+            say_once(
+                _log,
                 "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
                 self.count, error,
             )  # fmt: skip
