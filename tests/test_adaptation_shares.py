@@ -22,7 +22,8 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.adaptation import adapter as adapter_module
 from gact_dist.adaptation.verification import Verifier
-from gact_dist.sensitivity import Paused, ResumeError, halfway, one_pass, walk
+from gact_dist.sensitivity import ResumeError, halfway, one_pass, walk
+from gact_dist.sensitivity.one_pass import PausedWalk
 
 INTERVAL, PARTS = 7, 4
 FIRST = 1 + PARTS
@@ -46,7 +47,7 @@ class Watched:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
         self.parts, self.halves, self.comparisons, self.plans = [], [], [], []
         self.halves_in_all = 0
-        measure, verify, resume = adapter_module.measure, Verifier.verify, Paused.resume
+        measure, verify, resume = adapter_module.measure, Verifier.verify, PausedWalk.resume
 
         def counted(*args, **kwargs):
             if self.parts:
@@ -65,7 +66,7 @@ class Watched:
             return resume(*args, **kwargs)
 
         monkeypatch.setattr(adapter_module, "measure", counted)
-        monkeypatch.setattr(Paused, "resume", resumed)
+        monkeypatch.setattr(PausedWalk, "resume", resumed)
         monkeypatch.setattr(Verifier, "verify", verified)
 
     def step(self):

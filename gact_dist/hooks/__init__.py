@@ -10,7 +10,7 @@ from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
-from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, View, decoded
+from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
@@ -40,6 +40,7 @@ __all__ = [
     "Replayed",
     "ReportRow",
     "SavedTensorHooks",
+    "Stored",
     "StoredAgain",
     "View",
     "after_forward",

@@ -52,7 +52,7 @@ from .readers import Readers, Saved
 from .recomputed import BlockAgain, HandOver, keep_handles
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
-from .sinks import Captured, Record, Sink, Store
+from .sinks import Captured, Record, Rehearsal, Sink, Store
 
 
 class LearntNames(NamedTuple):
@@ -318,17 +318,23 @@ class SavedTensorHooks:
             record.notes, self._namer.recomputed = before
 
     @contextmanager
-    def rehearsal(self, plan: Plan | None = None, draw: int = 0, fraction: float = 1.0) -> Iterator[Footprint]:
+    def rehearsal(
+        self,
+        plan: Plan | None = None,
+        draw: int = 0,
+        fraction: float = 1.0,
+        on_kept: Callable[[Stored, Tensor], None] | None = None,
+    ) -> Iterator[Footprint]:
         """Compress as a step would, note what that keeps, and leave no trace of it.
 
         plan: used in place of the current one. draw: a different number gives different rounding. fraction: of a step's
-        examples that the forward sees.
+        examples that the forward sees. on_kept: told of what is kept of a tensor and, while it is there, of the tensor.
         """
         footprint = Footprint()
         account = Account(footprint)
-        sink = Store(
-            self.encoder.of_part(fraction), self.plan if plan is None else plan, account, None, self._roles.derived
-        )  # it need not leave the device
+        encoder, plan = self.encoder.of_part(fraction), self.plan if plan is None else plan
+        what = encoder, plan, account, None, self._roles.derived  # it need not leave the device
+        sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
         with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
             yield footprint
         footprint.exact_bytes = account.exact_bytes

@@ -187,6 +187,26 @@ class Store(Sink):
         self._reserved.clear()
 
 
+class Rehearsal(Store):
+    """Stores tensors as a step would, and tells of each."""
+
+    def __init__(self, *arguments: Any, on_kept: Callable[[Stored, Tensor], None]) -> None:
+        """on_kept: told of what is kept of a tensor and, while it is there, of the tensor."""
+        super().__init__(*arguments)
+        self._on_kept = on_kept
+
+    def take(self, captured: Captured) -> Stored:
+        """See Sink.take."""
+        stored = super().take(captured)
+        self._on_kept(stored, captured.tensor)
+        return stored
+
+    def encode_held(self, handle: Stored, captured: Captured) -> None:
+        """See Sink.encode_held."""
+        super().encode_held(handle, captured)
+        self._on_kept(handle, captured.tensor)
+
+
 class Record(Sink):
     """Keeps tensors exactly, and records them with the graph edges that produced them."""
 

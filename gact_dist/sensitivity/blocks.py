@@ -129,6 +129,10 @@ class Visit:
     gradients: list[Any] = field(default_factory=list)
     """boundaries: of the gradient at each exit, None where there is none"""
 
+    def release_inputs(self) -> None:
+        """It will not run again."""
+        self.arguments, self.inputs = ((), {}), []
+
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
         handles = (outcome.local if isinstance(outcome, Distributed) else outcome for outcome in self.outcomes)

@@ -62,8 +62,9 @@ def compared(
 
     def by_walk(cut: BlockForward) -> Comparison:
         names = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.compressible])
-        rounded = Draw(hooks.encoder.of_part(fraction), plan, draw, cut.firsts)
-        return Comparison(*RoundedWalk(cut, [None, rounded]).comparison(), names)
+        encoder = hooks.encoder.of_part(fraction)
+        exact, rounded = (Draw(encoder, stored_by, draw, cut.firsts) for stored_by in (Plan(), plan))
+        return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(), names)
 
     def of_whole() -> Comparison:
         found = GradientComparison(Counter(), 2)

@@ -97,8 +97,8 @@ def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> 
     the same one. Otherwise they count as much as they save, unless it is not known of one: what a checkpoint recomputes
     is not.
     """
-    weights = [sum(_bytes_of(record) for record in visit.own) for visit in forward.visits]
-    last = sum(_bytes_of(item.record) for item in forward.between)
+    weights = [sum(bytes_of(record) for record in visit.own) for visit in forward.visits]
+    last = sum(bytes_of(item.record) for item in forward.between)
     if len(weights) < 2 or start >= len(weights):
         return None
     if alike or 0 in weights:
@@ -107,10 +107,10 @@ def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> 
     return min(range(start + 1, len(weights) + 1), key=lambda stop: abs(sum(weights[:stop]) - wanted))
 
 
-def _bytes_of(record: Any) -> int:
+def bytes_of(record: Any) -> int:
     return int(record.numel * record.itemsize_bits // 8)
 
 
 def saved_by(forward: BlockForward) -> tuple[int, int]:
     """(the bytes of all that a forward saved, how many tensors these are)"""
-    return sum(_bytes_of(record) for record in forward.found), len(forward.found)
+    return sum(bytes_of(record) for record in forward.found), len(forward.found)

@@ -20,6 +20,7 @@ from this point has 3.5 where 80 is predicted. At 4 bits both plans have 0.037; 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,13 +40,15 @@ from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
-from .halfway import Halfway, ResumeError, saved_by, stop_of
+from .compressed_perturbation import CompressedPerturbation
+from .halfway import Halfway, ResumeError, bytes_of, saved_by, stop_of
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
 from .parts import OpaqueError, seen_through
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
+from .sections import MOST
 from .surroundings import Generators
 from .walk import Measured, Walk
 
@@ -53,6 +56,16 @@ _log = logging.getLogger(__name__)
 _EXAMPLE_BITS = 2  # the width at which examples of one tensor are compared
 BOUNDARY_BITS: int | None = 8
 """at which tensors at the borders of blocks are kept, None for exactly"""
+
+
+# What a block too large for the one pass takes is told by what its double backward holds, in sections of it; where all
+# is small nobody minds, and where a block saves more tensors their perturbation takes too long.
+_SECOND_DERIVATIVE = 3
+_LEAST_BYTES, _MOST_TENSORS = 32 << 20, 24
+
+
+class TooLargeError(Exception):
+    """One pass would hold more than the untouched job. See [Note: compressed perturbation]."""
 
 
 class InnerBackwardError(Exception):
@@ -141,11 +154,16 @@ def measure(
     blocks = blocks_of(model, hooks.config.blocks)
     whole = not blocks or _may_be_whole(model)
     way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")
+    too_large = False
     while estimator == "one-pass" or not whole:
         try:
             if shares > 1 and not way.perturbs:
                 return way.first_share(blocks, forward, shares)
             return way.measured(blocks, forward, on_saved)
+        except TooLargeError as error:
+            _log.debug("%s", error)
+            too_large = True
+            break  # and hold nothing of this forward any more
         except InnerBackwardError as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
@@ -157,6 +175,8 @@ def measure(
             if not blocks:
                 break
             blocks = _blocks_after(error, blocks)
+    if too_large:
+        return PausedPerturbation(hooks, model, seed, fraction).share(forward, shares > 1)
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
         with hooks.recording(mode, fraction) as records:
@@ -278,6 +298,7 @@ class _ByWalk:
         with self._begun(blocks, forward) as (cut, walk):
             if on_saved is not None:
                 on_saved(*saved_by(cut))
+            self._refuse_large(cut)
             walk.first()
             return self._noted(walk.second(), cut, _Found()).in_order(cut)
 
@@ -287,14 +308,15 @@ class _ByWalk:
         """As measure(), no more than the first of some shares if there are blocks enough."""
         generators = Generators()
         with self._begun(blocks, forward) as (cut, walk):
+            self._refuse_large(cut)
             stop = stop_of(cut, self._counts_alike, 1 / shares)
             walk.first()
             found = self._noted(walk.second(stop), cut, _Found())
             if stop is None:
                 return found.in_order(cut)
-            return Paused(self, blocks, generators, found, walk.halfway(stop), 1, shares)
+            return PausedWalk(self, blocks, generators, found, walk.halfway(stop), 1, shares)
 
-    def next_share(self, paused: Paused, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+    def next_share(self, paused: PausedWalk, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
         """What goes on with it; after the last share the sensitivities of all."""
         done, halfway = paused.done + 1, paused.halfway
         with self._begun(paused.blocks, forward, paused.generators) as (cut, walk):
@@ -305,6 +327,25 @@ class _ByWalk:
             if stop is None:
                 return found.in_order(cut)
             return replace(paused, halfway=walk.halfway(stop), done=done)
+
+    def _refuse_large(self, cut: BlockForward) -> None:
+        """Raise TooLargeError where the largest block takes more than the job's own step of the whole batch."""
+        if self.perturbs or self.columns is not None or cut.groups or sharding(self.model) is not None:
+            return
+        if self.hooks.policy.example_columns:
+            return
+        saved, _ = saved_by(cut)
+        tensors = sum(record.compressible for record in cut.found)
+        if saved < _LEAST_BYTES or tensors > _MOST_TENSORS:
+            return
+        blocks = [[bytes_of(record) for record in visit.own] for visit in cut.visits]
+        blocks.append([bytes_of(item.record) for item in cut.between])
+        needed = max((sum(b) + _SECOND_DERIVATIVE * max(*b, sum(b) // MOST) for b in blocks if b), default=0)
+        gradients = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        if needed > saved / self.fraction + 2 * gradients:
+            raise TooLargeError(
+                f"one pass would hold {needed} bytes, all that the model saves takes {saved}: measuring by perturbation"
+            )
 
     @property
     def _counts_alike(self) -> bool:
@@ -357,9 +398,22 @@ class _Found:
         return [_of_all_ranks(self.by_name[name], ranks) for name in (*earlier, *saved)]
 
 
+class Paused(ABC):
+    """A measurement of which some shares are done."""
+
+    @abstractmethod
+    def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+        """The next share: what goes on with the measurement, or at its end the sensitivities. Can be called once.
+
+        forward: of measure(), on the same examples; the parameters may have changed.
+        Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
+        MeasurementError where parameters are sharded, torch.OutOfMemoryError.
+        """
+
+
 @dataclass(frozen=True)
-class Paused:
-    """A measurement of which some shares are done. See [Note: shares of a measurement] in halfway.py."""
+class PausedWalk(Paused):
+    """See [Note: shares of a measurement] in halfway.py."""
 
     way: _ByWalk
     blocks: list[nn.Module]
@@ -371,17 +425,34 @@ class Paused:
     shares: int
 
     def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
-        """The next share: what goes on with the measurement, or at its end the sensitivities. Can be called once.
-
-        forward: of measure(), on the same examples; the parameters may have changed.
-        Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
-        MeasurementError where parameters are sharded, torch.OutOfMemoryError.
-        """
+        """See Paused.resume."""
         try:
             return self.way.next_share(self, forward)
         except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError, BackwardError) as error:
             if not _may_be_whole(self.way.model):
                 raise MeasurementError(str(error)) from error
+            raise ResumeError(str(error)) from error
+
+
+class PausedPerturbation(Paused):
+    """See [Note: compressed perturbation] in compressed_perturbation.py."""
+
+    def __init__(self, hooks: SavedTensorHooks, model: nn.Module, seed: int, fraction: float) -> None:
+        """As for measure()."""
+        self._perturbation = CompressedPerturbation(hooks, model, seed, fraction)
+
+    def share(self, forward: Callable[[], Tensor | None], in_one_step: bool) -> list[Sensitivity] | Paused:
+        """Measure what one step has time for, or all."""
+        self._perturbation.go_on(forward, in_one_step)
+        if not self._perturbation.is_done:
+            return self
+        return [Sensitivity(name, *found, by_perturbation=True) for name, found in self._perturbation.found.items()]
+
+    def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
+        """See Paused.resume."""
+        try:
+            return self.share(forward, True)
+        except BackwardError as error:
             raise ResumeError(str(error)) from error
 
 

@@ -254,9 +254,9 @@ class RoundedWalk:
         with ExitStack() as stack:
             for module in visit.modules:  # once for all passes
                 stack.enter_context(gathered(module))
-            for number in reversed(range(len(self._draws))):  # the exact one last, which holds the most
-                entering = [passes.pop() for passes in gradients]
-                found.insert(0, self._one_pass_through(visit, number, entering))
+            for number in range(len(self._draws)):
+                entering = [passes.pop(0) for passes in gradients]
+                found.append(self._one_pass_through(visit, number, entering))
         return found
 
     def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
@@ -264,6 +264,8 @@ class RoundedWalk:
         draw = self._draws[number]
         keep = _AsItIs() if draw is None else StoredAgain(draw)
         with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
+            if number + 1 == len(self._draws):
+                visit.release_inputs()
             if replay is not None:
                 replay.forget()
             keep.forget()

@@ -26,7 +26,7 @@ from .parts import Part, closed_to
 
 LEAST_BYTES = 2 << 20
 """saved by a section"""
-_MOST = 8
+MOST = 8
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     found: what its nodes saved; if it is not known of one of these which nodes these are, there is one section.
     derived: what they saved that steps make from others, with which it shares a section.
     """
-    count = min(_MOST, sum(item.record.tensor.nbytes for item in found) // max(1, LEAST_BYTES))
+    count = min(MOST, sum(item.record.tensor.nbytes for item in found) // max(1, LEAST_BYTES))
     if count < 2:
         return []
     readers = _readers(part.nodes, found)
@@ -95,7 +95,7 @@ def divided_open(part: Part) -> list[Section]:
             if isinstance(handle, Replaceable) and storage_id(handle.tensor) not in own:
                 nbytes = handle.tensor.untyped_storage().nbytes()
                 read.setdefault(storage_id(handle.tensor), (nbytes, []))[1].append(node)
-    count = min(_MOST, sum(nbytes for nbytes, _ in read.values()) // max(1, LEAST_BYTES))
+    count = min(MOST, sum(nbytes for nbytes, _ in read.values()) // max(1, LEAST_BYTES))
     if count < 2:
         return []
     order = _in_forward_order(part)

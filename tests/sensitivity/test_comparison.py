@@ -242,6 +242,36 @@ def test_what_a_block_saves_is_freed_as_its_backward_goes_on(visited):
     assert 0.0 < found.error < found.square
 
 
+def test_the_last_pass_through_a_block_does_not_hold_its_input():
+    """The exact pass comes first and has to; where the rounded one then needs more, it has that much less."""
+    alive: list[int] = []
+    made: list[StorageWeakRef] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Last.apply(self.linear(x).tanh(), made, alive)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = 2 * x  # has no graph: it is handed to the block as it is
+            made[:] = [StorageWeakRef(x.untyped_storage())]
+            return self.blocks[0](x).square().mean()
+
+    model = Model()
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=16), 0)
+    x = torch.randn(16, 8)
+    compared(hooks, model, lambda: model(x), Plan(default=4), draw=DRAW)
+    assert alive == [1, 0]
+
+
 def test_what_blocks_share_of_a_graph_serves_all_of_them():
     class Scaled(nn.Module):
         def __init__(self) -> None:
