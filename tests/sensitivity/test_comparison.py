@@ -242,33 +242,37 @@ def test_what_a_block_saves_is_freed_as_its_backward_goes_on(visited):
     assert 0.0 < found.error < found.square
 
 
-def test_the_last_pass_through_a_block_does_not_hold_its_input():
+class Noting(nn.Module):
+    """A block in whose backward the storage of its input is alive, or not."""
+
+    def __init__(self, noted: Callable[[], tuple[list[StorageWeakRef], list[int]]]) -> None:
+        super().__init__()
+        self.linear, self.noted = nn.Linear(8, 8), noted
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Last.apply(self.linear(x).tanh(), *self.noted())
+
+
+def test_the_last_pass_through_a_block_does_not_hold_its_input(visited):
     """The exact pass comes first and has to; where the rounded one then needs more, it has that much less."""
-    alive: list[int] = []
     made: list[StorageWeakRef] = []
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Last.apply(self.linear(x).tanh(), made, alive)
+    alive: list[int] = []
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([Block()])
+            self.blocks = nn.ModuleList([Noting(lambda: (made, alive)), nn.Sequential(nn.Linear(8, 8))])
 
         def forward(self, x: Tensor) -> Tensor:
             x = 2 * x  # has no graph: it is handed to the block as it is
             made[:] = [StorageWeakRef(x.untyped_storage())]
-            return self.blocks[0](x).square().mean()
+            return self.blocks[1](self.blocks[0](x)).square().mean()
 
     model = Model()
     hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4, min_numel=16), 0)
     x = torch.randn(16, 8)
     compared(hooks, model, lambda: model(x), Plan(default=4), draw=DRAW)
+    assert len(visited) == 4
     assert alive == [1, 0]
 
 
