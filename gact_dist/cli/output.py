@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any, ParamSpec, TextIO
 
 import typer
@@ -26,6 +27,8 @@ from rich.text import Text
 FOUND_BROKEN, FOUND_NOTHING, COULD_NOT, INTERRUPTED = 1, 1, 2, 130
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs in place of tables.")]
 Arguments = ParamSpec("Arguments")
+_BETWEEN_LINES_S = 10.0
+"""of progress, where there is no terminal"""
 _UNITS = {
     "": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
     "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
@@ -120,12 +123,35 @@ def report_error(text: str, as_json: bool) -> None:
 
 @contextmanager
 def working(doing: str, as_json: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that long work goes on, if that is a terminal. Yields a function that says what it is at."""
+    """Show on stderr that long work goes on. Yields a function that says what it is at.
+
+    Where that is no terminal, as in the log of a cluster's job, it is a line now and then; with JSON nothing is shown.
+    """
     shown = console(to_stderr=True)
+    if as_json or not shown.is_terminal:
+        yield _quiet if as_json else _lines(shown)
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=shown, transient=True, disable=as_json or not shown.is_terminal) as progress:
+    with Progress(*columns, console=shown, transient=True) as progress:
         task = progress.add_task(doing)
         yield lambda now: progress.update(task, description=now)
+
+
+def _quiet(_: str) -> None:
+    """Show nothing."""
+
+
+def _lines(shown: Console) -> Callable[[str], None]:
+    began_s = said_s = perf_counter()
+
+    def say(now: str) -> None:
+        nonlocal said_s
+        time_s = perf_counter()
+        if time_s - said_s >= _BETWEEN_LINES_S:
+            said_s = time_s
+            shown.print(f"{time_s - began_s:.0f} s: {escape(now)}")
+
+    return say
 
 
 def report_left_out(left_out: Iterable[str], interrupted: bool) -> None:

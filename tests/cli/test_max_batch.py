@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gact_dist.cli import max_batch, pictures
+from gact_dist.cli import max_batch, output, pictures
 from gact_dist.cli.batch_search import Probe, says_out_of_memory
 from gact_dist.cli.max_batch import run_trial, search
 from gact_dist.cli.output import CommandError
@@ -106,6 +106,21 @@ def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()[1:3]] == ["untouched", "L2"]
     assert "2.00 GiB on a CPU" in result.stdout
     assert '"key": "max_batch"' in (tmp_path / "plot.html").read_text()
+
+
+def test_where_stderr_is_no_terminal_a_line_now_and_then_says_what_it_is_at(jobs, run, tried, monkeypatch):
+    command = ("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu")
+    assert run(*command).stderr == ""  # it was over before that
+    monkeypatch.setattr(output, "_BETWEEN_LINES_S", 0.0)
+    tried.clear()
+    lines = run(*command).stderr.splitlines()
+    methods = ["untouched" if attempt.level == "L0" else attempt.level for attempt in tried]
+    numbers = {"untouched": 1, "L2": 2}
+    assert lines == [
+        f"0 s: {numbers[method]} of 2, {method}: {attempt.batch}"
+        for method, attempt in zip(methods, tried, strict=True)
+    ]
+    assert run(*command, "--json").stderr == ""
 
 
 def test_large_numbers_are_written_out(jobs, run, monkeypatch, tmp_path):
