@@ -38,8 +38,8 @@ class SharedPatch:
         self._made: tuple[Any, Any] | None = None  # the original and what replaces it, always the same for the compiler
 
     @contextmanager
-    def listening(self, owner: type, listener: Any) -> Iterator[None]:
-        """Within the context the owner's method is replaced, and the listener is among those it is replaced for."""
+    def listening(self, owner: Any, listener: Any) -> Iterator[None]:
+        """Within the context the owner's method, or a module's function, is replaced for this listener among others."""
         with self._lock:
             if not self._listeners:
                 original = vars(owner)[self._name]

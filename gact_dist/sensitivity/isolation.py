@@ -5,19 +5,24 @@ random number generators of torch (every device in use), Python and NumPy, and t
 (BatchNorm's statistics), which are replaced by clones rather than written back, so that not even their version counters
 move; plain attributes of modules (attributes.py), and parameters and other tensors that it writes to (in_place.py);
 .grad, which autograd.grad never touches and which is set aside in case the caller's closure clears it; the autocast
-cache. Users' hooks on parameters, and backward hooks on modules, are not called. Forward hooks are, as they may change
-what is computed. Wrappers are bypassed (see distributed/bypass.py), so that no reducer and no sharding changes its
-state.
+cache. What the model warns of is neither shown nor counted as shown: it will warn in the job's own forward. Users'
+hooks on parameters, and backward hooks on modules, are not called. Forward hooks are, as they may change what is
+computed. Wrappers are bypassed (see distributed/bypass.py), so that no reducer and no sharding changes its state.
 """
 
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._patches import SharedPatch
+from .._paths import PACKAGE_ROOT
 from .._torch_internals import global_backward_hooks
 from ..distributed import bypassed, gathered_in_turn, sharding, unwrap
 from ..hooks import has_compiled_parts
@@ -44,7 +49,26 @@ def untouched(model: nn.Module, blocks: Sequence[nn.Module] = (), *, forward_onl
         stack.enter_context(_writes_undone(model, attributes))
         stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.enable_grad())
+        if not has_compiled_parts(model):  # which would be compiled anew
+            stack.enter_context(_quiet.listening(warnings, get_ident()))
         yield
+
+
+def _without_warnings(warn: Callable[..., None], threads: Sequence[int]) -> Callable[..., None]:
+    """warnings.warn where some threads measure: there only this package warns.
+
+    catch_warnings() would forget what has been shown, and all of it would be shown once more.
+    """
+
+    @wraps(warn)
+    def warn_elsewhere(message: Any, category: Any = None, stacklevel: int = 1, *rest: Any, **options: Any) -> None:
+        if get_ident() not in threads or sys._getframe(1).f_code.co_filename.startswith(PACKAGE_ROOT):
+            warn(message, category, stacklevel + 1, *rest, **options)
+
+    return warn_elsewhere
+
+
+_quiet = SharedPatch("warn", _without_warnings)
 
 
 @contextmanager
@@ -118,10 +142,7 @@ def _backward_hooks_aside(model: nn.Module) -> Iterator[None]:
             changed.append((hooks, dict(hooks)))
             hooks.update(dict.fromkeys(hooks, _nothing))
     try:
-        with warnings.catch_warnings():
-            if changed:
-                warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            yield
+        yield
     finally:
         for hooks, original in changed:
             hooks.clear()

@@ -2,8 +2,10 @@
 
 import copy
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -441,3 +443,57 @@ def test_a_graph_that_the_job_made_before_is_still_there_for_its_backward(job, s
         assert error < most * sum(float(part.square().sum()) for part in expected)
     assert bool(gact.plan) == (settings["policy"] != "uniform")
     gact.detach()
+
+
+# -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+class Warns(nn.Module):
+    """Warns in every forward, itself and through torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.layers[1].register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        warnings.warn("a warning of the model's own", stacklevel=1)
+        return F.l1_loss(self.layers(x), torch.zeros(64))
+
+
+@ANY_SETTINGS
+def test_a_measurement_shows_no_warning_of_the_model_and_counts_none_as_shown(settings):
+    model, x = Warns(), torch.randn(32, 64)
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.showwarning = lambda message, *_: seen.append(str(message).split()[0])
+        measured(model, x, **settings)
+        assert seen == []
+        for _ in range(3):
+            model(x)
+            measured(model, x, **settings)
+    assert seen == ["a", "Using"]  # once each, as in the untouched job
+
+
+def test_a_measurement_where_warnings_are_errors_is_no_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        measured(Warns(), torch.randn(32, 64))
+
+
+def test_other_threads_warn_while_one_measures():
+    warned = []
+
+    class Model(Warns):
+        def forward(self, x):
+            other = Thread(target=lambda: warnings.warn("from another thread", stacklevel=1))
+            other.start()
+            other.join()
+            return super().forward(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: warned.append(str(message))
+        measured(Model(), torch.randn(32, 64))
+    assert set(warned) == {"from another thread"}
