@@ -13,8 +13,9 @@ twice on the same values: untouched, and with gact_dist storing every tensor exa
 * host: policy exact, offloaded to the host of a simulated device. Copies are kept.
 
 All values, gradients, shapes, strides, versions, random numbers and errors must be the same: tensors bit for bit,
-errors by their type, and whether they tell of a modification in place. A program that differs, and never did the same
-in a thousand further untouched runs, is reduced by hypothesis and printed as the call of check() that repeats it.
+errors by their type, and whether they tell of a modification in place, unless torch's own error is a failed assertion.
+A program that differs, and never did the same in a thousand further untouched runs, is reduced by hypothesis and
+printed as the call of check() that repeats it.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ MOST_TENSORS = 40
 # detach_() or requires_grad_(), which is found when it is used or when a checkpoint runs again: a reentrant one has no
 # graph then, and another saves fewer tensors.
 MODIFIED, DETACHED = "modified in place", "detached in place"
+# Torch may fail an assertion of its own where a view's base was modified; what gact_dist says there is as good.
+BROKEN = "an assertion of torch's own"
 TOLD = {
     "modified by an inplace operation": MODIFIED,
     "has been modified inplace": MODIFIED,
     "detached in-place, i.e. with .detach_()": DETACHED,
     "none of output has requires_grad=True": DETACHED,
     "A different number of tensors was saved during the original forward": DETACHED,
+    "INTERNAL ASSERT FAILED": BROKEN,
 }
 EXPECTED_ERRORS = (RuntimeError, ValueError, TypeError, IndexError)
 DTYPES = (
@@ -610,6 +614,8 @@ def check(case: Case) -> tuple[list[Any], bool]:
     for number, (expected, got) in enumerate(zip(untouched, compressed, strict=False)):
         if DETACHED in expected:
             return untouched, False
+        if BROKEN in expected and got[:2] == expected[:2]:
+            continue
         if expected != got and _torch_gives(compressed, case):
             return compressed, True
         if expected != got:
@@ -707,6 +713,7 @@ class Tally:
         self.counts["instructions"] += (len(case.inside) + len(case.outside)) * case.steps
         self.counts["instructions that raised, without gact_dist and with it"] += len(errors)
         told = any(MODIFIED in error for error in errors)
+        self.counts["cases in which an assertion of torch's own failed"] += any(BROKEN in error for error in errors)
         self.counts["cases with an error that told of a modification in place"] += told
         *noted, _, gradients, _ = (item for item in trace if isinstance(item, list))  # in between, and by finish()
         self.counts["cases with gradients"] += bool(noted) or any(gradients)
