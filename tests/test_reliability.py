@@ -14,6 +14,15 @@ from benchmarks.reliability.fuzz_saved_tensors import Case, Instruction, Source
 
 LEAF = Source(torch.float32, (3, 4), "contiguous", "leaf", special=False)
 FOUND = {
+    # torch drops the gradient of what a reentrant checkpoint kept and that is detached then; under hooks it does not
+    "an input of a reentrant checkpoint that is detached in place": Case(
+        (LEAF,),
+        (Instruction("abs", 0, 0, 0), Instruction("checkpoint", 1, 0, 1), Instruction("detach_", 1, 0, 0)),
+        (Instruction("backward", 0, 0, 0),),
+        "level",
+        "step",
+        1,
+    ),
     # torch fails an assertion of its own, gact_dist tells of the modification
     "a base that is modified when it needs no gradient any more": Case(
         (LEAF._replace(dtype=torch.complex64),),
@@ -117,7 +126,7 @@ def test_a_fault_of_a_codec_is_found(monkeypatch):
 
 def test_what_an_untouched_run_gives_now_and_then_is_no_difference(monkeypatch):
     """Torch's own results may depend on where tensors lie."""
-    case = next(iter(FOUND.values()))
+    case = FOUND["one bit of a tensor with gaps"]
 
     def check(*runs: str) -> tuple:
         found = iter(runs)
