@@ -609,7 +609,7 @@ def check(case: Case) -> tuple[list[Any], bool]:
     results differ between its own runs.
 
     Where torch refuses a saved tensor that was detached in place, comparison ends: under hooks its gradient is right.
-    Where a reentrant checkpoint kept it, torch drops its gradient without a word, and under hooks that is right as well.
+    Where a reentrant checkpoint kept it, torch drops its gradient without a word; under hooks that is right as well.
     """
     untouched = observe(case, compressed=False)
     compressed = observe(case, compressed=True)
