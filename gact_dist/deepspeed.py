@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from .config import Config, from_block
 from .controller import Controller
-from .distributed import say_once
+from .distributed import say
 from .offload import require_cuda
 
 _log = logging.getLogger(__name__)
@@ -127,9 +127,7 @@ def _loading(load: Callable[..., Any], controller: Controller) -> Callable[..., 
         if path is not None:
             state = (client_state or {}).pop(_CLIENT_STATE, None)
             if state is None:
-                say_once(
-                    _log, "checkpoint %s holds no state of gact_dist: bits are uniform until the next adaptation", path
-                )
+                say(_log, "checkpoint %s holds no state of gact_dist: bits are uniform until the next adaptation", path)
             else:
                 controller.load_state_dict(state)
         return path, client_state

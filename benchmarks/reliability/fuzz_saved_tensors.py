@@ -62,6 +62,7 @@ MOST_TENSORS = 40
 MODIFIED, DETACHED = "modified in place", "detached in place"
 # Torch may fail an assertion of its own where a view's base was modified; what gact_dist says there is as good.
 BROKEN = "an assertion of torch's own"
+ANY_HOOKS, VARIES = "detached in place and other under any hooks", "other in some untouched runs"
 TOLD = {
     "modified by an inplace operation": MODIFIED,
     "has been modified inplace": MODIFIED,
@@ -604,9 +605,9 @@ def observe(case: Case, compressed: bool, around: Callable[[], AbstractContextMa
     return machine.finish()
 
 
-def check(case: Case) -> tuple[list[Any], bool]:
-    """Raise AssertionError where gact_dist makes a difference; returns what the untouched program did, and whether its
-    results differ between its own runs.
+def check(case: Case) -> tuple[list[Any], str | None]:
+    """Raise AssertionError where gact_dist makes a difference; returns what the untouched program did, and why the two
+    may differ, None if they did not.
 
     Where torch refuses a saved tensor that was detached in place, comparison ends: under hooks its gradient is right.
     Where a reentrant checkpoint kept it, torch drops its gradient without a word; under hooks that is right as well.
@@ -615,18 +616,18 @@ def check(case: Case) -> tuple[list[Any], bool]:
     compressed = observe(case, compressed=True)
     for number, (expected, got) in enumerate(zip(untouched, compressed, strict=False)):
         if DETACHED in expected:
-            return untouched, False
+            return untouched, DETACHED
         if BROKEN in expected and got[:2] == expected[:2]:
             continue
         if expected != got and MODIFIED not in expected and _hooks_give(compressed, case):
-            return untouched, False
+            return untouched, ANY_HOOKS
         if expected != got and _torch_gives(compressed, case):
-            return compressed, True
+            return compressed, VARIES
         if expected != got:
             raise AssertionError(f"observation {number} of {case}:\n{_short(expected)}\n{_short(got)}")
     if len(untouched) != len(compressed):
         raise AssertionError(f"{len(untouched)} and {len(compressed)} observations of {case}")
-    return untouched, False
+    return untouched, None
 
 
 def _hooks_give(compressed: list[Any], case: Case) -> bool:
@@ -718,10 +719,11 @@ class Tally:
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     differences: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, case: Case, trace: list[Any], varies: bool) -> None:
+    def add(self, case: Case, trace: list[Any], why: str | None) -> None:
         """Count a case and what happened in it: what check() returns of it."""
         self.counts["cases"] += 1
-        self.counts["cases whose results differ between untouched runs"] += varies
+        for reason in (DETACHED, ANY_HOOKS, VARIES):
+            self.counts[f"cases compared up to what is {reason}"] += reason == why
         self.counts[f"stored by {case.storage}"] += 1
         errors = [item for item in trace if isinstance(item, tuple)]
         self.counts["instructions"] += (len(case.inside) + len(case.outside)) * case.steps

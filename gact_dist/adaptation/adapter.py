@@ -130,7 +130,7 @@ class _PausedPart(NamedTuple):
 
     measurement: Paused
     examples: Any
-    """a copy of them"""
+    """a copy of them; None where the whole batch of any step serves"""
     fraction: float
     """of the batch"""
 
@@ -521,13 +521,15 @@ class Adapter:
         """What is measured of one part; None if that goes on in the next step."""
         pauses = now.is_spread and (part.fraction > _LARGEST if now.pauses is None else now.pauses)
         shares = (_SHARES_OF_SHORT if now.is_short else _SHARES) if pauses and now.batch.can_be_kept else 1
+        in_steps = pauses and part.fraction == 1.0  # the whole of another step's batch serves as well
         found = measure(
             self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
             fraction=part.fraction, probes=self._directions(now.haste, part), estimator=estimator, shares=shares,
-            on_saved=partial(self._look, now, part) if now.is_first else None,
+            in_steps=in_steps, on_saved=partial(self._look, now, part) if now.is_first else None,
         )  # fmt: skip
         if isinstance(found, Paused):
-            now.paused = _PausedPart(found, kept(part.examples), part.fraction)
+            examples = None if part.fraction == 1.0 and not found.needs_examples else kept(part.examples)
+            now.paused = _PausedPart(found, examples, part.fraction)
             return None
         return found
 
@@ -537,7 +539,8 @@ class Adapter:
         if paused is None:
             return None
         try:
-            found = paused.measurement.resume(partial(now.batch.on_earlier, paused.examples))
+            on_earlier = partial(now.batch.on_earlier, paused.examples)
+            found = paused.measurement.resume(now.batch.loss_of_whole if paused.examples is None else on_earlier)
         except ResumeError as error:
             _log.debug("%s: measuring on the examples of this step at once", error)
             now.pauses = False

@@ -21,7 +21,7 @@ from .collectives import (
 )
 from .ddp import Joins
 from .fake_ranks import fake_ranks, real_meshes
-from .logs import say_once
+from .logs import say, say_once
 from .pipeline import learning_shapes
 from .tensor_parallel import (
     TENSOR_PARALLELISM,
@@ -96,6 +96,7 @@ __all__ = [
     "ranks_sharing",
     "real_meshes",
     "reduce_over",
+    "say",
     "say_once",
     "sharding",
     "steps_optimizer",

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import storage_id
-from ..distributed import say_once
+from ..distributed import say
 from .function_calls import FunctionCall
 from .roles import Role
 
@@ -95,7 +95,7 @@ class CustomFunctions:
         if not self._combines or len(self._names) < 2:
             return
         if self._roles.get(place) is not Role.STATISTIC:
-            say_once(
+            say(
                 _log,
                 "%s is kept exactly: it combines its inputs with what it computed from them",
                 place,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import _fields, codec
 from .._torch_internals import BatchNorm, is_fake
 from ..config import Config
-from ..distributed import say_once
+from ..distributed import say
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
@@ -213,7 +213,7 @@ class KnownRoles:
             self._discrete[id(call)] = call
             for name in self._block_inputs[id(call)]:
                 if self.by_name.get(name) is not Role.STATISTIC:
-                    say_once(
+                    say(
                         _log,
                         "%s is kept exactly: its checkpointed block takes discrete decisions",
                         name,

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..config import Config, from_block, settings_of
 from ..controller import Controller, attach
-from ..distributed import say_once
+from ..distributed import say
 from ..steps import default_level
 from .attaching import check, following
 
@@ -104,7 +104,7 @@ class GactCallback(TrainerCallback):
         if self.gact is not None and file.is_file():
             self.gact.load_state_dict(json.loads(file.read_text()))
         elif self.gact is not None:
-            say_once(
+            say(
                 _log,
                 "training goes on from a checkpoint without %s: bits are uniform until the next adaptation",
                 file,

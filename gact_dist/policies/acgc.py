@@ -34,7 +34,7 @@ import numpy as np
 
 from .. import _fields
 from ..config import Config
-from ..distributed import rank, say_once
+from ..distributed import say, say_once
 from .allocation import WIDTHS, Allocation, minimum_bits
 from .base import Choice, Costs, GradientError, Policy, Trial, evaluate
 from .plan import Plan
@@ -181,19 +181,19 @@ class Acgc(Policy):
         return kept
 
     def _warn_of(self, measured: float, current: Plan) -> None:
-        if current.bits and not measured <= self._tolerated and rank() == 0:
-            _log.warning(
+        if current.bits and not measured <= self._tolerated:
+            say(
+                _log,
                 "compression increased the gradient's second moment by %.3g (error=%g was tolerated); bits are raised",
                 measured,
                 self._tolerated,
             )
 
     def _tell(self, error: GradientError, allocation: Allocation) -> None:
-        if rank() != 0:
-            return
-        _log.info("increase of the gradient's second moment: %s", error)
+        say(_log, "increase of the gradient's second moment: %s", error, level=logging.INFO)
         if not error.holds:
-            _log.warning(
+            say(
+                _log,
                 "compression increases the gradient's second moment by %.3g on the batch of this adaptation, but only "
                 "error=%g is tolerated: %.3g bits on average do not reach it",
                 error.measured,

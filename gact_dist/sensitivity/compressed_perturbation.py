@@ -12,7 +12,8 @@ what tensor l adds to the gradient at these bits, as GACT (Liu et al., ICML 2022
 
 with var_b the variance of rounding to b bits, summed over a tensor; that of h itself is taken when it is packed. This
 takes the memory of a step and two gradients of the parameters, and the time of a forward and of a backward for each
-tensor and one more. So some tensors are measured in a step, others in the next, each time on the same examples.
+tensor and one more. So some tensors are measured in a step of the job, others in the next, on the examples of each:
+nothing but what was found is carried over.
 """
 
 from __future__ import annotations
@@ -48,33 +49,27 @@ class Perturbed(NamedTuple):
     """float64 [8]: that it adds to the gradient if stored in 1, 2 .. 8 bits"""
 
 
-class _Kept(NamedTuple):
-    handle: Stored
-    rounding: Tensor
-    """of the exact tensor, see rounding_of()"""
-    numel: int
-    itemsize_bits: int
-
-
 class CompressedPerturbation:
-    """The measurement of one model on one batch. See [Note: compressed perturbation]."""
+    """The measurement of one model. See [Note: compressed perturbation]."""
 
     def __init__(self, hooks: SavedTensorHooks, model: nn.Module, seed: int, fraction: float) -> None:
         """seed, fraction: as for one_pass.measure."""
         self._hooks, self._model, self._seed, self._fraction = hooks, model, seed, fraction
+        self._encoder = hooks.encoder.of_part(fraction)
         self.found: dict[str, Perturbed] = {}
-        """by name, in the order in which they are saved"""
-        self.is_done = False
+        """by name"""
 
-    def go_on(self, forward: Callable[[], Any], in_one_step: bool) -> None:
-        """Measure all that is left, or what one step has time for. forward: as for one_pass.measure."""
-        encoder = self._hooks.encoder.of_part(self._fraction)
-        kept: dict[str, _Kept] = {}
+    def go_on(self, forward: Callable[[], Any], in_one_step: bool) -> bool:
+        """Measure all that is left, or what one step has time for; whether that was all.
+
+        forward: as for one_pass.measure.
+        """
+        kept: dict[str, tuple[Stored, Perturbed]] = {}
 
         def note(handle: Stored, tensor: Tensor) -> None:
-            if _is_rounded(handle):
-                rounding = rounding_of(tensor.detach(), None, encoder, fraction=self._fraction)
-                kept[handle.name] = _Kept(handle, rounding, tensor.numel(), 8 * tensor.element_size())
+            if handle.name not in self.found and _is_rounded(handle):
+                rounding = self._rounding_of(tensor.detach())
+                kept[handle.name] = handle, Perturbed(tensor.numel(), 8 * tensor.element_size(), rounding)
 
         plan = _at_least(_LEAST_BITS, self._hooks.plan)
         mode = MeasuringMode(differentiable=False)
@@ -83,7 +78,7 @@ class CompressedPerturbation:
                 result = forward()
             root = scalar(mode.root_of(result))
             del result
-            left = [name for name, item in kept.items() if name not in self.found and _is_rounded(item.handle)]
+            left = [name for name, (handle, _) in kept.items() if _is_rounded(handle)]
             now = left[:_A_STEP] if in_one_step else left
             leaves = parameters_among(nodes_below([root]))
 
@@ -92,22 +87,23 @@ class CompressedPerturbation:
                     return list(torch.autograd.grad(root, leaves, retain_graph=True, allow_unused=True))
 
             exact = gradient() if now else []
-            for number, name in enumerate(now, len(self.found)):
-                item = kept[name]
-                with self._rounded_again(item.handle, plan, number) as variance:
-                    change = square_distance(gradient(), exact) if variance > 0.0 else 0.0
-                scale = change / variance if variance > 0.0 else 0.0
-                self.found[name] = Perturbed(item.numel, item.itemsize_bits, item.rounding * scale)
-            self.is_done = len(now) == len(left)
+            for name in now:
+                handle, item = kept[name]
+                with self._rounded_again(handle, plan) as variance:
+                    scale = square_distance(gradient(), exact) / variance if variance > 0.0 else 0.0
+                self.found[name] = item._replace(variance=item.variance * scale)
+        return len(now) == len(left)
+
+    def _rounding_of(self, tensor: Tensor) -> Tensor:
+        return rounding_of(tensor, None, self._encoder, fraction=self._fraction)
 
     @contextmanager
-    def _rounded_again(self, handle: Stored, plan: Plan, number: int) -> Iterator[float]:
+    def _rounded_again(self, handle: Stored, plan: Plan) -> Iterator[float]:
         """Within the context a handle gives what it has rounded to a bit less; the variance of that."""
         before, tensor = handle.payload, decoded(handle.payload)
-        encoder = self._hooks.encoder.of_part(self._fraction)
-        rounding = rounding_of(tensor, None, encoder, fraction=self._fraction)
+        rounding = self._rounding_of(tensor)
         bits = widest_inexact((one_width(plan.bits_of(handle.name)) or codec.MAX_BITS) - 1, rounding)
-        handle.payload = encoder.pack(tensor, bits, self._seed + number)
+        handle.payload = self._encoder.pack(tensor, bits, self._seed + len(self.found))
         del tensor
         try:
             yield float(rounding[bits - 1])

@@ -25,7 +25,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -135,6 +135,7 @@ def measure(
     probes: int = 1,
     estimator: str = "one-pass",
     shares: int = 1,
+    in_steps: bool = False,
     on_saved: Callable[[int, int], None] | None = None,
 ) -> list[Sensitivity] | Paused:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
@@ -143,8 +144,9 @@ def measure(
     (see isolation.py). seed: of the random directions and of the rounding in perturbations; different on every rank.
     fraction: of a step's examples that forward sees. probes: random directions to average over, on this rank.
     estimator: see Config. shares: in how many calls it is done, if it can pause: this one returns what goes on with it;
-    the same on all ranks where parameters are sharded. on_saved(bytes, count): told, if the model is measured block by
-    block, how much the forward saved in how many tensors, before anything is measured; what it raises ends that.
+    the same on all ranks where parameters are sharded. in_steps: whether it may also take several calls where it needs
+    no examples of an earlier one. on_saved(bytes, count): told, if the model is measured block by block, how much the
+    forward saved in how many tensors, before anything is measured; what it raises ends that.
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
@@ -176,7 +178,7 @@ def measure(
                 break
             blocks = _blocks_after(error, blocks)
     if too_large:
-        return PausedPerturbation(hooks, model, seed, fraction).share(forward, shares > 1)
+        return PausedPerturbation(hooks, model, seed, fraction).share(forward, in_steps or shares > 1)
     mode = MeasuringMode()
     with untouched(model), measurable(mode):
         with hooks.recording(mode, fraction) as records:
@@ -330,9 +332,8 @@ class _ByWalk:
 
     def _refuse_large(self, cut: BlockForward) -> None:
         """Raise TooLargeError where the largest block takes more than the job's own step of the whole batch."""
-        if self.perturbs or self.columns is not None or cut.groups or sharding(self.model) is not None:
-            return
-        if self.hooks.policy.example_columns:
+        is_split = cut.groups or sharding(self.model) is not None
+        if self.perturbs or self.columns is not None or is_split or self.hooks.policy.example_columns:
             return
         saved, _ = saved_by(cut)
         tensors = sum(record.compressible for record in cut.found)
@@ -401,11 +402,14 @@ class _Found:
 class Paused(ABC):
     """A measurement of which some shares are done."""
 
+    needs_examples: ClassVar[bool]
+    """whether it has to go on with the same ones"""
+
     @abstractmethod
     def resume(self, forward: Callable[[], Tensor | None]) -> list[Sensitivity] | Paused:
         """The next share: what goes on with the measurement, or at its end the sensitivities. Can be called once.
 
-        forward: of measure(), on the same examples; the parameters may have changed.
+        forward: of measure(), on as many examples; the parameters may have changed.
         Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
         MeasurementError where parameters are sharded, torch.OutOfMemoryError.
         """
@@ -415,6 +419,7 @@ class Paused(ABC):
 class PausedWalk(Paused):
     """See [Note: shares of a measurement] in halfway.py."""
 
+    needs_examples: ClassVar[bool] = True
     way: _ByWalk
     blocks: list[nn.Module]
     generators: Generators
@@ -437,14 +442,15 @@ class PausedWalk(Paused):
 class PausedPerturbation(Paused):
     """See [Note: compressed perturbation] in compressed_perturbation.py."""
 
+    needs_examples: ClassVar[bool] = False
+
     def __init__(self, hooks: SavedTensorHooks, model: nn.Module, seed: int, fraction: float) -> None:
         """As for measure()."""
         self._perturbation = CompressedPerturbation(hooks, model, seed, fraction)
 
     def share(self, forward: Callable[[], Tensor | None], in_one_step: bool) -> list[Sensitivity] | Paused:
         """Measure what one step has time for, or all."""
-        self._perturbation.go_on(forward, in_one_step)
-        if not self._perturbation.is_done:
+        if not self._perturbation.go_on(forward, in_one_step):
             return self
         return [Sensitivity(name, *found, by_perturbation=True) for name, found in self._perturbation.found.items()]
 

@@ -205,11 +205,10 @@ class GradientComparison(GradientsInParts[RunningComparison]):
 class RoundedWalk:
     """The walk over the blocks of one forward. See [Note: rounded walk]."""
 
-    def __init__(self, forward: BlockForward, draws: Sequence[Draw | None]) -> None:
-        """forward: that has run and has its graph, which is freed on the way. draws: one for each pass, None: nothing
-        is rounded."""
+    def __init__(self, forward: BlockForward, draws: Sequence[Draw]) -> None:
+        """forward: that has run and has its graph, which is freed on the way. draws: one for each pass."""
         self._forward, self._draws = forward, draws
-        self._between = [{} if draw is None else draw.payloads(forward.between) for draw in draws]
+        self._between = [draw.payloads(forward.between) for draw in draws]
         forward.leave_to_graph()
         self._read_again = _shared_parts(forward)
         self._gradients: dict[Exit, list[Tensor | None]] = {}
@@ -261,8 +260,7 @@ class RoundedWalk:
 
     def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
         """The graph alone holds what the block saves and what enters it, and frees that as the backward goes on."""
-        draw = self._draws[number]
-        keep = _AsItIs() if draw is None else StoredAgain(draw)
+        keep = StoredAgain(self._draws[number])
         with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
             if number + 1 == len(self._draws):
                 visit.release_inputs()
@@ -344,16 +342,6 @@ def _shared_parts(forward: BlockForward) -> set[Between]:
     nodes = [{node for node in part.nodes if not hasattr(node, "variable")} for part in parts]
     uses = Counter(node for found in (*nodes, *(visit.outer for visit in forward.visits)) for node in found)
     return {part for part, found in zip(parts, nodes, strict=True) if any(uses[node] > 1 for node in found)}
-
-
-class _AsItIs:
-    """In place of a StoredAgain, for the exact pass."""
-
-    def __call__(self, tensor: Tensor, _: Any) -> Replaceable:
-        return Replaceable(tensor)
-
-    def forget(self) -> None:
-        """Nothing is known of what was kept."""
 
 
 def _decode(handle: Replaceable, payload: Content) -> None:

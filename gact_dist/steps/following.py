@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch_internals import hooks_are_disabled
-from ..distributed import all_ranks, learning_shapes, say_once
+from ..distributed import all_ranks, learning_shapes, say
 from ..hooks import Calling, Registration, after_forward, before_forward, fixes_rows, on_interrupt
 from ..sensitivity import Observation, ProbeBatch
 from .schedule import Schedule
@@ -175,7 +175,7 @@ class Following:
     def _warn_of_unseen_forward(self) -> None:
         if self._backward_hooks:
             self._stop_watching_backward()
-            say_once(
+            say(
                 _log,
                 "parameters of the %s got gradients, but its forward was never called: follow() compresses nothing; "
                 "attach to the module whose forward the loop calls, or use step() around the forward",

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._fields import StateError
 from ..config import Config
-from ..distributed import say_once, unwrap
+from ..distributed import say, unwrap
 from .state import State, module_paths
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def read_plan_file(path: str, model: nn.Module, config: Config, default_bits: in
     made_for = content.get("settings", {})
     other = {key: made_for.get(key) for key in _BUDGET if made_for.get(key) != getattr(config, key)}
     if other:
-        say_once(
+        say(
             _log,
             "plan_file %s was made for %s: the next adaptation chooses bits for the settings of this run; give the "
             "same ones to keep them",
@@ -60,7 +60,7 @@ def warn_of_unknown(path: str | None, planned: Mapping[str, Any], saved: set[str
     """After the first step: a plan's names may be of another version of the model's code, whose lines have moved."""
     matching = len(saved & planned.keys())
     if path is not None and matching < _LEAST_MATCHING * len(planned):
-        say_once(
+        say(
             _log,
             "plan_file %s has bits for %d tensors, of which the first step saved %d: the model's code has changed "
             "since, and with it the names; what has no bits has the default until the next adaptation; make the plan "
@@ -98,7 +98,7 @@ def _check_model(path: str, state: State, model: nn.Module, holds_all: bool) -> 
             "with gact-dist plan"
         )
     if matching < len(planned) and holds_all:
-        say_once(
+        say(
             _log,
             "plan_file %s has bits for %d tensors, of which %d are in modules of this model: it may be of another "
             "model; tensors that it does not know have the default bits until the next adaptation",

@@ -158,6 +158,33 @@ def test_no_step_holds_what_the_untouched_job_does(monkeypatch):
     gact.detach()
 
 
+class Held:
+    """A batch that no one can look into, as that of a library of graphs."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+
+def test_a_batch_that_cannot_be_kept_is_measured_in_as_many_steps(monkeypatch):
+    monkeypatch.setattr(one_pass, "_LEAST_BYTES", 1 << 20)
+
+    def steps_of(wrapped: bool) -> int:
+        model, batch = graph_job(nodes=2048)
+        gact = gact_dist.attach(model, config=Config(bits=4, min_numel=0))
+        given = Held(batch) if wrapped else batch
+        steps = 0
+        while not gact.history:
+            with gact.step(lambda part: loss_of(model, part.batch if wrapped else part), given):
+                loss = loss_of(model, batch)
+            loss.backward()
+            steps += 1
+        assert all(entry is not None for entry in gact.plan.values())
+        gact.detach()
+        return steps
+
+    assert steps_of(wrapped=True) == steps_of(wrapped=False) > 4
+
+
 def adapted_on_ranks() -> tuple[dict, int]:
     """Rank 1 has a graph of a quarter of the nodes, which the one pass measures."""
     one_pass._LEAST_BYTES = 1 << 20
