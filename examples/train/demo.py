@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,10 +60,24 @@ def _run(options: argparse.Namespace, level: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     command += ["-m", "examples.train", *_run_arguments(options, level)]
     print(f"demo: training {'untouched' if level == train.OFF else f'with level {level}'}", flush=True)
-    done = subprocess.run(command, env={"OMP_NUM_THREADS": str(threads), **os.environ})
-    if done.returncode:
-        raise UsageError(f"the run with level {level} failed with status {done.returncode}: its messages are above")
+    status = status_of(command, {"OMP_NUM_THREADS": str(threads), **os.environ})
+    if status:
+        raise UsageError(f"the run with level {level} failed with status {status}: its messages are above")
     return json.loads((options.output / level / "result.json").read_text())
+
+
+def status_of(command: list[str], environment: dict[str, str] | None = None) -> int:
+    """Run a launcher. Where this process is stopped, by Ctrl-C or SIGTERM, the launcher ends its ranks first."""
+    usual = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with subprocess.Popen(command, env=environment) as running:
+            try:
+                return running.wait()
+            finally:
+                running.terminate()  # a kill would leave the ranks; where it has ended this does nothing
+                running.wait()
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _write(folder: Path, untouched: dict[str, Any], compressed: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 import sys
 from importlib.util import find_spec
 
+from .stopping import exit_code_of, terminated_as_interrupted
+
 _NEEDED = ("typer", "rich", "plotly")
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR = 2
 
 
 def main() -> None:
@@ -14,12 +16,13 @@ def main() -> None:
         sys.stderr.write(f"gact-dist needs {', '.join(missing)}: pip install 'gact-dist[cli]'\n")
         raise SystemExit(USAGE_ERROR)
     try:
-        from .app import run
+        with terminated_as_interrupted():
+            from .app import run
 
-        raise SystemExit(run(sys.argv[1:] or ["--help"]))
-    except KeyboardInterrupt:
+            raise SystemExit(run(sys.argv[1:] or ["--help"]))
+    except KeyboardInterrupt as stopped:
         sys.stderr.write("interrupted\n")
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(exit_code_of(stopped)) from None
 
 
 if __name__ == "__main__":

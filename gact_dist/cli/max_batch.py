@@ -28,7 +28,6 @@ from .malloc_settings import MALLOC_SETTINGS
 from .output import (
     COULD_NOT,
     FOUND_NOTHING,
-    INTERRUPTED,
     CommandError,
     JsonOption,
     bytes_of,
@@ -41,6 +40,7 @@ from .output import (
 )
 from .page import page_of_figures
 from .pictures import check_can_draw, write_png
+from .stopping import exit_code_of
 from .trial import OFF, Trial
 
 _FIRST = 4
@@ -127,11 +127,11 @@ def command(
     errors = [text for text in (undrawn, values.get("error")) if text]
     for text in errors:  # what took so long to find is shown nevertheless
         report_error(text, as_json=False)
-    interrupted = isinstance(ended, KeyboardInterrupt)
     if ended is not None:
-        report_left_out([method.name for method in methods[len(found) :]], interrupted)
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+        left_out = [method.name for method in methods[len(found) :]]
+        report_left_out(left_out, interrupted=isinstance(ended, KeyboardInterrupt))
+    if isinstance(ended, KeyboardInterrupt):
+        raise typer.Exit(exit_code_of(ended))
     if errors:
         raise typer.Exit(COULD_NOT)
     if not any(method.best for method in found):

@@ -1,7 +1,7 @@
 """What a command shows: tables for people on stdout, JSON for programs, errors in one message, progress on stderr.
 
 Exit codes: 0; 1 where `doctor` finds something broken, or `max-batch` nothing that fits; 2 where a command could not do
-what was asked; 130 where it was interrupted.
+what was asked; 130 where it was interrupted, 143 where SIGTERM did that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-FOUND_BROKEN, FOUND_NOTHING, COULD_NOT, INTERRUPTED = 1, 1, 2, 130
+from .stopping import exit_code_of
+
+FOUND_BROKEN, FOUND_NOTHING, COULD_NOT = 1, 1, 2
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs in place of tables.")]
 Arguments = ParamSpec("Arguments")
 _BETWEEN_LINES_S = 10.0
@@ -106,9 +108,9 @@ def reporting_errors(command: Callable[Arguments, None]) -> Callable[Arguments, 
         except CommandError as error:
             report_error(str(error), bool(options.get("as_json")))
             raise typer.Exit(COULD_NOT) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             sys.stderr.write("interrupted\n")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(exit_code_of(stopped)) from None
 
     return reporting
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from gact_dist import codec
 from gact_dist.cli import main
 from gact_dist.cli.app import app
 from gact_dist.cli.malloc_settings import MALLOC_SETTINGS
+from gact_dist.cli.stopping import terminated_as_interrupted
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(command.name for command in app.registered_commands)
@@ -146,6 +148,23 @@ def test_an_interrupt_is_one_word(monkeypatch, capsys):
 
     monkeypatch.setattr(codec, "isa", interrupted)
     assert call(monkeypatch, capsys, "doctor") == (130, "", "interrupted\n")
+
+
+def test_sigterm_is_an_interrupt_with_an_exit_code_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(codec, "isa", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    usual = signal.getsignal(signal.SIGTERM)
+    assert call(monkeypatch, capsys, "doctor") == (143, "", "interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is usual
+
+
+def test_a_fork_of_the_command_still_ends_by_sigterm():
+    """As the workers of a DataLoader do: an exception would be a traceback for each of them."""
+    with terminated_as_interrupted():
+        fork = os.fork()
+        if not fork:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

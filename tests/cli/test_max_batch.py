@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import plotly
@@ -17,6 +22,7 @@ from gact_dist.cli.max_batch import run_trial, search
 from gact_dist.cli.output import CommandError
 from gact_dist.cli.trial import Trial, checkpoint_blocks
 
+ROOT = Path(__file__).parents[2]
 LARGE = '''
 import torch
 from torch import nn
@@ -341,3 +347,45 @@ def test_what_says_that_memory_was_too_little(text):
     assert says_out_of_memory(text)
     assert not says_out_of_memory("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
     assert not says_out_of_memory("RuntimeError: could not create a primitive descriptor for a matmul primitive")
+
+
+STOPPED_IN_THE_SECOND_METHOD = """
+import os, time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+
+
+def job(batch):
+    if (HERE / "tried").exists():
+        (HERE / "child.part").write_text(str(os.getpid()))
+        (HERE / "child.part").rename(HERE / "child")
+        time.sleep(600)
+    (HERE / "tried").touch()
+    return nn.Linear(4, 1), torch.zeros(batch, 4), lambda batch: model_of(batch)
+
+
+def model_of(batch):
+    return (batch * torch.ones(4, requires_grad=True)).sum()
+"""
+
+
+def test_sigterm_shows_what_is_known_and_leaves_no_process(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED_IN_THE_SECOND_METHOD)
+    options = ("--levels", "untouched,L1", "--no-checkpoint", "--most", "1", "--device", "cpu", "--json")
+    command = [sys.executable, "-m", "_gact_dist_command", "max-batch", "stopped.py:job", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **streams) as running:
+        child = tmp_path / "child"
+        while not child.exists() and running.poll() is None:
+            time.sleep(0.05)
+        running.terminate()
+        stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM, stderr
+    assert [row["method"] for row in json.loads(stdout)["methods"]] == ["untouched"]
+    assert stderr == "interrupted; not tried to the end: L1\n"
+    assert not Path("/proc", child.read_text()).exists()

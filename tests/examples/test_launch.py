@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from examples.train import data, peak_memory, summary, tasks, train
-from examples.train.config import UsageError, config_names, load_config
+from examples.train.config import ROOT, UsageError, config_names, load_config
 from examples.train.jobs import read_ds_config
 from examples.train.models import GraphAttentionNetwork, GraphSage, LanguageModel
 
@@ -457,3 +459,29 @@ def test_results_hold_everything_a_repeat_needs(tmp_path):
     assert result["report"] is None
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 9]
+
+
+LAUNCHER = """
+import os, signal, sys, time
+
+def stop(*_):
+    time.sleep(0.5)  # torchrun ends its ranks, and waits for them
+    open("ended", "w").close()
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, stop)
+os.kill(os.getppid(), int(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("stopped_by", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_demo_that_is_stopped_lets_its_launcher_end_the_ranks(tmp_path, stopped_by, status):
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    code = (
+        f"import sys; from examples.train import demo; demo.status_of([sys.executable, 'launcher.py', '{stopped_by}'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == status
+    assert (tmp_path / "ended").exists()
