@@ -10,7 +10,8 @@ from dataclasses import dataclass
 RESOLUTION = 1 / 32
 """the largest batch that fits and the smallest that does not may differ by this part of the former"""
 _LARGEST_STEP = (8, 64)  # times the largest batch that is known to fit; where two are known and predict
-_LOST = 8  # allocators seldom lose more than this part of the memory to fragments
+_LOST = 1 / 8  # allocators seldom lose more than this part of the memory to fragments
+_COARSE = 1 / 16  # at such a resolution, one that fits just below the border ends the search
 
 # the last is all that an allocation in the native library says when it fails
 OUT_OF_MEMORY = (
@@ -71,7 +72,8 @@ def next_batch(probes: Sequence[Probe], limit_bytes: int, first: int, resolution
         return min(wanted, _LARGEST_STEP[predicted is not None and len(fitting) > 1] * best)
     if predicted is None or predicted >= too_large:
         first_to_fail = sum(not probe.fits for probe in probes) == 1
-        near = too_large - too_large // _LOST if predicted and first_to_fail else 0
+        below = _LOST if resolution < _COARSE else resolution / (1 + resolution)
+        near = too_large - int(too_large * below) if predicted and first_to_fail else 0
         return max(near, (best + too_large) // 2)
     # a prediction below the border is tried once; after that the border itself is looked for, just above
     return min(max(predicted, best + least_step), too_large - 1)

@@ -20,11 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config
+from ..policies import policy_of
 from ..profile import UNTOUCHED
 from .batch_search import Probe, largest, next_batch, says_out_of_memory
 from .figures import SPEEDS, max_batch_figures
 from .loading import JobArgument, load_function
-from .malloc_settings import MALLOC_SETTINGS
+from .malloc_settings import MALLOC_SETTINGS, WAITING_SETTINGS
 from .output import (
     COULD_NOT,
     FOUND_NOTHING,
@@ -46,6 +47,7 @@ from .trial import OFF, Trial
 _FIRST = 4
 _RESOLUTION = 1 / 12
 _ON_CPU_BYTES = 2 << 30
+_LATE = "not over after"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,15 @@ class Method:
 
     level: str
     checkpoints: bool
+    outline: tuple[Probe, ...] = ()
+    """of steps without measurements, where the level has those: they say where to look"""
     probes: tuple[Probe, ...] = ()
+    """of whole tries: they decide"""
+
+    @property
+    def measures(self) -> bool:
+        """Whether its job adapts bits, or compares the gradient with the exact one."""
+        return policy_of(Config.from_level(self.level)).rounds
 
     @property
     def name(self) -> str:
@@ -111,9 +121,10 @@ def command(
         check_can_draw()
     with working("trying", as_json) as now:
 
-        def attempt(number: int, method: Method, size: int) -> Probe:
-            now(f"{number} of {len(methods)}, {method.name}: {size}")
-            return run_trial(_sized(trial, method, size, batch is not None), size, timeout)
+        def attempt(number: int, method: Method, measures: bool, size: int) -> Probe:
+            now(f"{number} of {len(methods)}, {method.name}: {size}{' with measurements' if measures else ''}")
+            sized = _sized(trial, method, size, batch is not None)
+            return run_trial(replace(sized, measures=measures), size, timeout)
 
         found, ended = _searched(methods, attempt, trial.memory_bytes, most)
     what = "batch" if batch is None else "sequence"
@@ -139,19 +150,21 @@ def command(
 
 
 def _searched(
-    methods: Sequence[Method], attempt: Callable[[int, Method, int], Probe], memory_bytes: int, most: int
+    methods: Sequence[Method], attempt: Callable[[int, Method, bool, int], Probe], memory_bytes: int, most: int
 ) -> tuple[list[Method], KeyboardInterrupt | CommandError | None]:
     """What was found of each method, and what ended the search when some were known: the user, or one that failed."""
     found: list[Method] = []
     for number, method in enumerate(methods, 1):
         first = found[-1].best.batch if found and found[-1].best else _FIRST  # it will be near
         try:
-            probes = search(partial(attempt, number, method), memory_bytes, first, most)
+            outline = search(partial(attempt, number, method, False), memory_bytes, first, most)
+            probes = confirm(partial(attempt, number, method, True), memory_bytes, outline) if method.measures else []
         except (KeyboardInterrupt, CommandError) as ended:
             if not found:
                 raise
             return found, ended
-        found.append(replace(method, probes=tuple(probes)))
+        decides = probes or outline
+        found.append(replace(method, outline=tuple(outline) if probes else (), probes=tuple(decides)))
     return found, None
 
 
@@ -201,9 +214,11 @@ def _sizes(batch: int, sequence: int | None) -> tuple[int, ...]:
     return (batch,) if sequence is None else (batch, sequence)
 
 
-def search(attempt: Callable[[int], Probe], memory_bytes: int, first: int, most: int) -> list[Probe]:
+def search(
+    attempt: Callable[[int], Probe], memory_bytes: int, first: int, most: int, known: Sequence[Probe] = ()
+) -> list[Probe]:
     """Try sizes until the largest that fits is known, or that `most` does. first: what to begin with."""
-    probes: list[Probe] = []
+    probes = list(known)
     while (size := next_batch(probes, memory_bytes, min(first, most), _RESOLUTION)) is not None:
         size = min(size, most)
         if any(probe.batch == size for probe in probes):
@@ -212,17 +227,32 @@ def search(attempt: Callable[[int], Probe], memory_bytes: int, first: int, most:
     return probes
 
 
+def confirm(attempt: Callable[[int], Probe], memory_bytes: int, outline: Sequence[Probe]) -> list[Probe]:
+    """Whole tries, beginning at the largest that fits without measurements; empty if none does.
+
+    A measurement seldom holds more than a step, so mostly the first fits. It takes as long as many steps, for which
+    reason the sizes on the way there do without.
+    """
+    best = largest(outline)
+    if best is None:
+        return []
+    probes = [attempt(best.batch)]
+    below = best.batch - max(1, int(best.batch * _RESOLUTION))
+    if probes[0].fits or not below:
+        return probes
+    return search(attempt, memory_bytes, below, best.batch, [*probes, attempt(below)])
+
+
 def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
     """Run a try in a process of its own. Raises CommandError where it failed for another reason than memory."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "gact_dist.cli.trial", json.dumps(asdict(trial)), str(result)]
+        environment = {**MALLOC_SETTINGS, **WAITING_SETTINGS, **os.environ}
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=timeout_s, env={**MALLOC_SETTINGS, **os.environ}
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
         except subprocess.TimeoutExpired:
-            return Probe(batch=size, fits=False, reason=f"not over after {timeout_s:g} s")
+            return Probe(batch=size, fits=False, reason=f"{_LATE} {timeout_s:g} s")
         found = json.loads(result.read_text()) if result.is_file() else {}
     if "error" in found:
         raise CommandError(f"a try of {size} failed: {found['error']}")
@@ -257,7 +287,10 @@ def _values(methods: Sequence[Method], trial: Trial, what: str) -> dict[str, Any
                 "samples_per_s": per_s,
                 "tokens_per_s": per_s * tokens if per_s and tokens else None,
                 "peak_bytes": best.peak_bytes if best else None,
-                "tries": [asdict(probe) for probe in method.probes],
+                "tries": [
+                    *({**asdict(probe), "measures": False} for probe in method.outline),
+                    *({**asdict(probe), "measures": method.measures} for probe in method.probes),
+                ],
             }
         )
     return {"job": trial.job, "memory_bytes": trial.memory_bytes, "device": trial.device, "of": what, "methods": rows}
@@ -291,6 +324,10 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
         if not row[values["of"]]
     )
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
+    for row in values["methods"]:
+        late = [probe["batch"] for probe in row["tries"] if probe["reason"].startswith(_LATE)]
+        if late and row[values["of"]]:
+            text += f"\n{row['method']}: the try of {min(late)} was too slow, not too large; give more --timeout."
     at_most = [row["method"] for row in values["methods"] if row[values["of"]] == values["most"]]
     if at_most:
         text += f"\n{', '.join(at_most)}: nothing above --most {values['most']} was tried; more may fit."

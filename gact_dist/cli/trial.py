@@ -30,6 +30,8 @@ from .output import CommandError
 
 OFF = "L0"
 _ADAPTING_STEPS, _TIMED_STEPS = 8, 3
+_LONG_ENOUGH_S = 5.0
+"""of timed steps: longer ones differ little from one to the next"""
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
@@ -47,6 +49,8 @@ class Trial:
     """cpu or cuda"""
     optimizer: str
     """adamw, sgd or none"""
+    measures: bool = True
+    """whether bits adapt and the gradient is compared, as in a job; else each tensor keeps the bits it begins with"""
 
 
 def try_here(trial: Trial) -> Probe:
@@ -96,13 +100,16 @@ def _train(job: Job, trial: Trial) -> float:
     controller = attach(job.model, config=Config.from_level(trial.level))
     kind = _OPTIMIZERS.get(trial.optimizer)
     optimizer = None if kind is None else kind(job.model.parameters(), lr=1e-5)
-    adapts = policy_of(controller.config).adapts
-    times_s = []
+    policy = policy_of(controller.config)
+    enough = _TIMED_STEPS if trial.measures or not policy.rounds else 1
+    times_s: list[float] = []
     with UserCode(f"a step of {trial.batch}"):
         for number in range(_ADAPTING_STEPS + _TIMED_STEPS):
-            adapting = number == 0 or (adapts and not controller.plan and number < _ADAPTING_STEPS)
+            is_first = number == 0  # in which the optimizer makes its state
+            adapting = policy.adapts and not controller.plan and number < _ADAPTING_STEPS
+            measuring = trial.measures and (is_first or adapting)
             started_s = time.perf_counter()
-            with controller.step(job.loss_fn, job.batch) if adapting else controller.step():
+            with controller.step(job.loss_fn, job.batch) if measuring else controller.step():
                 loss = job.loss_fn(job.batch)
             loss.backward()
             del loss
@@ -113,9 +120,9 @@ def _train(job: Job, trial: Trial) -> float:
                 optimizer.zero_grad()
             if trial.device == "cuda":
                 torch.cuda.synchronize()
-            if not adapting:
+            if not measuring and not is_first:
                 times_s.append(time.perf_counter() - started_s)
-            if len(times_s) == _TIMED_STEPS:
+            if len(times_s) == enough or sum(times_s) > _LONG_ENOUGH_S:
                 break
     return statistics.median(times_s)
 

@@ -105,6 +105,42 @@ def test_each_level_is_searched_with_and_without_checkpointing(jobs, run_json, t
     assert found["methods"][0]["gain"] == 1
 
 
+def test_a_level_that_measures_is_outlined_without_and_decided_with_measurements(jobs, run_json, monkeypatch):
+    """A machine where measurements take a quarter more than a step, and whose sizes have peaks."""
+    tries: list[Trial] = []
+
+    def pretend(attempted: Trial, size: int, timeout_s: float) -> Probe:
+        tries.append(attempted)
+        held = size * (5 if attempted.measures else 4) << 20
+        fits = held <= 1 << 30
+        return Probe(batch=size, fits=fits, step_s=1.0 if fits else None, peak_bytes=held if fits else None)
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--no-checkpoint", "--memory", "1GiB", "--device", "cpu")
+    [row] = run_json(*command, "--levels", "L2")["methods"]
+    assert 204 * 11 / 12 <= row["batch"] <= 204
+    assert sum(attempt.measures for attempt in tries) <= 5
+    assert [probe["measures"] for probe in row["tries"]] == [attempt.measures for attempt in tries]
+    tries.clear()
+    [row] = run_json(*command, "--levels", "untouched")["methods"]  # which has nothing to measure
+    assert 256 * 11 / 12 <= row["batch"] <= 256
+    assert not any(attempt.measures for attempt in tries)
+    assert len(tries) <= 4
+
+
+def test_a_try_that_was_too_slow_is_not_passed_off_as_too_large(jobs, run, monkeypatch):
+    def pretend(trial, size, timeout_s):
+        return Probe(
+            batch=size, fits=size <= 40, step_s=1.0, reason="" if size <= 40 else f"not over after {timeout_s:g} s"
+        )
+
+    monkeypatch.setattr(max_batch, "run_trial", pretend)
+    command = ("max-batch", f"{jobs}:small", "--levels", "untouched", "--no-checkpoint", "--device", "cpu")
+    assert re.search(
+        r"\nuntouched: the try of 4\d was too slow, not too large; give more --timeout", run(*command).stdout
+    )
+
+
 def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
     result = run("max-batch", f"{jobs}:small", "--levels", "L0,L2", "--no-checkpoint", "--device", "cpu",
                  "--output", tmp_path / "plot.html")  # fmt: skip
@@ -123,7 +159,7 @@ def test_where_stderr_is_no_terminal_a_line_now_and_then_says_what_it_is_at(jobs
     methods = ["untouched" if attempt.level == "L0" else attempt.level for attempt in tried]
     numbers = {"untouched": 1, "L2": 2}
     assert lines == [
-        f"0 s: {numbers[method]} of 2, {method}: {attempt.batch}"
+        f"0 s: {numbers[method]} of 2, {method}: {attempt.batch}{' with measurements' if attempt.measures else ''}"
         for method, attempt in zip(methods, tried, strict=True)
     ]
     assert run(*command, "--json").stderr == ""
