@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plotly.offline import get_plotlyjs
 
@@ -19,6 +19,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _LAST_LOSSES = 10
 _MINUTES = len("2026-01-31T23:59")
 _SHOWN_PLANS, _SHOWN_RANKS = 6, 64
+_Key = TypeVar("_Key", int, str)
 
 
 def page_of(runs: Sequence[Run], figures: Sequence[Figure]) -> str:
@@ -195,14 +196,17 @@ def _ranks(run: Run) -> str:
     """Each rank's plans by their digests, and the bytes of its first step under the last one."""
     if not run.ranks or max(run.world_size, len(run.ranks)) < 2:
         return ""
-    steps = sorted({line["step"] for lines in run.ranks.values() for line in lines})[-_SHOWN_PLANS:]
+    every = sorted({line["step"] for lines in run.ranks.values() for line in lines})
+    steps = _some(every, _disagreeing(run), _SHOWN_PLANS)
     usual = {
         step: statistics.mode(line["plan"] for lines in run.ranks.values() for line in lines if line["step"] == step)
         for step in steps
     }
+    plans_of = {rank: {line["step"]: line["plan"] for line in lines} for rank, lines in run.ranks.items()}
+    apart = [rank for rank, plans in plans_of.items() if any(plans.get(at, usual[at]) != usual[at] for at in steps)]
     rows = []
-    for rank, lines in list(run.ranks.items())[:_SHOWN_RANKS]:
-        plans = {line["step"]: line["plan"] for line in lines}
+    for rank in _some(list(run.ranks)[::-1], apart, _SHOWN_RANKS)[::-1]:
+        lines, plans = run.ranks[rank], plans_of[rank]
         cells = "".join(_plan_cell(plans.get(step), usual[step]) for step in steps)
         rows.append(f"<tr><td>{rank}</td>{cells}<td>{shown_bytes(lines[-1]['retained_bytes'])}</td></tr>")
     head = "".join(f"<th>step {step}</th>" for step in steps)
@@ -211,6 +215,13 @@ def _ranks(run: Run) -> str:
         f'<section class="table"><h2>Agreement of ranks</h2><div class="caption">{caption}</div><table class="plans">'
         f"<tr><th>rank</th>{head}<th>retained</th></tr>{''.join(rows)}</table></section>"
     )
+
+
+def _some(every: Sequence[_Key], first: Sequence[_Key], most: int) -> list[_Key]:
+    """At most so many of `every`, in its order: the beginning of `first`, and from the end what there is room for."""
+    preferred = [*first, *(one for one in reversed(every) if one not in first)]
+    chosen = preferred[:most]
+    return [one for one in every if one in chosen]
 
 
 def _plan_cell(plan: str | None, usual: str) -> str:

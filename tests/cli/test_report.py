@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -210,6 +211,23 @@ def test_a_run_that_went_back_is_read_as_it_ended(tmp_path):
     (tmp_path / "steps.jsonl").write_text(text + '{"step": 4, "lo')  # killed in the middle of a line
     [run] = run_files.find_runs([tmp_path])
     assert run.losses == ([1, 2, 3], [5.0, 3.5, 2.5])
+
+
+def test_the_rank_and_the_step_that_differ_are_shown_where_not_all_are(tmp_path, run_json):
+    """130 ranks with 20 plans, of which a page shows the latest: rank 100 went its own way in the second."""
+    ranks = tmp_path / "run" / "ranks"
+    ranks.mkdir(parents=True)
+    (ranks.parent / "run.json").write_text(json.dumps({"world_size": 130}))
+    (ranks.parent / "steps.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (1, 2)))
+    for rank in range(130):
+        plans = ["bad" if (rank, step) == (100, 2) else "good" for step in range(1, 21)]
+        lines = [{"step": step, "plan": plan, "retained_bytes": 100} for step, plan in enumerate(plans, 1)]
+        (ranks / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_json("report", tmp_path / "run", "--output", tmp_path / "page.html")
+    table = (tmp_path / "page.html").read_text().split("Agreement of ranks")[1].split("</table>")[0]
+    assert re.findall(r"step (\d+)", table) == ["2", "16", "17", "18", "19", "20"]
+    assert re.findall(r"<tr><td>(\d+)</td>", table) == [*map(str, range(63)), "100"]
+    assert table.count("✗") == 1
 
 
 def test_ranks_with_different_plans_are_shown(tmp_path, run_json):
