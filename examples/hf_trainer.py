@@ -44,5 +44,7 @@ model = BertForSequenceClassification(BertConfig(vocab_size=100, max_position_em
 trainer = Trainer(model=model, args=arguments, train_dataset=Sentences())
 trainer.add_callback(GactCallback(trainer, "L2"))
 trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-gc.collect()  # gloo aborts the process when a reducer outlives its group
-torch.distributed.destroy_process_group()
+del trainer, model  # gloo may abort the process when a reducer outlives its group
+gc.collect()
+if torch.distributed.is_initialized():  # not in a single process
+    torch.distributed.destroy_process_group()

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/minimal_ddp.py     (one process for each GPU; without a GPU, on the CPU)
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch.nn import GELU, Linear, Sequential
@@ -37,4 +39,6 @@ for step in range(20):
         print(f"step {step}: loss {loss.item():.3f}")
 if dist.get_rank() == 0:
     print(str(gact.report()).splitlines()[-1])
+model = gact = None  # gloo may abort the process when a reducer outlives its group
+gc.collect()
 dist.destroy_process_group()

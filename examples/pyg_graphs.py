@@ -6,6 +6,7 @@ Classification of small random graphs in mini-batches. The module whose forward 
 """
 
 import argparse
+import gc
 import logging
 
 import torch
@@ -69,4 +70,6 @@ for step, batch in zip(range(options.steps), loader, strict=False):
     values |= gact.scalars()
     if dist.get_rank() == 0:
         print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+del model, gact  # gloo may abort the process when a reducer outlives its group
+gc.collect()
 dist.destroy_process_group()

@@ -46,5 +46,7 @@ trainer = SFTTrainer(
 )
 trainer.add_callback(GactCallback(trainer, "L2"))
 trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
-gc.collect()  # gloo aborts the process when a reducer outlives its group
-torch.distributed.destroy_process_group()
+del trainer  # gloo may abort the process when a reducer outlives its group
+gc.collect()
+if torch.distributed.is_initialized():  # not in a single process
+    torch.distributed.destroy_process_group()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -48,6 +49,7 @@ def check(jobs: dict[str, list[Any]], least_ratio: float) -> None:
 
 
 def _at_level(source: str, level: str) -> str:
+    source = re.sub(r"^del .*\n", "", source, flags=re.MULTILINE)  # its variables are looked at when it is over
     if level == UNTOUCHED:
         return "".join(line for line in source.splitlines(keepends=True) if "gact" not in line.lower())
     if level == ATTACHED:
