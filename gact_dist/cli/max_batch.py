@@ -237,7 +237,8 @@ def confirm(attempt: Callable[[int], Probe], memory_bytes: int, outline: Sequenc
     if best is None:
         return []
     probes = [attempt(best.batch)]
-    below = best.batch - max(1, int(best.batch * _RESOLUTION))
+    late = probes[0].reason.startswith(_LATE)  # one that is a little smaller would be as well
+    below = best.batch // 2 if late else best.batch - max(1, int(best.batch * _RESOLUTION))
     if probes[0].fits or not below:
         return probes
     return search(attempt, memory_bytes, below, best.batch, [*probes, attempt(below)])

@@ -18,7 +18,7 @@ from torch import nn
 
 from gact_dist.cli import max_batch, output, pictures
 from gact_dist.cli.batch_search import Probe, says_out_of_memory
-from gact_dist.cli.max_batch import run_trial, search
+from gact_dist.cli.max_batch import confirm, run_trial, search
 from gact_dist.cli.output import CommandError
 from gact_dist.cli.trial import Trial, checkpoint_blocks
 
@@ -139,6 +139,18 @@ def test_a_try_that_was_too_slow_is_not_passed_off_as_too_large(jobs, run, monke
     assert re.search(
         r"\nuntouched: the try of 4\d was too slow, not too large; give more --timeout", run(*command).stdout
     )
+
+
+@pytest.mark.parametrize(("reason", "second"), [("not over after 300 s", 46), ("can't allocate memory", 86)])
+def test_a_whole_try_that_is_too_slow_is_followed_by_one_of_half_the_size(reason, second):
+    sizes: list[int] = []
+
+    def pretend(size: int) -> Probe:
+        sizes.append(size)
+        return Probe(batch=size, fits=size < 90, step_s=1.0, reason=reason)
+
+    confirm(pretend, 1 << 30, [Probe(batch=93, fits=True)])
+    assert sizes[:2] == [93, second]
 
 
 def test_a_table_and_a_plot(jobs, run, tried, tmp_path):
