@@ -54,9 +54,9 @@ class Config:
     uniform: the same bits for every tensor; acgc: the fewest bits within an error bound (AC-GC, Evans and Aamodt,
     NeurIPS 2021); exact: all the machinery, every tensor stored exactly; off: nothing."""
     bits: float | None = None
-    """Average bits per element of a compressible tensor, 1 to 8; policies gact and actnn take fractions such as 2.5.
-    Without this or another budget, 2 with policy actnn and 4 with others. Only with policies gact, actnn and
-    uniform."""
+    """Average bits per element of a compressible tensor, 1 to 8; policies gact and actnn take fractions such as 2.5,
+    and add a bit for each element that is derived (see derive). Without this or another budget, 2 with policy actnn and
+    4 with others. Only with policies gact, actnn and uniform."""
     retained_bytes: int | None = None
     """Bytes that a rank may keep from forward to backward in a step, everything counted as report() counts it; the bits
     follow (policy gact, in place of bits). Holds from the first adaptation on."""
@@ -110,10 +110,11 @@ class Config:
     """Compress what a checkpointed block saves while it runs again in the backward, which with many layers is most of
     what checkpointing leaves in memory. For non-reentrant checkpoints and policies that measure sensitivities."""
     derive: bool = False
-    """Do not store what backward can make again from other tensors by cheap operators (the output of a norm or of GELU,
-    a product), where it would be rounded: about a quarter fewer bytes at the same error with adaptive bits. At the same
-    bits the error is larger, as that of one tensor is in all that is made of it. Without effect with the estimator
-    "perturbation", which does not see that path. New, and off until it has been tried on more models."""
+    """Do not store what backward can make again from other tensors by cheap operators (the output of a norm, of GELU or
+    of fused attention, a product), where it would be rounded. Where bits adapt, what it is made of gets a bit more for
+    each of its elements: 8 to 26% fewer bytes at 4 bits, mostly at less error (docs/policies.md). Without effect with
+    the estimator "perturbation", which does not see what a tensor does by way of others. Off until whole runs have been
+    measured with it."""
     batch_norm_inputs: bool = True
     """Compress the inputs that batch normalisation saves; false keeps them exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"

@@ -20,7 +20,7 @@ from gact_dist.policies.base import Costs
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
 PROBES = 1  # random directions for each batch
-_NO_CHOICE = ("exact", "mask", "binary", "narrow")
+_NO_CHOICE = ("exact", "mask", "binary", "narrow", "derived")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,9 @@ class Point:
         hooks = SavedTensorHooks(self._model, config, 0)
         hooks.plan = Plan(plan, hooks.plan.default)
         hooks.encoder.examples.gradients.sizes = sizes
+        if hooks.may_derive:  # a measurement has to know what
+            with hooks.rehearsal():
+                self.loss(0)
         total = 0.0
         for number, batch in enumerate(self._batches):
             hooks.encoder.examples.begin(self._indices[number], batch)

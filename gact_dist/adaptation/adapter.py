@@ -68,6 +68,7 @@ _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 _OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
+_DERIVED = " "  # the row of elements that a step makes from others
 _DRAW_PASSES = 2
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _GRADIENT = "gradient"
@@ -258,10 +259,11 @@ class Adapter:
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
-        step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
-        if step_bytes is not None and not self._hooks.plan.bits:
-            self._hooks.plan = self.policy.first_plan_in(step_bytes)
+        if not self._hooks.plan.bits:
+            self.start(now.batch.whole)
         costs, invalid, exact = yield from self._measured_without_faults(now)
+        # only now is it known what is stored because it lies in another block than what it could be made of
+        step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
         exact = {**now.stored_exactly, **exact}
         for name, ranks in invalid.items() if self._is_first else ():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
@@ -293,10 +295,11 @@ class Adapter:
     def start(self, forward: Callable[[], Any]) -> None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
 
-        forward: runs the model as that step will; the largest uniform width at which it fits is used.
+        forward: runs the model as that step will; the largest uniform width at which it fits is used, if nothing is
+        derived: a measurement may show that it has to be stored.
         """
         if self.policy.needs_step_bytes:
-            self._hooks.plan = self.policy.first_plan_in(self._weigh(forward))
+            self._hooks.plan = self.policy.first_plan_in(self._weigh(forward, derives=False))
 
     def draw(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Look at the gradient of a step's batch. loss, unit: as loss_of_whole, unit of ProbeBatch. Collective."""
@@ -570,10 +573,10 @@ class Adapter:
         seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
         return (seed + 2**62) % 2**63 - 2**62  # numbers of tensors are added to it, below 2**63
 
-    def _footprint(self, forward: Callable[[], Any], fraction: float = 1.0) -> Footprint:
+    def _footprint(self, forward: Callable[[], Any], fraction: float = 1.0, *, derives: bool = True) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
 
-        fraction: of a step's examples that forward sees.
+        fraction: of a step's examples that forward sees. derives: whether it derives what it can.
         """
         footprint = Footprint()
         narrowest = Plan(default=1)
@@ -583,7 +586,7 @@ class Adapter:
                 for _ in range(_WEIGHINGS):
                     known = self._hooks.state_dict()
                     alone = untouched(self._model, blocks, forward_only=True)
-                    with alone, self._hooks.rehearsal(narrowest, fraction=fraction) as footprint:
+                    with alone, self._hooks.rehearsal(narrowest, fraction=fraction, derives=derives) as footprint:
                         forward()
                     if not self._on_any_sharing(self._hooks.state_dict() != known):
                         break
@@ -612,19 +615,24 @@ class Adapter:
         ranks had enough memory. measured: None if this one had not."""
         columns, found = self._columns, measured or []
         labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
+        if found:
+            labels.append(_DERIVED)
         values = torch.zeros(len(labels), columns.width, dtype=torch.float64, device="cpu")
         for row, item in zip(values, found, strict=False):
             row[columns.numel], row[columns.exact_bits] = item.numel, item.itemsize_bits
             row[columns.variance] = item.variance
             if item.examples is not None:
                 row[columns.examples] = torch.from_numpy(item.examples)
+        if found:
+            values[-1, columns.numel] = self._hooks.derived_elements
         statistics = distributed.reduce_over(labels, values, self._groups)
         fits = _OUT_OF_MEMORY not in statistics.names
         valid = (statistics.valid_ranks > 0) & torch.tensor(
-            [name != _OUT_OF_MEMORY for name in statistics.names], dtype=torch.bool, device="cpu"
+            [name not in (_OUT_OF_MEMORY, _DERIVED) for name in statistics.names], dtype=torch.bool, device="cpu"
         )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
+        derived = [row for name, row in zip(statistics.names, statistics.mean, strict=True) if name == _DERIVED]
         metadata_bits = np.full(len(names), codec.metadata_bits(self._config.group_size))
         costs = Costs(
             names,
@@ -633,12 +641,13 @@ class Adapter:
             exact_bits=mean[:, columns.exact_bits],
             metadata_bits=metadata_bits,
             examples=mean[:, columns.examples] if self.policy.example_columns else None,
+            derived_size=float(derived[0][columns.numel]) if derived else 0.0,
         )
         return costs, dict(statistics.invalid), fits
 
-    def _weigh(self, forward: Callable[[], Any]) -> StepBytes:
-        """The most bytes of each tensor on any rank, for the step to come."""
-        footprint = self._footprint(forward)
+    def _weigh(self, forward: Callable[[], Any], *, derives: bool = True) -> StepBytes:
+        """The most bytes of each tensor on any rank, for the step to come. derives: as for _footprint()."""
+        footprint = self._footprint(forward, derives=derives)
         # a batch as heavy as the heaviest so far may come again
         growth = max(1.0, self._heaviest_bytes / footprint.exact_bytes) if footprint.exact_bytes else 1.0
         rows = [

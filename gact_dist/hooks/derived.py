@@ -20,7 +20,7 @@ second path to follow: from what is rounded there nothing is derived.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +104,8 @@ class _NotDerivable(Exception):
 class DerivedNames:
     """Of saved tensors."""
 
-    made: set[str] = field(default_factory=set)
-    """that the latest forward made from others"""
+    made: dict[str, int] = field(default_factory=dict)
+    """that the latest forward made from others, and their elements in a step"""
     stored_anyway: set[str] = field(default_factory=set)
     """that could be, but whose effect through what they are made of is not measured: that lies in another block, or
     the block is perturbed"""
@@ -120,7 +120,10 @@ class Derived:
     def recipe(self, name: str, tensor: Tensor, fraction: float) -> Recipe | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of()."""
         found = None if name in self.names.stored_anyway else recipe_of(tensor, fraction)
-        (self.names.made.discard if found is None else self.names.made.add)(name)
+        if found is None:
+            self.names.made.pop(name, None)
+        else:
+            self.names.made[name] = round(tensor.numel() / fraction)
         return found
 
     def is_measured(self, name: str, tensor: Tensor) -> bool:
@@ -134,17 +137,25 @@ class Derived:
         if name not in self.names.made:
             return
         self.names.stored_anyway.add(name)
-        self.names.made.discard(name)
+        self.names.made.pop(name)
 
-    def state_dict(self) -> dict[str, list[str]]:
-        """What was learnt."""
-        return {name: sorted(found) for name, found in vars(self.names).items()}
+    @property
+    def elements(self) -> int:
+        """That a step of this rank makes from others."""
+        return sum(self.names.made.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt, in plain values."""
+        return {"elements": dict(sorted(self.names.made.items())), "stored_anyway": sorted(self.names.stored_anyway)}
 
     @staticmethod
     def parse_state(name: str, value: Any) -> DerivedNames:
         """What state_dict() gave. Raises StateError."""
-        lists = _fields.mapping(_fields.sequence(_fields.text))(name, value)
-        return DerivedNames(*(set(lists.get(item.name, ())) for item in fields(DerivedNames)))
+        learnt = _fields.mapping(_fields.anything)(name, value)
+        return DerivedNames(
+            _fields.read(learnt, "elements", _fields.mapping(_fields.integer(0)), {}),
+            set(_fields.read(learnt, "stored_anyway", _fields.sequence(_fields.text), [])),
+        )
 
 
 def recipe_of(tensor: Tensor, fraction: float = 1.0, record: Recorded | None = None) -> Recipe | None:

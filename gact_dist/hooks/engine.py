@@ -124,6 +124,11 @@ class SavedTensorHooks:
         """Whether steps derive tensors, and no forward has shown which."""
         return self._is_first and self.encoder.may_derive and not self._roles.derived.names.made
 
+    @property
+    def derived_elements(self) -> int:
+        """That a step of this rank makes from others, as far as forwards have shown."""
+        return self._roles.derived.elements
+
     def store(self, names: Iterable[str]) -> None:
         """From now on store tensors that were derived."""
         for name in names:
@@ -324,15 +329,18 @@ class SavedTensorHooks:
         draw: int = 0,
         fraction: float = 1.0,
         on_kept: Callable[[Stored, Tensor], None] | None = None,
+        derives: bool = True,
     ) -> Iterator[Footprint]:
         """Compress as a step would, note what that keeps, and leave no trace of it.
 
         plan: used in place of the current one. draw: a different number gives different rounding. fraction: of a step's
         examples that the forward sees. on_kept: told of what is kept of a tensor and, while it is there, of the tensor.
+        derives: whether what can be made again is not stored, where the configuration says so.
         """
         footprint = Footprint()
         account = Account(footprint)
         encoder, plan = self.encoder.of_part(fraction), self.plan if plan is None else plan
+        encoder.may_derive = encoder.may_derive and derives
         what = encoder, plan, account, None, self._roles.derived  # it need not leave the device
         sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
         with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys

@@ -141,6 +141,7 @@ class ExampleCosts:
             np.repeat(costs.sizes / repeats, repeats),
             np.repeat(costs.exact_bits, repeats),
             np.repeat(costs.metadata_bits, repeats),
+            derived_size=costs.derived_size,
         )
         return ExampleCosts(expanded, rows, (_EXPONENTS[number], part))
 

@@ -32,7 +32,8 @@ class Costs:
     one rank. exact_bits: [L] bits an element when stored exactly. metadata_bits: [L] scale and offset, for an element.
     retained_bytes: [L, 9] the most that any rank keeps of it at 1 to 8 bits and exactly, other_bytes of all that has
     no choice; only where the budget is in bytes. examples: [L, Policy.example_columns] of actnn.statistics, zeros for a
-    tensor that is not made of examples; only with policy actnn.
+    tensor that is not made of examples; only with policy actnn. derived_size: elements that a step of one rank does not
+    store, because it makes them again from these tensors.
     """
 
     names: tuple[str, ...]
@@ -43,6 +44,7 @@ class Costs:
     retained_bytes: NDArray[np.float64] | None = None
     other_bytes: float = 0.0
     examples: NDArray[np.float64] | None = None
+    derived_size: float = 0.0
 
     def bits(self, allocation: Allocation) -> dict[str, int | None]:
         """{name: bits} of an allocation, None for exact."""

@@ -30,8 +30,8 @@ def norms_apart(model: nn.Module, blocks: wrapped.Blocks) -> nn.Module:
 WRAPPERS = {**wrapped.WRAPPERS, "FSDP2, norms apart": norms_apart}
 
 
-def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[float]]:
-    """(plan, operators whose results are derived, losses) of a rank. derive: None for the untouched job."""
+def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[float], float]:
+    """(plan, operators that are derived, losses, average bits) of a rank. derive: None for the untouched job."""
     torch.manual_seed(0)
     model, batch = gpt()
     torch.manual_seed(dist.get_rank())
@@ -42,7 +42,8 @@ def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[fl
     losses = wrapped.losses_of(gact, model, loss_of(model), batch, STEPS)
     rows = [] if derive is None else gact.report().rows
     derived = [row.name.rpartition(":")[2].partition("@")[0] for row in rows if row.codec == "derived"]
-    return gact.plan, sorted(set(derived)), losses
+    adaptation = gact.adaptation
+    return gact.plan, sorted(set(derived)), losses, 0.0 if adaptation is None else adaptation.average_bits
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -54,6 +55,7 @@ def test_tensors_are_derived_on_all_ranks_alike(ranks, wrapper):
     # Attention's logsumexp has no graph, and so the name of an input.
     assert derived[0][1] == derived[1][1] == ["Gelu", "Input", "LayerNorm", "ScaledDotProductAttention"]
     assert len(derived[0][0]) < len(stored[0][0])
+    assert stored[0][3] <= 6 < derived[0][3] <= 7  # what is not stored leaves bits to what is
     for rank in range(2):
         first, last = untouched[rank][2][0], untouched[rank][2][-1]
         assert derived[rank][2] == pytest.approx(untouched[rank][2], abs=0.05 * abs(first - last))

@@ -184,10 +184,10 @@ def test_strides_are_those_of_the_tensor():
 
 
 @pytest.mark.parametrize("policy", ["exact", "uniform"])
-def test_what_is_not_rounded_is_not_derived(policy):
+def test_what_is_not_rounded_or_not_to_be_derived_is_not(policy):
     job = Job(nn.LayerNorm(WIDTH))
     job.gact.detach()
-    config = Config(policy=policy, derive=True) if policy == "exact" else Config(policy=policy, bits=4)
+    config = Config(policy=policy) if policy == "exact" else Config(policy=policy, bits=4, derive=False)
     job.gact = gact_dist.attach(job.model, config=config)
     for _ in range(2):
         with job.gact.step():
@@ -351,7 +351,7 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
         with hooks.rehearsal(Plan(default=4)):
             loss()
     found = measure(hooks, model, loss, seed=1, probes=8)
-    made = hooks.state_dict()["derived"]["made"]
+    made = hooks.state_dict()["derived"]["elements"]
     assert len(made) == {"norm last": 3}.get(kind, 6)
     assert not {item.name for item in found} & set(made)
     exact = torch.autograd.grad(loss(), parameters)
@@ -373,4 +373,7 @@ def test_what_was_learnt_is_in_the_state():
     name = job.rows("derived")[0].name
     other = Job(nn.LayerNorm(WIDTH))
     other.gact.load_state_dict(state)
-    assert other.gact._schedule.hooks.state_dict()["derived"] == {"made": [name], "stored_anyway": []}
+    assert other.gact._schedule.hooks.state_dict()["derived"] == {
+        "elements": {name: TOKENS * WIDTH},
+        "stored_anyway": [],
+    }

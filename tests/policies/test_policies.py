@@ -57,6 +57,18 @@ def test_average_bits_are_those_of_the_budget_whether_a_plan_is_new_or_kept(tole
     assert choice.average_bits == 3.0  # without scales and offsets
 
 
+@pytest.mark.parametrize("policy", ["gact", "actnn"])
+def test_elements_that_are_derived_leave_one_bit_each_to_what_is_stored(policy):
+    costs = replace(costs_of([1.0, 1.0], [100, 100]), derived_size=200.0)
+    policy = policy_of(Config(policy=policy, bits=3, adapt_tolerance=10.0))
+    if policy.example_columns:
+        costs = replace(costs, examples=np.zeros((2, policy.example_columns)))
+    choice = policy.choose(costs, Plan({"a": 3, "b": 5}), None)
+    assert (choice.kept, choice.average_bits) == (True, 4.0)
+    assert not policy.choose(costs, Plan({"a": 4, "b": 5}), None).kept  # over the budget
+    assert policy.choose(costs, Plan(), None).bits == {"a": 4, "b": 4}
+
+
 def test_a_plan_that_no_longer_fits_its_bytes_is_not_kept():
     table = np.array([[13.0 * bits for bits in range(1, 9)] + [400.0]] * 2)
     costs = costs_of([1.0, 1.0], [100, 100], table)

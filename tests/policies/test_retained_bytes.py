@@ -40,16 +40,17 @@ def retained_after_a_step(kind, config, follow=False):
     return retained
 
 
-def uniform_bytes(kind, bits):
-    return retained_after_a_step(kind, Config(policy="uniform", bits=bits, min_numel=64))[1]
+def uniform_bytes(kind, bits, derive=False):
+    return retained_after_a_step(kind, Config(policy="uniform", bits=bits, min_numel=64, derive=derive))[1]
 
 
 @pytest.mark.parametrize("follow", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gpt, derived"])
 def test_a_step_keeps_no_more_than_its_budget_and_uses_most_of_it(kind, follow):
+    kind, _, derived = kind.partition(", ")
     for bits in (1, 2, 3, 5, 7):
-        budget = uniform_bytes(kind, bits) + 17
-        config = Config(retained_bytes=budget, min_numel=64, calibration_samples=4)
+        budget = uniform_bytes(kind, bits, bool(derived)) + 17
+        config = Config(retained_bytes=budget, min_numel=64, calibration_samples=4, derive=bool(derived))
         first, second = retained_after_a_step(kind, config, follow)
         assert first <= budget
         assert second <= budget
@@ -67,13 +68,15 @@ def test_a_generous_budget_stores_exactly(kind):
     assert gact.adaptation.predicted_variance == 0.0  # what is not exact has no effect on the gradient
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "gpt, derived"])
 def test_an_unreachable_budget_names_the_smallest_which_then_can_be_had(kind):
+    kind, _, derived = kind.partition(", ")
+    settings = {"min_numel": 64, "derive": bool(derived)}
     with pytest.raises(ValueError, match=r"retained_bytes is 10, but a step keeps at least (\d+) bytes") as refused:
-        retained_after_a_step(kind, Config(retained_bytes=10, min_numel=64))
+        retained_after_a_step(kind, Config(retained_bytes=10, **settings))
     smallest = int(re.search(r"at least (\d+) bytes", str(refused.value)).group(1))
-    assert smallest == uniform_bytes(kind, 1)
-    assert retained_after_a_step(kind, Config(retained_bytes=smallest, min_numel=64)) == [smallest, smallest]
+    assert smallest == uniform_bytes(kind, 1, bool(derived))
+    assert retained_after_a_step(kind, Config(retained_bytes=smallest, **settings)) == [smallest, smallest]
 
 
 def test_for_the_bytes_of_a_uniform_plan_the_adaptive_one_has_less_variance():
