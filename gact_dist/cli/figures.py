@@ -115,24 +115,24 @@ def _bytes(run: Run) -> Figure | None:
 
 
 def _peaks(runs: Sequence[Run]) -> Figure | None:
-    found = []
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        peaks = run.result.get("step_peaks_bytes") or [line["peak_bytes"] for line in run.steps if "peak_bytes" in line]
-        if peaks:
-            found.append((run.name, colour, peaks))
-    if not found:
+    known = [(run, colour) for run, colour in zip(runs, _colours(runs), strict=True) if run.peaks_bytes]
+    if not known:
         return None
-    unit, name = _unit(max(max(peaks) for *_, peaks in found))
+    of_training = known[-1][0].knows_training_alone
+    found = [(run, colour) for run, colour in known if run.knows_training_alone == of_training]
+    unit, name = _unit(max(max(run.peaks_bytes) for run, _ in found))
     data = [
-        _line(range(1, len(peaks) + 1), [peak / unit for peak in peaks], title, colour)
-        for title, colour, peaks in found
+        _line(range(1, len(run.peaks_bytes) + 1), [peak / unit for peak in run.peaks_bytes], run.name, colour)
+        for run, colour in found
     ]
-    of_steps = any("step_peaks_bytes" in run.result for run in runs)
     caption = (
         "The most memory within each of the first steps, above what the process had before training."
-        if of_steps
+        if of_training
         else "The most memory until then: of the GPU's allocator, or of the process on a CPU, libraries included."
     )
+    if len(found) < len(known):
+        others = ", ".join(run.name for run, _ in known if run.knows_training_alone != of_training)
+        caption += f" What is known of {others} is of another kind, as a run that did not end has it."
     return Figure("peak", "Peak memory", caption, data, _axes("step", name, from_zero=True))
 
 

@@ -71,8 +71,8 @@ def cards_of(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
         count = len(run.adaptations)
         cards.append(("Average bits", f"{run.average_bits:.2f}", f"{count} adaptation{'s' if count > 1 else ''}"))
     if run.peak_bytes is not None:
-        note = "worst step" if "peak_bytes" in run.result else "of the process or device, so far"
-        if other is not None and other.peak_bytes:
+        note = "worst step" if run.knows_training_alone else "of the process or device, so far"
+        if other is not None and other.peak_bytes and other.knows_training_alone == run.knows_training_alone:
             note = f"{other.name}: {shown_bytes(other.peak_bytes)}, {note}"
         cards.append(("Peak memory", shown_bytes(run.peak_bytes), note))
     if run.step_s is not None:

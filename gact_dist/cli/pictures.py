@@ -49,7 +49,7 @@ def layout_of(figure: Figure) -> tuple[dict[str, Any], int]:
 def _legend_rows(figure: Figure) -> int:
     """Rows of a legend above a plot: its entries have one width, that of the longest."""
     names = [line["name"] for line in figure.data if "name" in line and line.get("showlegend", True)]
-    if len(names) < 2 or not figure.layout.get("showlegend", True):
+    if not names or len(figure.data) < 2 or not figure.layout.get("showlegend", True):
         return 0
     in_a_row = int((_WIDTH - 4 * _EDGE) / (_OF_ENTRY + _OF_LETTER * max(map(len, names))))
     return -(-len(names) // max(1, in_a_row))

@@ -80,12 +80,25 @@ class Run:
         timed = plain or [line["time_s"] for line in self.steps if "time_s" in line]
         return statistics.median(timed) if timed else None
 
+    @property
+    def knows_training_alone(self) -> bool:
+        """Whether its peaks are above what the process had before training; those of one that did not end are not."""
+        return "step_peaks_bytes" in self.result
+
+    @cached_property
+    def peaks_bytes(self) -> list[int]:
+        """The most memory: in each step of training alone if that is known, else of the process or the GPU's allocator
+        until then."""
+        if self.knows_training_alone:
+            return self.result["step_peaks_bytes"]
+        return [line["peak_bytes"] for line in self.steps if "peak_bytes" in line]
+
     @cached_property
     def peak_bytes(self) -> int | None:
-        """The most memory: of training alone if that is known, else of the process or the GPU's allocator."""
-        if "peak_bytes" in self.result:
+        """The most of all steps."""
+        if self.knows_training_alone and "peak_bytes" in self.result:
             return int(self.result["peak_bytes"])
-        return max((line["peak_bytes"] for line in self.steps if "peak_bytes" in line), default=None)
+        return max(self.peaks_bytes, default=None)
 
     @cached_property
     def average_bits(self) -> float | None:

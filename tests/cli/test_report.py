@@ -311,6 +311,23 @@ def test_a_picture_has_room_for_its_title_each_row_of_its_legend_and_the_last_ti
     assert higher == height + 2 * 20  # the plot keeps its size
     assert three_rows["margin"]["r"] == drawn["step"].layout["margin"]["r"]  # of "backward ends", below the corner
     assert three_rows["title"]["yref"] == "container"
+    # one entry for several lines, as where layers are too many for a legend
+    of_one = dataclasses.replace(many, data=[{**line, "showlegend": i == 0} for i, line in enumerate(lines)])
+    assert pictures.layout_of(of_one)[0]["margin"]["t"] == one_row["margin"]["t"]
+
+
+def test_peaks_of_another_kind_are_not_set_side_by_side(two_runs):
+    """One run ended and has those above the start of training; the other was stopped, and has those of the process."""
+    untouched, compressed = run_files.find_runs([two_runs])
+    both = figures.figures_of([untouched, compressed])
+    assert [line["name"] for line in {figure.key: figure for figure in both}["peak"].data] == ["untouched", "L2"]
+    assert "untouched: " in dict(card[::2] for card in page.cards_of([untouched, compressed]))["Peak memory"]
+    untouched.result.update(peak_bytes=3 << 20, step_peaks_bytes=[3 << 20, 2 << 20])
+    for known in ("peaks_bytes", "peak_bytes"):
+        vars(untouched).pop(known, None)
+    [line] = {figure.key: figure for figure in figures.figures_of([untouched, compressed])}["peak"].data
+    assert line["name"] == "L2"
+    assert "untouched" not in dict(card[::2] for card in page.cards_of([untouched, compressed]))["Peak memory"]
 
 
 def test_a_page_holds_no_end_of_a_script_in_its_data():
