@@ -506,7 +506,9 @@ class Walk:
             edges = list(dict.fromkeys([*below, *section.edges(wanted)]))
             self._differentiate(section, tangents, entered, partial(self._products_at, edges, products, found))
             for known in products:  # those at borders have to wait for all sections
-                known.update((edge, self._forward.boundary(known[edge])) for edge in below if edge in known)
+                # one that an earlier section has given, and this one added nothing to, is a boundary already
+                new = [edge for edge in below if isinstance(known.get(edge), Tensor)]
+                known.update((edge, self._forward.boundary(known[edge])) for edge in new)
         for direction, known in enumerate(products):
             heads = [edge for edge in borders if edge in known]
             if heads:
