@@ -259,11 +259,11 @@ class Adapter:
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
-        if not self._hooks.plan.bits:
-            self.start(now.batch.whole)
+        step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         costs, invalid, exact = yield from self._measured_without_faults(now)
-        # only now is it known what is stored because it lies in another block than what it could be made of
-        step_bytes = self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None
+        if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
+            # only now is it known what is stored because it lies in another block than what it could be made of
+            step_bytes = self._weigh(now.batch.whole)
         exact = {**now.stored_exactly, **exact}
         for name, ranks in invalid.items() if self._is_first else ():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
@@ -292,14 +292,17 @@ class Adapter:
             choice.error, choice.kept and not found, choice.default, {**exact, **found},
         )  # fmt: skip
 
-    def start(self, forward: Callable[[], Any]) -> None:
+    def start(self, forward: Callable[[], Any]) -> StepBytes | None:
         """Before the first step where nothing can be measured yet. A collective call with a budget in bytes.
 
         forward: runs the model as that step will; the largest uniform width at which it fits is used, if nothing is
-        derived: a measurement may show that it has to be stored.
+        derived: a measurement may show that it has to be stored. Returns the bytes that this follows from.
         """
-        if self.policy.needs_step_bytes:
-            self._hooks.plan = self.policy.first_plan_in(self._weigh(forward, derives=False))
+        if not self.policy.needs_step_bytes:
+            return None
+        step_bytes = self._weigh(forward, derives=False)
+        self._hooks.plan = self.policy.first_plan_in(step_bytes)
+        return step_bytes
 
     def draw(self, step: int, loss: Callable[[], Any], unit: float | None = None) -> None:
         """Look at the gradient of a step's batch. loss, unit: as loss_of_whole, unit of ProbeBatch. Collective."""

@@ -96,8 +96,6 @@ class Run:
     @cached_property
     def peak_bytes(self) -> int | None:
         """The most of all steps."""
-        if self.knows_training_alone and "peak_bytes" in self.result:
-            return int(self.result["peak_bytes"])
         return max(self.peaks_bytes, default=None)
 
     @cached_property

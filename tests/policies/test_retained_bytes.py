@@ -14,6 +14,7 @@ from gradients import variance_of_gradient
 
 import gact_dist
 from gact_dist import Config, codec
+from gact_dist.adaptation.adapter import Adapter
 from gact_dist.distributed import collectives as sync
 from gact_dist.policies.allocation import minimum_variance_in_bytes
 
@@ -56,6 +57,14 @@ def test_a_step_keeps_no_more_than_its_budget_and_uses_most_of_it(kind, follow):
         assert second <= budget
         # The step between widths of the smallest tensors that can be moved is far below a tenth of all bytes.
         assert second >= 0.9 * budget
+
+
+@pytest.mark.parametrize(("derive", "expected"), [(False, 1), (True, 2)])
+def test_a_first_adaptation_weighs_a_step_again_only_where_a_measurement_may_show_more(derive, expected, monkeypatch):
+    weighed, weigh = [], Adapter._weigh
+    monkeypatch.setattr(Adapter, "_weigh", lambda *args, **options: weighed.append(options) or weigh(*args, **options))
+    retained_after_a_step("gpt", Config(retained_bytes=200_000, min_numel=64, derive=derive))
+    assert len(weighed) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
