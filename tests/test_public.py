@@ -30,7 +30,7 @@ PUBLIC = {
 }  # fmt: skip
 
 # What each room (a folder of the package, or a file beside the folders) may import of ours.
-BASE = {"_fields", "_patches", "_paths", "_torch_internals"}
+BASE = {"_fields", "_out_of_memory", "_patches", "_paths", "_torch_internals"}
 MAY_IMPORT = {
     **{name: set() for name in BASE},
     "codec": BASE,
@@ -302,6 +302,10 @@ def test_a_tensor_without_a_device_is_found():
     assert len(without_device(ast.parse("torch.ones(3)\ntorch.zeros(3, device='cpu')\nx.new_ones(3)"))) == 1
 
 
+# Where an error of a measurement ends and the job goes on; what the job itself raises is raised (its [Note]).
+BARRIER = "adaptation/attempts"
+
+
 def faults(tree: ast.Module) -> list[str]:
     """What package code must not hold: print, assert, and handlers that swallow everything."""
     found = []
@@ -319,7 +323,12 @@ def faults(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES)
 def test_package_code_neither_prints_nor_asserts_nor_swallows(path):
-    assert faults(SOURCES[path]) == []
+    allowed = r"blanket except at line \d+" if path == BARRIER else "$"
+    assert [fault for fault in faults(SOURCES[path]) if not re.fullmatch(allowed, fault)] == []
+
+
+def test_one_handler_alone_catches_every_error():
+    assert len(faults(SOURCES[BARRIER])) == 1
 
 
 def test_faults_are_found():

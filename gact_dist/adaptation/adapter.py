@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from .. import _fields, codec, distributed
 from ..hooks import Footprint, SavedTensorHooks, has_compiled_parts
 from ..policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
 from ..sensitivity import (
-    MeasurementError,
     Paused,
     ProbeBatch,
     ProbePart,
@@ -44,9 +43,11 @@ from ..sensitivity import (
     rounded_moments,
     untouched,
 )
+from .attempts import Attempt, Ending, attempt, on_any_sharing
 from .verification import Verifier
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
 # deviation of 0.08 and more, and allocation favours tensors whose estimates are too low.
 _PROBES = 4
@@ -67,8 +68,10 @@ _WEIGHINGS = 3
 _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
-_OUT_OF_MEMORY = ""  # the row of a rank whose memory was too little to measure
-_DERIVED = " "  # the row of elements that a step makes from others
+# names of rows that no tensor has
+_OUT_OF_MEMORY = ""  # of a rank whose memory was too little to measure
+_FAULT = " fault"  # of a rank whose measurement met an error of ours
+_DERIVED = " derived"  # the elements that a step makes from others
 _DRAW_PASSES = 2
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
 _GRADIENT = "gradient"
@@ -163,6 +166,8 @@ class _Progress:
     paused: _PausedPart | None = None
     stored_exactly: dict[str, str] = field(default_factory=dict)
     """tensors that the default widths would ruin, each with the reason"""
+    is_faulty: bool = False
+    """whether a piece of the measurement ended with an error of ours"""
 
 
 class AdaptationInSteps:
@@ -418,23 +423,26 @@ class Adapter:
 
     def _measured(self, now: _Progress) -> Generator[None, None, tuple[Costs, dict[str, int]]]:
         """What all ranks measured, and by name how many ranks were left out. If a rank runs out of memory, all measure
-        on fewer examples at once, then without a second derivative."""
+        on fewer examples at once, then without a second derivative; without it at once, if one meets a fault of ours.
+        """
         estimator = self._config.estimator
         first = (yield from self._in_first_step(now, estimator)) if now.is_first else []
         while True:
             parts = self._parts(now, self._finer)
             measured = first.pop() if first else (yield from self._in_shares(now, estimator, parts))
-            costs, invalid, fits = self._reduced(None if measured is None else of_whole_batch(measured))
-            if fits:
+            lacks, now.is_faulty = _FAULT if now.is_faulty else _OUT_OF_MEMORY, False
+            costs, invalid, lacking = self._reduced(lacks if measured is None else of_whole_batch(measured))
+            if not lacking:
                 return costs, invalid
-            finer = self._parts(now, 2 * self._finer) > parts
+            is_faulty = _FAULT in lacking
+            finer = not is_faulty and self._parts(now, 2 * self._finer) > parts
             if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
                 if self._is_first:
                     _log.warning("out of memory: from now on sensitivity is measured on half as many examples at once")
             elif estimator == "one-pass" and not has_compiled_parts(self._model):
                 estimator = "perturbation"
-                if self._is_first:
+                if self._is_first and not is_faulty:
                     _log.warning("out of memory for second derivatives: sensitivity is measured by perturbation")
             else:
                 return costs, invalid
@@ -497,31 +505,29 @@ class Adapter:
         return is_large and not cannot
 
     def _measure(self, now: _Progress, estimator: str, parts: int, only: int | None = None) -> _Parts | None:
-        """What this rank measures; None if it runs out of memory. only: one of the parts."""
-        with distributed.raises_on_all(self._groups, "measuring sensitivity"):
+        """What this rank measures; None if that fails, for want of memory as a rule. only: one of the parts."""
+
+        def work() -> _Parts | None:
             try:
                 found = self._next_share(now)
                 if found is not None:
                     return found
                 measured = now.batch.measured(partial(self._measure_part, now, estimator), parts, only)
-                return [(part, fraction) for part, fraction in measured if part is not None]
             except _SeenEnough:
                 now.has_seen = True
-            except torch.OutOfMemoryError as error:
-                # The job itself can go on with its plan. The rank still takes part in the collectives that follow, with
-                # nothing to add, so that the others do not wait for it. Only the error's text is logged: a handler that
-                # keeps its records would keep the failed forward's frames alive, and with them its graph.
-                _log.warning("out of memory while measuring sensitivity on this rank: %s", _first_line(error))
-            except distributed.PeerFailedError:
-                pass  # that rank says why; if it can go on, so will this one
-            except MeasurementError as error:
-                _log.warning(
-                    "sensitivity could not be measured on this rank (%s): bits follow from the other ranks, or stay as "
-                    'they are; policy "uniform" needs no measurement',
-                    error,
-                )
-                return []
-        return None
+                return None
+            return [(part, fraction) for part, fraction in measured if part is not None]
+
+        done = self._attempt("measuring sensitivity", work, now.batch.loss_of_whole)
+        if done.ending is Ending.NOT_HERE:
+            _log.warning(
+                "sensitivity could not be measured on this rank (%s): bits follow from the other ranks, or stay as "
+                'they are; policy "uniform" needs no measurement',
+                done.reason,
+            )
+            return []
+        now.is_faulty |= done.ending is Ending.FAULT
+        return done.result
 
     def _measure_part(self, now: _Progress, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
         """What is measured of one part; None if that goes on in the next step."""
@@ -584,26 +590,28 @@ class Adapter:
         footprint = Footprint()
         narrowest = Plan(default=1)
         blocks = blocks_of(self._model, self._config.blocks)
-        with distributed.raises_on_all(self._groups, "counting the bytes of a step"):
-            try:
-                for _ in range(_WEIGHINGS):
-                    known = self._hooks.state_dict()
-                    alone = untouched(self._model, blocks, forward_only=True)
-                    with alone, self._hooks.rehearsal(narrowest, fraction=fraction, derives=derives) as footprint:
-                        forward()
-                    if not self._on_any_sharing(self._hooks.state_dict() != known):
-                        break
-            except torch.OutOfMemoryError as error:
-                _log.warning("out of memory while counting the bytes of a step on this rank: %s", _first_line(error))
-            except distributed.PeerFailedError:
-                pass  # that rank says why
+
+        def work() -> None:
+            nonlocal footprint
+            for _ in range(_WEIGHINGS):
+                known = self._hooks.state_dict()
+                alone = untouched(self._model, blocks, forward_only=True)
+                with alone, self._hooks.rehearsal(narrowest, fraction=fraction, derives=derives) as footprint:
+                    forward()
+                if not on_any_sharing(self._model, self._hooks.state_dict() != known, self._groups):
+                    break
+
+        self._attempt("counting the bytes of a step", work, forward, gives_loss=False)
         return footprint
 
-    def _on_any_sharing(self, condition: bool) -> bool:
-        """Whether a condition holds on any rank that takes part in this one's forwards, as it gathers parameters."""
-        if distributed.sharding(self._model) is None:
-            return condition
-        return distributed.any_rank([condition], self._groups)[0]
+    def _attempt(
+        self, doing: str, work: Callable[[], _T], forward: Callable[[], Any], *, gives_loss: bool = True
+    ) -> Attempt[_T]:
+        """See attempt()."""
+        blocks = blocks_of(self._model, self._config.blocks)
+        return attempt(
+            work, forward, model=self._model, blocks=blocks, groups=self._groups, doing=doing, gives_loss=gives_loss
+        )
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
@@ -613,11 +621,13 @@ class Adapter:
             sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
 
-    def _reduced(self, measured: Sequence[Sensitivity] | None) -> tuple[Costs, dict[str, int], bool]:
-        """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and whether all
-        ranks had enough memory. measured: None if this one had not."""
-        columns, found = self._columns, measured or []
-        labels = [item.name for item in found] if measured is not None else [_OUT_OF_MEMORY]
+    def _reduced(self, measured: Sequence[Sensitivity] | str) -> tuple[Costs, dict[str, int], set[str]]:
+        """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and what any
+        rank lacks that could not measure. measured: that of this rank, where it could not."""
+        columns = self._columns
+        lacks = [measured] if isinstance(measured, str) else []
+        found = [] if isinstance(measured, str) else measured
+        labels = [*lacks, *(item.name for item in found)]
         if found:
             labels.append(_DERIVED)
         values = torch.zeros(len(labels), columns.width, dtype=torch.float64, device="cpu")
@@ -629,9 +639,11 @@ class Adapter:
         if found:
             values[-1, columns.numel] = self._hooks.derived_elements
         statistics = distributed.reduce_over(labels, values, self._groups)
-        fits = _OUT_OF_MEMORY not in statistics.names
+        lacking = {_OUT_OF_MEMORY, _FAULT}.intersection(statistics.names)
         valid = (statistics.valid_ranks > 0) & torch.tensor(
-            [name not in (_OUT_OF_MEMORY, _DERIVED) for name in statistics.names], dtype=torch.bool, device="cpu"
+            [name not in (_OUT_OF_MEMORY, _FAULT, _DERIVED) for name in statistics.names],
+            dtype=torch.bool,
+            device="cpu",
         )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
@@ -646,7 +658,7 @@ class Adapter:
             examples=mean[:, columns.examples] if self.policy.example_columns else None,
             derived_size=float(derived[0][columns.numel]) if derived else 0.0,
         )
-        return costs, dict(statistics.invalid), fits
+        return costs, dict(statistics.invalid), lacking
 
     def _weigh(self, forward: Callable[[], Any], *, derives: bool = True) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come. derives: as for _footprint()."""
@@ -683,21 +695,17 @@ class Adapter:
         plan = None if bits is None else self._hooks.plan.updated(bits)
         unit = 1.0 if unit is None else unit
         row = [math.nan] * 3
-        with distributed.raises_on_all(self._groups, "measuring the gradient's error"):
-            try:
-                moments = rounded_moments(self._hooks, self._model, forward, plan, passes=passes, draw=step)
-                noise = moments.noise / unit if math.isfinite(moments.noise) else _OVERFLOW
-                row = [noise, moments.square / unit, unit]
-            except torch.OutOfMemoryError as error:
-                _log.warning("out of memory while measuring the gradient's error on this rank: %s", _first_line(error))
-            except distributed.PeerFailedError:
-                pass  # as in _measure
-            except MeasurementError as error:
-                _log.warning(
-                    "the gradient's error could not be measured on this rank (%s): it follows from the other ranks, or "
-                    "the plan stays as it is",
-                    error,
-                )
+        measure_moments = partial(rounded_moments, self._hooks, self._model, forward, plan, passes=passes, draw=step)
+        done = self._attempt("measuring the gradient's error", measure_moments, forward)
+        if done.result is not None:
+            noise = done.result.noise / unit if math.isfinite(done.result.noise) else _OVERFLOW
+            row = [noise, done.result.square / unit, unit]
+        elif done.ending is Ending.NOT_HERE:
+            _log.warning(
+                "the gradient's error could not be measured on this rank (%s): it follows from the other ranks, or "
+                "the plan stays as it is",
+                done.reason,
+            )
         values: Tensor = torch.tensor([row], dtype=torch.float64, device="cpu")
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit
@@ -726,7 +734,3 @@ def _with_exact(step: StepBytes, names: Container[str]) -> StepBytes:
     """The bytes of a step that has no choice about some tensors: they are stored exactly."""
     exact = sum(float(row[-1]) for name, row in step.tensors.items() if name in names)
     return StepBytes({name: row for name, row in step.tensors.items() if name not in names}, step.other_bytes + exact)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

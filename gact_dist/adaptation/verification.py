@@ -54,7 +54,8 @@ from torch import nn
 from .. import _fields, distributed
 from ..hooks import SavedTensorHooks
 from ..policies import WIDTHS, Plan
-from ..sensitivity import REFUSALS, Comparison, MeasurementError, ProbeBatch, ProbePart, compared
+from ..sensitivity import Comparison, ProbeBatch, ProbePart, blocks_of, compared
+from .attempts import Ending, attempt
 
 _log = logging.getLogger(__name__)
 # Plans that one search may try: enough to find four kinds of tensors among a hundred.
@@ -241,22 +242,20 @@ class Verifier:
             tried = part.fraction
             return compared(self._hooks, self._model, part.forward, plan, draw=step, fraction=part.fraction)
 
-        with distributed.raises_on_all(self._groups, "comparing the gradient with the exact one"):
-            try:
-                return *batch.beginning(compare, parts), True
-            except torch.OutOfMemoryError as error:
-                _log.warning(
-                    "out of memory while comparing the gradient with the exact one on this rank: %s", _first_line(error)
-                )
-                return None, tried, False
-            except distributed.PeerFailedError:
-                pass  # that rank says why; if it can go on, so will this one
-            except MeasurementError as error:
-                distributed.say_once(_log, _CANNOT_COMPARE, error, level=logging.INFO)
-            except REFUSALS as error:
-                if not batch.is_guess:
-                    raise
-                distributed.say_once(_log, _CANNOT_COMPARE, _first_line(error), level=logging.INFO)
+        done = attempt(
+            lambda: batch.beginning(compare, parts),
+            None if batch.is_guess else batch.loss_of_whole,
+            model=self._model,
+            blocks=blocks_of(self._model, self._hooks.config.blocks),
+            groups=self._groups,
+            doing="comparing the gradient with the exact one",
+        )
+        if done.result is not None:
+            return *done.result, True
+        if done.ending is Ending.LACKS_MEMORY:
+            return None, tried, False
+        if done.ending is Ending.NOT_HERE:
+            distributed.say_once(_log, _CANNOT_COMPARE, done.reason, level=logging.INFO)
         return None, 1.0, True
 
     def _fault(self, seen: _Seen, plan: Plan, compare: _Compare) -> str | None:
@@ -391,10 +390,6 @@ def _widest(plan: Plan) -> Plan:
     """The same tensors rounded, to 8 bits each."""
     bits = {name: None if width is None else WIDTHS for name, width in plan.bits.items()}
     return Plan(bits, None if plan.default is None else WIDTHS)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
 
 
 def _listed(names: Sequence[str]) -> str:

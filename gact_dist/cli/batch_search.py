@@ -13,25 +13,6 @@ _LARGEST_STEP = (8, 64)  # times the largest batch that is known to fit; where t
 _LOST = 1 / 8  # allocators seldom lose more than this part of the memory to fragments
 _COARSE = 1 / 16  # at such a resolution, one that fits just below the border ends the search
 
-# the last is all that an allocation in the native library says when it fails
-OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "ALLOC_FAILED",
-    "MemoryError",
-    '"aten::new_empty"',
-)
-_ENDS = "could not create a primitive"  # oneDNN has no memory for its code; with more words behind it, another fault
-
-
-def says_out_of_memory(text: str) -> str:
-    """The line of an error's text that says that there was too little memory; empty if none does."""
-    lines = [line.strip() for line in text.splitlines()]
-    return next(
-        (line[:200] for line in lines if line.endswith(_ENDS) or any(word in line for word in OUT_OF_MEMORY)), ""
-    )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:

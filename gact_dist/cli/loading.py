@@ -18,8 +18,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from .._out_of_memory import says_out_of_memory
 from .._torch_internals import NEEDS_VALUES
-from .batch_search import says_out_of_memory
 from .output import CommandError
 
 JobArgument = Annotated[

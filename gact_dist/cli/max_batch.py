@@ -19,10 +19,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from .._out_of_memory import says_out_of_memory
 from ..config import Config
 from ..policies import policy_of
 from ..profile import UNTOUCHED
-from .batch_search import Probe, largest, next_batch, says_out_of_memory
+from .batch_search import Probe, largest, next_batch
 from .figures import SPEEDS, max_batch_figures
 from .loading import JobArgument, load_function
 from .malloc_settings import MALLOC_SETTINGS, WAITING_SETTINGS

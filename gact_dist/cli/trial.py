@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .._out_of_memory import says_out_of_memory
 from ..config import Config
 from ..controller import attach
 from ..policies import policy_of
 from ..run_log import peak_resident_bytes
-from .batch_search import Probe, says_out_of_memory
+from .batch_search import Probe
 from .loading import Job, UserCode, load_function, load_job
 from .output import CommandError
 

@@ -17,9 +17,17 @@ def say(log: logging.Logger, message: str, *arguments: object, level: int = logg
     log.log(level if rank() == 0 else logging.DEBUG, message, *arguments)
 
 
-def say_once(log: logging.Logger, message: str, *arguments: object, level: int = logging.WARNING) -> None:
-    """say() what may be found again and again, as in each adaptation: the first time it has this text."""
+def say_once(
+    log: logging.Logger, message: str, *arguments: object, level: int = logging.WARNING, on_its_rank: bool = False
+) -> None:
+    """say() what may be found again and again, as in each adaptation: the first time it has this text.
+
+    on_its_rank: what one rank alone may find is said by each that does.
+    """
     text = message % arguments
     if (log.name, text) not in _said:
         _said.add((log.name, text))
-        say(log, "%s", text, level=level)
+        if on_its_rank:
+            log.log(level, text)
+        else:
+            say(log, "%s", text, level=level)

@@ -3,7 +3,7 @@
 from .autograd_graph import MeasurementError
 from .comparison import Comparison, compared
 from .halfway import ResumeError
-from .isolation import untouched
+from .isolation import run_alone, untouched
 from .one_pass import Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
 from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, kept
@@ -25,5 +25,6 @@ __all__ = [
     "measure",
     "of_whole_batch",
     "rounded_moments",
+    "run_alone",
     "untouched",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from .._out_of_memory import is_out_of_memory
 from .._torch_internals import keeps_tensors, number_of, saved_slots
 from ..distributed import own_part
 
@@ -60,7 +61,7 @@ def backward() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if type(error) not in (RuntimeError, NotImplementedError):  # ours, or too little memory
+        if type(error) not in (RuntimeError, NotImplementedError) or is_out_of_memory(error):  # or ours
             raise
         raise BackwardError(str(error).split("\n", 1)[0]) from error
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from .._out_of_memory import is_out_of_memory
 from .._torch_internals import in_backward, next_sequence_number
 from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
 from .autograd_graph import gradients_of_parameters, nodes_below, parameters_among, scalar, watched
@@ -205,9 +206,9 @@ def squared_products(
     real = {r: (r.node, r.output_number) for r in records if r.node is not None and not r.tensor.is_complex()}
     try:
         squares = ReadProducts(loss, list(real.values()), inner, seed).squares(probes)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         first_line = str(error).split("\n", 1)[0]
         _log.debug("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line)
         return {}

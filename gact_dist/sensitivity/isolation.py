@@ -13,7 +13,7 @@ computed. Wrappers are bypassed (see distributed/bypass.py), so that no reducer 
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -27,7 +27,9 @@ from .._torch_internals import global_backward_hooks
 from ..distributed import bypassed, gathered_in_turn, sharding, unwrap
 from ..hooks import has_compiled_parts
 from .attributes import Attributes
+from .autograd_graph import scalar
 from .in_place import InPlace
+from .measuring_mode import MeasuringMode
 from .surroundings import Generators
 
 
@@ -52,6 +54,21 @@ def untouched(model: nn.Module, blocks: Sequence[nn.Module] = (), *, forward_onl
         if not has_compiled_parts(model):  # which would be compiled anew
             stack.enter_context(_quiet.listening(warnings, get_ident()))
         yield
+
+
+def run_alone(
+    model: nn.Module, forward: Callable[[], Any], blocks: Sequence[nn.Module] = (), *, gives_loss: bool = True
+) -> None:
+    """Run a model once with the job left untouched and nothing stored, without a backward.
+
+    forward: runs the model. blocks: gathered one by one. gives_loss: whether it returns the scalar loss or calls
+    backward on it. Raises what forward raises, ValueError where a loss is no scalar that depends on a parameter.
+    """
+    mode = None if has_compiled_parts(model) else MeasuringMode(differentiable=False)
+    with untouched(model, blocks, forward_only=True), mode or nullcontext():
+        result = forward()
+    if gives_loss:
+        scalar(result if mode is None else mode.root_of(result))
 
 
 def _without_warnings(warn: Callable[..., None], threads: Sequence[int]) -> Callable[..., None]:

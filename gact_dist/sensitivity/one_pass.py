@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import codec
+from .._out_of_memory import is_out_of_memory
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
@@ -369,7 +370,7 @@ class _ByWalk:
                         raise InnerBackwardError
                     yield cut, Walk(self.hooks, cut, seed=self.seed, directions=self.probes, perturbs=self.perturbs)
         except RuntimeError as error:  # the inner backward may have met the border of a block
-            if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
+            if mode.inner_backward and not is_out_of_memory(error):
                 raise InnerBackwardError from error
             raise
 

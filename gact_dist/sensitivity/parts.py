@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .._out_of_memory import is_out_of_memory
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import Recorded, Replayed
 from .autograd_graph import backward, watched
@@ -134,9 +135,9 @@ def refused() -> Iterator[None]:
     """An operator that refuses to be differentiated raises OpaqueError; too little memory is what it is."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise OpaqueError(f"no one-pass sensitivity ({_first_line(error)})") from error
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+from .._out_of_memory import is_out_of_memory
 from ..distributed import say_once
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import MeasurementError, float32_parts, nodes_below
@@ -167,9 +168,9 @@ class ProbeBatch:
         """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
         try:
             return self._loss_fn(part)
-        except torch.OutOfMemoryError:
-            raise
         except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
             if fraction < 1.0:
                 raise _PartRefused(error) from error
             if not isinstance(part, Observation):
@@ -192,9 +193,9 @@ class ProbeBatch:
         """
         try:
             return self._loss_fn(examples)
-        except torch.OutOfMemoryError:
-            raise
         except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
             raise ResumeError(f"the loss function refuses examples of an earlier step: {error}") from error
 
     def _use_whole(self) -> None:

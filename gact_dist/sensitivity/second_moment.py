@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from .._out_of_memory import is_out_of_memory
 from .._torch_internals import next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts
@@ -109,7 +109,7 @@ def _refusing_inner_backward(mode: MeasuringMode) -> Iterator[None]:
         with measurable(mode):
             yield
     except RuntimeError as error:
-        if mode.inner_backward and not isinstance(error, torch.OutOfMemoryError):
+        if mode.inner_backward and not is_out_of_memory(error):
             raise InnerBackwardError from error
         raise
 

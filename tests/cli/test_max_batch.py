@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from gact_dist._out_of_memory import says_out_of_memory
 from gact_dist.cli import max_batch, output, pictures
-from gact_dist.cli.batch_search import Probe, says_out_of_memory
+from gact_dist.cli.batch_search import Probe
 from gact_dist.cli.max_batch import confirm, run_trial, search
 from gact_dist.cli.output import CommandError
 from gact_dist.cli.trial import Trial, checkpoint_blocks

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ddp_jobs import Job, Session, batch_of, build, differences, train
+from ddp_jobs import Job, Session, Warnings, batch_of, build, differences, train
 from small_models import gradient, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,24 +20,6 @@ from gact_dist import Config
 
 ADAPTIVE = Config.from_level("L2", adapt_interval=2, adapt_tolerance=0, calibration_samples=4, min_numel=16)
 WHOLE_BATCH = 8
-
-
-class Warnings(logging.Handler):
-    """Collects what the package logs on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Warnings:
-        logging.getLogger("gact_dist").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("gact_dist").removeHandler(self)
 
 
 def plans_of(job):

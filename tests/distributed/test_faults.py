@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import signal
 import time
 from contextlib import nullcontext, suppress
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_jobs import Job, Session, Warnings
 from small_models import mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.distributed import logs
+from gact_dist.sensitivity import rounded_walk, walk
 
 TIMEOUT_S = 2.0
 SMALL = {"min_numel": 16, "calibration_samples": 4}
@@ -352,3 +357,40 @@ def test_experts_of_one_rank_have_bits_of_their_own(ranks, follow):
         # the prediction is for a rank before gradients are averaged, which halves what is added to those of all ranks
         error = float((gradients - exact_gradients).square().sum())
         assert predicted / 8 < error < 2 * predicted
+
+
+# -- an error of ours in a measurement ------------------------------------------------------------------------------
+
+
+def trained_with_a_fault(wrapper, faulty_ranks, piece):
+    """(plan, losses, warnings) of a job in whose measurements some ranks meet an error of ours."""
+    place, name = {
+        "sensitivity": (walk.Walk, "_products"),
+        "comparison": (rounded_walk.RoundedWalk, "_one_pass_through"),
+    }[piece]
+
+    def broken(*_, **__):
+        raise AttributeError("as it happens")
+
+    is_faulty = dist.get_rank() in faulty_ranks
+    logs._said.clear()  # of earlier jobs of this process
+    with Warnings() as warnings, patch.object(place, name, broken) if is_faulty else nullcontext():
+        session = Session(Job(kind="gpt", wrapper=wrapper), Config(min_numel=16, adapt_interval=2)).run(0, 4)
+    plan = session.gact.plan
+    return plan, session.finish().losses, warnings.messages
+
+
+@pytest.mark.parametrize("piece", ["sensitivity", "comparison"])
+@pytest.mark.parametrize("faulty_ranks", [[1], [0, 1]])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_an_error_of_ours_on_one_rank_costs_no_job(ranks, wrapper, faulty_ranks, piece):
+    found = ranks(trained_with_a_fault, wrapper, faulty_ranks, piece)
+    for rank, (plan, losses, messages) in enumerate(found):
+        assert plan == found[0][0]
+        # perturbation takes one product as well in the blocks of a sharded model
+        assert bool(plan) == (wrapper == "ddp" or piece == "comparison")
+        assert all(math.isfinite(loss) for loss in losses)
+        said = [
+            message for message in messages if "ended with an error of gact_dist on this rank (Attribute" in message
+        ]
+        assert len(said) == (1 if rank in faulty_ranks else 0)

@@ -552,7 +552,7 @@ def _same_gradients(operator, replacement, *inputs):
 def test_a_loss_that_is_no_scalar_is_a_clear_error():
     model, batch = small_models.mlp()
     gact = gact_dist.attach(model)
-    with pytest.raises(ValueError, match=r"shape \(16, 10\), expected a scalar loss"):
+    with pytest.raises(ValueError, match=r"shape \(64, 10\), expected a scalar loss"):
         gact.calibrate(lambda batch: model(batch[0]), batch, samples=16)
     with pytest.raises(ValueError, match="NoneType, expected a scalar loss"):
         gact.calibrate(lambda batch: None, batch)

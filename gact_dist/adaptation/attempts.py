@@ -1,0 +1,122 @@
+"""What ends a piece of a measurement on this rank, and with it the job only where the job has an error of its own.
+
+[Note: faults of ours] A measurement runs the model in ways in which the job does not: block by block, sliced, twice
+differentiated. Whatever goes wrong in that, a job whose tensors are stored under the plan that it has, or exactly, can
+go on. But an error of the loss function or of the model is the user's to see, at once and as it was raised. Where in
+the code an error was raised does not tell which it is: a wrong shape shows in an operator of torch, called by a mode of
+ours, called by the model. So where a piece of a measurement ends with an error that is not expected, the loss function
+runs once more, on all of the batch and without anything of ours in it. What that raises is the job's error.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import nn
+
+from .. import distributed
+from .._out_of_memory import is_out_of_memory
+from .._paths import PACKAGE_ROOT
+from ..sensitivity import REFUSALS, MeasurementError, run_alone
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_FAULT = (
+    "%s ended with an error of gact_dist on this rank (%s). The model runs without it, and the job goes on with the "
+    "bits that another way of measuring gives, or with those that it has; please report it, with the traceback that is "
+    "logged at level DEBUG"
+)
+
+
+class Ending(Enum):
+    """How a piece of a measurement ended on this rank."""
+
+    DONE = "done"
+    LACKS_MEMORY = "there was too little memory"
+    NOT_HERE = "the model cannot be measured in this way"
+    PEER_FAILED = "another rank has failed, and says why; if it can go on, so will this one"
+    FAULT = "an error of ours"  # see [Note: faults of ours]
+
+
+class Attempt(NamedTuple, Generic[_T]):
+    """The outcome of a piece of a measurement."""
+
+    ending: Ending
+    result: _T | None = None
+    """None unless it is done"""
+    reason: str = ""
+    """why it is not"""
+
+
+def attempt(
+    work: Callable[[], _T],
+    forward: Callable[[], Any] | None,
+    *,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    groups: Sequence[Any],
+    doing: str,
+    gives_loss: bool = True,
+) -> Attempt[_T]:
+    """Run a piece of a measurement. Collectives at its end: those of distributed.raises_on_all().
+
+    forward, blocks, gives_loss: as for run_alone(), on all of a batch; without a forward the loss is a guess, and what
+    it raises no error of the job. groups: of ranks that raise together. doing: names the piece in messages.
+    Raises on every rank what forward raises alone on any. All else is in the outcome, and logged if it is no
+    MeasurementError.
+    """
+    found: Attempt[_T] = Attempt(Ending.PEER_FAILED)
+    with distributed.raises_on_all(groups, doing):
+        try:
+            found = Attempt(Ending.DONE, work())
+        except distributed.PeerFailedError:
+            pass
+        except MeasurementError as error:
+            found = Attempt(Ending.NOT_HERE, reason=_first_line(error))
+        except Exception as error:
+            # Only texts outlast this: the error would keep the failed forward's frames alive, and with them its graph.
+            found = _failed(error, doing, is_guess=forward is None)
+        if on_any_sharing(model, found.ending is Ending.FAULT, groups) and forward is not None:
+            try:
+                run_alone(model, forward, blocks, gives_loss=gives_loss)
+            except MeasurementError as error:
+                found = Attempt(Ending.NOT_HERE, reason=_first_line(error))
+    if found.ending is Ending.FAULT:
+        distributed.say_once(_log, _FAULT, doing, found.reason, on_its_rank=True)
+    return found
+
+
+def _failed(error: Exception, doing: str, *, is_guess: bool) -> Attempt[Any]:
+    """The outcome of a piece that raised an error that is none of ours on purpose."""
+    if is_out_of_memory(error):
+        _log.warning("out of memory while %s on this rank: %s", doing, _first_line(error))
+        return Attempt(Ending.LACKS_MEMORY, reason=_first_line(error))
+    if is_guess and isinstance(error, REFUSALS):
+        return Attempt(Ending.NOT_HERE, reason=_first_line(error))
+    _log.debug("%s:\n%s", doing, traceback.format_exc())
+    return Attempt(Ending.FAULT, reason=f"{type(error).__name__}{_place_of(error)}: {_first_line(error)}")
+
+
+def on_any_sharing(model: nn.Module, condition: bool, groups: Sequence[Any]) -> bool:
+    """Whether a condition holds on any rank that takes part in this one's forwards, as it gathers parameters."""
+    if distributed.sharding(model) is None:
+        return condition
+    return distributed.any_rank([condition], groups)[0]
+
+
+def _place_of(error: BaseException) -> str:
+    """Where in this package an error was raised, or what raised it was called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(PACKAGE_ROOT)]
+    if not ours:
+        return ""
+    return f" at {Path(ours[-1].filename).relative_to(PACKAGE_ROOT).as_posix()}:{ours[-1].lineno}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]
