@@ -27,22 +27,7 @@ def losses_of(steps: int, follow: bool = False, loss_fn: Any = None, **settings:
     """(controller, losses) of a small GPT."""
     model, batch = small_models.gpt(batch=8, layers=1)
     gact = gact_dist.attach(model, config=Config(min_numel=16, adapt_interval=2, **settings))
-    loss_of = small_models.loss_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    if follow:
-        gact.follow()
-    for _ in range(steps):
-        if follow:
-            loss = loss_of(batch)
-        else:
-            with gact.step(loss_fn or loss_of, batch):
-                loss = loss_of(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return gact, losses
+    return gact, small_models.losses_under(gact, model, batch, steps, follow=follow, loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -105,7 +90,7 @@ def test_an_error_of_the_loss_function_is_raised_as_it_is(error, caplog):
     assert WARNING not in caplog.text
 
 
-def test_an_error_that_only_a_measurement_meets_is_none_of_the_jobs(monkeypatch, caplog):
+def test_an_error_that_only_a_measurement_meets_is_none_of_the_jobs(caplog):
     """A loss function that cannot bear what a measurement does costs the measurement alone."""
     calls = []
 
@@ -121,11 +106,26 @@ def test_an_error_that_only_a_measurement_meets_is_none_of_the_jobs(monkeypatch,
     assert WARNING in caplog.text
 
 
-def test_too_little_memory_of_a_cpu_is_met_as_that_of_a_gpu(monkeypatch, caplog):
-    seen = []
+def test_a_job_that_fits_only_compressed_is_not_ended_by_running_it_alone(monkeypatch, caplog):
+    model, batch = small_models.gpt(batch=8, layers=1)
+    loss_of = small_models.loss_of(model)
+    gact = gact_dist.attach(model, config=Config(min_numel=16, policy="gact"))
+    alone = []
 
+    def loss_fn(part: Any) -> Any:
+        if len(part[0]) == 8:
+            alone.append(part)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss_of(part)
+
+    monkeypatch.setattr(adapter, "measure", broken)
+    assert small_models.losses_under(gact, model, batch, 1, follow=False, loss_fn=loss_fn)
+    assert alone
+    assert WARNING in caplog.text
+
+
+def test_too_little_memory_of_a_cpu_is_met_as_that_of_a_gpu(monkeypatch, caplog):
     def scarce(*_: Any, **__: Any) -> Any:
-        seen.append(1)
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(walk.Walk, "_products", scarce)
@@ -138,7 +138,7 @@ def test_too_little_memory_of_a_cpu_is_met_as_that_of_a_gpu(monkeypatch, caplog)
 
 
 def test_the_place_of_an_error_is_the_innermost_of_ours():
-    with pytest.raises(Exception) as raised:  # noqa: PT011
+    with pytest.raises(TypeError, match="got str, expected a torch") as raised:
         gact_dist.codec.pack("no tensor", bits=4, seed=0)
     assert attempts._place_of(raised.value).startswith(" at codec/")
     assert attempts._place_of(ValueError()) == ""

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from messages import Messages
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -16,38 +17,19 @@ from gact_dist import Config, attach
 SMALL = Config.from_level("L2", adapt_interval=2, min_numel=16)
 
 
-class Lines(logging.Handler):
-    """Collects what gact_dist logs, from level INFO on, in the file with this name."""
-
-    def __init__(self, name: str = "gact_dist.steps.progress") -> None:
-        super().__init__(logging.INFO)
-        self.name_of_file = name
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.name == self.name_of_file:
-            self.texts.append(record.getMessage())
-
-
 ATTACHED = "attached to Sequential: policy gact, 4 bits (float32 that is rounded takes 7.5 times less)"
 
 
 def lines_of_job(config: Config, steps: int, wrap: bool) -> list[str]:
     torch.manual_seed(3)
-    handler, log = Lines(), logging.getLogger("gact_dist")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with Messages(logging.INFO, "gact_dist.steps.progress") as said:
         model: nn.Module = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
         model = DistributedDataParallel(model) if wrap else model
         gact = attach(model, config=config).follow()
         for _ in range(steps):
             cross_entropy(model(torch.randn(16, 32)), torch.arange(16) % 10).backward()
         gact.detach()
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    return handler.texts
+    return said.texts
 
 
 def test_one_line_at_attach_one_for_the_first_step_and_one_for_each_adaptation():
@@ -93,9 +75,7 @@ class WritesUnseen(nn.Module):
 def warned_of_in_place() -> tuple[int, list[str]]:
     """(adaptations, what was said) where each adaptation finds the same."""
     torch.manual_seed(3)
-    handler, log = Lines("gact_dist.sensitivity.in_place"), logging.getLogger("gact_dist")
-    log.addHandler(handler)
-    try:
+    with Messages(of="gact_dist.sensitivity.in_place") as said:
         gact = attach(DistributedDataParallel(model := WritesUnseen()), config=SMALL)
 
         def loss_fn(batch: torch.Tensor) -> torch.Tensor:
@@ -103,9 +83,7 @@ def warned_of_in_place() -> tuple[int, list[str]]:
 
         for _ in range(3):
             gact.calibrate(loss_fn, torch.randn(16, 32))
-        return len(gact.history), handler.texts
-    finally:
-        log.removeHandler(handler)
+        return len(gact.history), said.texts
 
 
 def test_what_every_adaptation_of_every_rank_finds_is_said_once_by_the_first(ranks):

@@ -33,7 +33,7 @@ import torch
 from benchmarks.step.bench_step import Machine, Training, environment, optimizer_of
 from benchmarks.step.shapes import SHAPES, SMALL_SHAPES, Shape
 from benchmarks.step.strategies import STRATEGIES
-from gact_dist._out_of_memory import OUT_OF_MEMORY
+from gact_dist._errors import OUT_OF_MEMORY
 from gact_dist.cli.batch_search import Probe, largest, next_batch
 
 ROOT = Path(__file__).resolve().parents[2]

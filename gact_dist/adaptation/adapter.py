@@ -68,9 +68,6 @@ _WEIGHINGS = 3
 _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
-# names of rows that no tensor has
-_OUT_OF_MEMORY = ""  # of a rank whose memory was too little to measure
-_FAULT = " fault"  # of a rank whose measurement met an error of ours
 _DERIVED = " derived"  # the elements that a step makes from others
 _DRAW_PASSES = 2
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
@@ -166,8 +163,6 @@ class _Progress:
     paused: _PausedPart | None = None
     stored_exactly: dict[str, str] = field(default_factory=dict)
     """tensors that the default widths would ruin, each with the reason"""
-    is_faulty: bool = False
-    """whether a piece of the measurement ended with an error of ours"""
 
 
 class AdaptationInSteps:
@@ -430,11 +425,11 @@ class Adapter:
         while True:
             parts = self._parts(now, self._finer)
             measured = first.pop() if first else (yield from self._in_shares(now, estimator, parts))
-            lacks, now.is_faulty = _FAULT if now.is_faulty else _OUT_OF_MEMORY, False
-            costs, invalid, lacking = self._reduced(lacks if measured is None else of_whole_batch(measured))
-            if not lacking:
+            own = measured if isinstance(measured, Ending) else of_whole_batch(measured)
+            costs, invalid, failed = self._reduced(own)
+            if not failed:
                 return costs, invalid
-            is_faulty = _FAULT in lacking
+            is_faulty = Ending.FAULT in failed
             finer = not is_faulty and self._parts(now, 2 * self._finer) > parts
             if distributed.any_rank([finer], self._groups)[0]:
                 self._finer *= 2
@@ -461,7 +456,7 @@ class Adapter:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
 
-    def _in_first_step(self, now: _Progress, estimator: str) -> Generator[None, None, list[_Parts | None]]:
+    def _in_first_step(self, now: _Progress, estimator: str) -> Generator[None, None, list[_Parts | Ending]]:
         """What this rank measures before the first step of the job; nothing, if it is to be measured after this.
 
         See [Note: first step]. Ranks that gather parameters for one another end their measurement in any case to agree.
@@ -478,22 +473,28 @@ class Adapter:
         yield
         return []
 
-    def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | None]:
-        """What this rank measures of its parts, one of them a step where steps are long. See [Note: shares]."""
+    def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | Ending]:
+        """What this rank measures of its parts, one of them a step where steps are long, or why it cannot.
+
+        See [Note: shares].
+        """
         if not now.is_spread:
             return self._measure(now, estimator, parts)
         now.pauses = self._all_pause(now.batch, parts)
-        found: list[_Parts | None] = []
+        found: list[_Parts] = []
+        failed: Ending | None = None
         share = 0
         while True:
-            found.append(self._measure(now, estimator, parts, share))
+            seen = self._measure(now, estimator, parts, share)
+            if isinstance(seen, Ending):
+                failed, seen = seen, []
+            found.append(seen)
             if now.paused is None:
-                seen = found[-1]
                 # a rank that is done, or failed, still has its place in the collectives
                 done = not seen or share + 1 >= parts or sum(part[1] for part in seen) >= now.batch.fraction
                 share = _NO_PART if done else share + 1
             if not distributed.any_rank([share != _NO_PART], self._groups)[0]:
-                return None if None in found else [part for seen in found for part in seen or []]
+                return failed or [part for seen in found for part in seen]
             yield
 
     def _all_pause(self, batch: ProbeBatch, parts: int) -> bool | None:
@@ -504,10 +505,10 @@ class Adapter:
         is_large, cannot = distributed.any_rank(conditions, self._groups)
         return is_large and not cannot
 
-    def _measure(self, now: _Progress, estimator: str, parts: int, only: int | None = None) -> _Parts | None:
-        """What this rank measures; None if that fails, for want of memory as a rule. only: one of the parts."""
+    def _measure(self, now: _Progress, estimator: str, parts: int, only: int | None = None) -> _Parts | Ending:
+        """What this rank measures, or why it cannot, for want of memory as a rule. only: one of the parts."""
 
-        def work() -> _Parts | None:
+        def work() -> _Parts:
             try:
                 found = self._next_share(now)
                 if found is not None:
@@ -515,7 +516,7 @@ class Adapter:
                 measured = now.batch.measured(partial(self._measure_part, now, estimator), parts, only)
             except _SeenEnough:
                 now.has_seen = True
-                return None
+                return []
             return [(part, fraction) for part, fraction in measured if part is not None]
 
         done = self._attempt("measuring sensitivity", work, now.batch.loss_of_whole)
@@ -526,8 +527,7 @@ class Adapter:
                 done.reason,
             )
             return []
-        now.is_faulty |= done.ending is Ending.FAULT
-        return done.result
+        return done.ending if done.result is None else done.result
 
     def _measure_part(self, now: _Progress, estimator: str, part: ProbePart) -> list[Sensitivity] | None:
         """What is measured of one part; None if that goes on in the next step."""
@@ -608,10 +608,8 @@ class Adapter:
         self, doing: str, work: Callable[[], _T], forward: Callable[[], Any], *, gives_loss: bool = True
     ) -> Attempt[_T]:
         """See attempt()."""
-        blocks = blocks_of(self._model, self._config.blocks)
-        return attempt(
-            work, forward, model=self._model, blocks=blocks, groups=self._groups, doing=doing, gives_loss=gives_loss
-        )
+        model, blocks, groups = self._model, self._config.blocks, self._groups
+        return attempt(doing, work, forward, model=model, blocks=blocks, groups=groups, gives_loss=gives_loss)
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
@@ -621,13 +619,12 @@ class Adapter:
             sizes = distributed.mean_of_positive(gradients.sizes, self._groups)
             gradients.sizes = None if sizes is None else sizes.to(gradients.device)
 
-    def _reduced(self, measured: Sequence[Sensitivity] | str) -> tuple[Costs, dict[str, int], set[str]]:
-        """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and what any
-        rank lacks that could not measure. measured: that of this rank, where it could not."""
+    def _reduced(self, measured: Sequence[Sensitivity] | Ending) -> tuple[Costs, dict[str, int], set[Ending]]:
+        """The mean over ranks of each tensor that has one; by name, how many ranks were left out of it; and why any
+        rank could not measure. measured: why this rank could not, or what it found."""
         columns = self._columns
-        lacks = [measured] if isinstance(measured, str) else []
-        found = [] if isinstance(measured, str) else measured
-        labels = [*lacks, *(item.name for item in found)]
+        found = [] if isinstance(measured, Ending) else measured
+        labels = [_row_of(measured)] if isinstance(measured, Ending) else [item.name for item in measured]
         if found:
             labels.append(_DERIVED)
         values = torch.zeros(len(labels), columns.width, dtype=torch.float64, device="cpu")
@@ -639,11 +636,10 @@ class Adapter:
         if found:
             values[-1, columns.numel] = self._hooks.derived_elements
         statistics = distributed.reduce_over(labels, values, self._groups)
-        lacking = {_OUT_OF_MEMORY, _FAULT}.intersection(statistics.names)
+        failures = {_row_of(ending): ending for ending in Ending}
+        failed = {failures[name] for name in statistics.names if name in failures}
         valid = (statistics.valid_ranks > 0) & torch.tensor(
-            [name not in (_OUT_OF_MEMORY, _FAULT, _DERIVED) for name in statistics.names],
-            dtype=torch.bool,
-            device="cpu",
+            [name != _DERIVED and name not in failures for name in statistics.names], dtype=torch.bool, device="cpu"
         )
         names = tuple(name for name, usable in zip(statistics.names, valid.tolist(), strict=True) if usable)
         mean = statistics.mean[valid].numpy()
@@ -658,7 +654,7 @@ class Adapter:
             examples=mean[:, columns.examples] if self.policy.example_columns else None,
             derived_size=float(derived[0][columns.numel]) if derived else 0.0,
         )
-        return costs, dict(statistics.invalid), lacking
+        return costs, dict(statistics.invalid), failed
 
     def _weigh(self, forward: Callable[[], Any], *, derives: bool = True) -> StepBytes:
         """The most bytes of each tensor on any rank, for the step to come. derives: as for _footprint()."""
@@ -709,6 +705,11 @@ class Adapter:
         values: Tensor = torch.tensor([row], dtype=torch.float64, device="cpu")
         noise, square, unit = distributed.reduce_over([_GRADIENT], values, self._groups).mean[0].tolist()
         return Moments(noise, square), unit
+
+
+def _row_of(ending: Ending) -> str:
+    """The name, which no tensor has, of the row of a rank that could not measure."""
+    return f" {ending.name}"
 
 
 def _most_parts(saved_bytes: float, tensors: int) -> float:

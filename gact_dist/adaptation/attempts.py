@@ -5,7 +5,8 @@ differentiated. Whatever goes wrong in that, a job whose tensors are stored unde
 go on. But an error of the loss function or of the model is the user's to see, at once and as it was raised. Where in
 the code an error was raised does not tell which it is: a wrong shape shows in an operator of torch, called by a mode of
 ours, called by the model. So where a piece of a measurement ends with an error that is not expected, the loss function
-runs once more, on all of the batch and without anything of ours in it. What that raises is the job's error.
+runs once more, on all of the batch and with nothing of ours in it but what holds back a closure's own backward. What
+that raises is the job's error.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from .. import distributed
-from .._out_of_memory import is_out_of_memory
+from .._errors import first_line, is_out_of_memory
 from .._paths import PACKAGE_ROOT
-from ..sensitivity import REFUSALS, MeasurementError, run_alone
+from ..sensitivity import REFUSALS, MeasurementError, blocks_of, run_alone
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -54,38 +55,44 @@ class Attempt(NamedTuple, Generic[_T]):
 
 
 def attempt(
+    doing: str,
     work: Callable[[], _T],
     forward: Callable[[], Any] | None,
     *,
     model: nn.Module,
-    blocks: Sequence[nn.Module],
+    blocks: Sequence[str],
     groups: Sequence[Any],
-    doing: str,
     gives_loss: bool = True,
 ) -> Attempt[_T]:
     """Run a piece of a measurement. Collectives at its end: those of distributed.raises_on_all().
 
-    forward, blocks, gives_loss: as for run_alone(), on all of a batch; without a forward the loss is a guess, and what
-    it raises no error of the job. groups: of ranks that raise together. doing: names the piece in messages.
+    doing: names the piece in messages. forward, gives_loss: as for run_alone(), on all of a batch; without a forward
+    the loss is a guess, and what it raises no error of the job. blocks: Config.blocks. groups: of ranks that raise
+    together.
     Raises on every rank what forward raises alone on any. All else is in the outcome, and logged if it is no
     MeasurementError.
     """
-    found: Attempt[_T] = Attempt(Ending.PEER_FAILED)
     with distributed.raises_on_all(groups, doing):
+        found: Attempt[_T]
         try:
             found = Attempt(Ending.DONE, work())
         except distributed.PeerFailedError:
-            pass
+            found = Attempt(Ending.PEER_FAILED)
         except MeasurementError as error:
-            found = Attempt(Ending.NOT_HERE, reason=_first_line(error))
+            found = Attempt(Ending.NOT_HERE, reason=first_line(error))
         except Exception as error:
             # Only texts outlast this: the error would keep the failed forward's frames alive, and with them its graph.
             found = _failed(error, doing, is_guess=forward is None)
         if on_any_sharing(model, found.ending is Ending.FAULT, groups) and forward is not None:
             try:
-                run_alone(model, forward, blocks, gives_loss=gives_loss)
+                run_alone(model, forward, blocks_of(model, blocks), gives_loss=gives_loss)
             except MeasurementError as error:
-                found = Attempt(Ending.NOT_HERE, reason=_first_line(error))
+                found = Attempt(Ending.NOT_HERE, reason=first_line(error))
+            except distributed.PeerFailedError as error:
+                _log.debug("%s: %s", doing, error)  # what that rank raises, all do
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):  # the job may fit only because it is compressed
+                    raise
     if found.ending is Ending.FAULT:
         distributed.say_once(_log, _FAULT, doing, found.reason, on_its_rank=True)
     return found
@@ -94,12 +101,12 @@ def attempt(
 def _failed(error: Exception, doing: str, *, is_guess: bool) -> Attempt[Any]:
     """The outcome of a piece that raised an error that is none of ours on purpose."""
     if is_out_of_memory(error):
-        _log.warning("out of memory while %s on this rank: %s", doing, _first_line(error))
-        return Attempt(Ending.LACKS_MEMORY, reason=_first_line(error))
+        _log.warning("out of memory while %s on this rank: %s", doing, first_line(error))
+        return Attempt(Ending.LACKS_MEMORY, reason=first_line(error))
     if is_guess and isinstance(error, REFUSALS):
-        return Attempt(Ending.NOT_HERE, reason=_first_line(error))
+        return Attempt(Ending.NOT_HERE, reason=first_line(error))
     _log.debug("%s:\n%s", doing, traceback.format_exc())
-    return Attempt(Ending.FAULT, reason=f"{type(error).__name__}{_place_of(error)}: {_first_line(error)}")
+    return Attempt(Ending.FAULT, reason=f"{type(error).__name__}{_place_of(error)}: {first_line(error)}")
 
 
 def on_any_sharing(model: nn.Module, condition: bool, groups: Sequence[Any]) -> bool:
@@ -116,7 +123,3 @@ def _place_of(error: BaseException) -> str:
     if not ours:
         return ""
     return f" at {Path(ours[-1].filename).relative_to(PACKAGE_ROOT).as_posix()}:{ours[-1].lineno}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]

@@ -54,7 +54,7 @@ from torch import nn
 from .. import _fields, distributed
 from ..hooks import SavedTensorHooks
 from ..policies import WIDTHS, Plan
-from ..sensitivity import Comparison, ProbeBatch, ProbePart, blocks_of, compared
+from ..sensitivity import Comparison, ProbeBatch, ProbePart, compared
 from .attempts import Ending, attempt
 
 _log = logging.getLogger(__name__)
@@ -243,12 +243,12 @@ class Verifier:
             return compared(self._hooks, self._model, part.forward, plan, draw=step, fraction=part.fraction)
 
         done = attempt(
+            "comparing the gradient with the exact one",
             lambda: batch.beginning(compare, parts),
             None if batch.is_guess else batch.loss_of_whole,
             model=self._model,
-            blocks=blocks_of(self._model, self._hooks.config.blocks),
+            blocks=self._hooks.config.blocks,
             groups=self._groups,
-            doing="comparing the gradient with the exact one",
         )
         if done.result is not None:
             return *done.result, True

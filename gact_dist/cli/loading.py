@@ -18,7 +18,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from .._out_of_memory import says_out_of_memory
+from .._errors import says_out_of_memory
 from .._torch_internals import NEEDS_VALUES
 from .output import CommandError
 

@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from .._out_of_memory import says_out_of_memory
+from .._errors import says_out_of_memory
 from ..config import Config
 from ..policies import policy_of
 from ..profile import UNTOUCHED

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._out_of_memory import says_out_of_memory
+from .._errors import says_out_of_memory
 from ..config import Config
 from ..controller import attach
 from ..policies import policy_of

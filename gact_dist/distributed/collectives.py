@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._errors import first_line, is_out_of_memory
+
 _T = TypeVar("_T")
 
 _DIGEST_BYTES = 8
@@ -195,7 +197,7 @@ class _Meeting:
             yield
         except RuntimeError as error:  # the store's own
             raise RuntimeError(
-                f"{self._doing}: the ranks' store cannot be reached ({_first_line(error)}); the rank that holds it has "
+                f"{self._doing}: the ranks' store cannot be reached ({first_line(error)}); the rank that holds it has "
                 "probably ended"
             ) from error
 
@@ -424,17 +426,13 @@ def _explained() -> Iterator[None]:
     """A collective that fails says what that may mean."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise RuntimeError(
-            f"a collective of gact_dist failed ({_first_line(error)}): another rank has ended, was killed, or is "
+            f"a collective of gact_dist failed ({first_line(error)}): another rank has ended, was killed, or is "
             "slower than the process group waits"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
 
 
 def _describe_facts(doing: str, said: Sequence[Mapping[str, str]], ranks: list[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._out_of_memory import is_out_of_memory
+from .._errors import first_line, is_out_of_memory
 from .._torch_internals import keeps_tensors, number_of, saved_slots
 from ..distributed import own_part
 
@@ -61,9 +61,10 @@ def backward() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if type(error) not in (RuntimeError, NotImplementedError) or is_out_of_memory(error):  # or ours
+        is_ours = type(error) not in (RuntimeError, NotImplementedError)
+        if is_ours or is_out_of_memory(error):
             raise
-        raise BackwardError(str(error).split("\n", 1)[0]) from error
+        raise BackwardError(first_line(error)) from error
 
 
 def any_made_before(nodes: Iterable[Any], number: int) -> bool:

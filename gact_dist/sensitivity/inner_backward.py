@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from .._out_of_memory import is_out_of_memory
+from .._errors import first_line, is_out_of_memory
 from .._torch_internals import in_backward, next_sequence_number
 from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
 from .autograd_graph import gradients_of_parameters, nodes_below, parameters_among, scalar, watched
@@ -209,8 +209,7 @@ def squared_products(
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        first_line = str(error).split("\n", 1)[0]
-        _log.debug("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line)
+        _log.debug("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line(error))
         return {}
     return {record: squares[edge] for record, edge in real.items() if edge in squares}
 

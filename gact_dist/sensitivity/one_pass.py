@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import codec
-from .._out_of_memory import is_out_of_memory
+from .._errors import is_out_of_memory
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._out_of_memory import is_out_of_memory
+from .._errors import first_line, is_out_of_memory
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import Recorded, Replayed
 from .autograd_graph import backward, watched
@@ -138,8 +138,4 @@ def refused() -> Iterator[None]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise OpaqueError(f"no one-pass sensitivity ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
+        raise OpaqueError(f"no one-pass sensitivity ({first_line(error)})") from error

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from .._out_of_memory import is_out_of_memory
+from .._errors import first_line, is_out_of_memory
 from ..distributed import say_once
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .autograd_graph import MeasurementError, float32_parts, nodes_below
@@ -115,7 +115,7 @@ class ProbeBatch:
                 wanted = (part for part in self._split(parts) if only in (None, part.number))
                 return [(measure(part), part.fraction) for part in wanted]
             except _PartRefused as refused:
-                error = str(refused).split("\n", 1)[0]
+                error = first_line(refused)
             if parts > 1:
                 parts = (parts + 1) // 2
                 _log.debug(
@@ -177,7 +177,7 @@ class ProbeBatch:
                 raise
             # The job may have changed the model since the step that was observed: its dtype, its device, its last
             # layer. If the model is broken, the job's own forward says so.
-            reason = str(error).split("\n", 1)[0]
+            reason = first_line(error)
             raise MeasurementError(f"the model does not run on the inputs of an earlier step: {reason}") from error
 
     @property

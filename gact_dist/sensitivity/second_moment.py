@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .._out_of_memory import is_out_of_memory
+from .._errors import is_out_of_memory
 from .._torch_internals import next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from gact_dist._out_of_memory import says_out_of_memory
+from gact_dist._errors import says_out_of_memory
 from gact_dist.cli import max_batch, output, pictures
 from gact_dist.cli.batch_search import Probe
 from gact_dist.cli.max_batch import confirm, run_trial, search

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from functools import partial
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import wrapped
+from messages import Messages
 from ranks import count_collectives
 from scarce_memory import Scarce
 from unsafe_operators import divides, loss_of, stack
@@ -21,17 +21,6 @@ from gact_dist.adaptation import verification
 
 CULPRIT = "layers.1:Mul@divides+2"
 STEPS = 3
-
-
-class Messages(logging.Handler):
-    """The warnings of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def trained(wrapper: str, level: str, steep_on: int | None, infinite_on: int | None, fitting: int | None, follow: bool):
@@ -52,10 +41,8 @@ def trained(wrapper: str, level: str, steep_on: int | None, infinite_on: int | N
     plain = loss_of(model)
     loss_fn = (lambda given: plain(given) * math.inf) if infinite_on == rank else plain
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    heard, logger = Messages(), logging.getLogger("gact_dist")
-    logger.addHandler(heard)
     losses, collectives = [], []
-    try:
+    with Messages() as heard:
         for _ in range(STEPS):
             with count_collectives() as count:
                 if follow:
@@ -68,8 +55,6 @@ def trained(wrapper: str, level: str, steep_on: int | None, infinite_on: int | N
                 optimizer.zero_grad()
             losses.append(float(loss.detach()))
             collectives.append(count.total)
-    finally:
-        logger.removeHandler(heard)
     exact = sorted(name for name, bits in gact.plan.items() if bits is None)
     return exact, gact.history, losses, collectives, heard.texts
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ddp_jobs import Job, Session, Warnings, batch_of, build, differences, train
+from ddp_jobs import Job, Session, batch_of, build, differences, train
+from messages import Messages
 from small_models import gradient, loss_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -195,10 +196,10 @@ def calibrated_on_a_poisoned_batch(poisoned_rank):
     images, labels = batch_of("cnn", 0, dist.get_rank())
     if dist.get_rank() == poisoned_rank:
         images[0, 0, 3, 3] = math.nan
-    with Warnings() as warnings:
+    with Messages() as warnings:
         session.gact.calibrate(session.loss_fn, (images, labels), samples=4)
     adaptation = session.gact.adaptation
-    return session.gact.plan, adaptation.invalid, adaptation.sensitivity, warnings.messages
+    return session.gact.plan, adaptation.invalid, adaptation.sensitivity, warnings.texts
 
 
 def test_rank_with_nan_in_its_batch_is_left_out_and_named(ranks):
@@ -291,7 +292,7 @@ def trained_with_a_failing_measurement(failing_ranks, error):
             raise error("as it happens")
         return real(batch)
 
-    with Warnings() as warnings:
+    with Messages() as warnings:
         for step in range(3):
             batch = batch_of("gpt", step, dist.get_rank())
             session.optimizer.zero_grad()
@@ -306,7 +307,7 @@ def trained_with_a_failing_measurement(failing_ranks, error):
             session.optimizer.step()
             losses.append(float(loss))
     weights = [float(p.sum()) for p in session.model.parameters()]
-    return gact.plan, warnings.messages, losses, weights, errors
+    return gact.plan, warnings.texts, losses, weights, errors
 
 
 TOO_LITTLE_HERE = "out of memory while measuring sensitivity on this rank"

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_jobs import Job, Session, Warnings
+from ddp_jobs import Job, Session, batch_of
+from messages import Messages
 from small_models import mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -374,10 +375,10 @@ def trained_with_a_fault(wrapper, faulty_ranks, piece):
 
     is_faulty = dist.get_rank() in faulty_ranks
     logs._said.clear()  # of earlier jobs of this process
-    with Warnings() as warnings, patch.object(place, name, broken) if is_faulty else nullcontext():
+    with Messages() as warnings, patch.object(place, name, broken) if is_faulty else nullcontext():
         session = Session(Job(kind="gpt", wrapper=wrapper), Config(min_numel=16, adapt_interval=2)).run(0, 4)
     plan = session.gact.plan
-    return plan, session.finish().losses, warnings.messages
+    return plan, session.finish().losses, warnings.texts
 
 
 @pytest.mark.parametrize("piece", ["sensitivity", "comparison"])
@@ -394,3 +395,32 @@ def test_an_error_of_ours_on_one_rank_costs_no_job(ranks, wrapper, faulty_ranks,
             message for message in messages if "ended with an error of gact_dist on this rank (Attribute" in message
         ]
         assert len(said) == (1 if rank in faulty_ranks else 0)
+
+
+def raised_by_a_loss_function(wrapper, error):
+    """What each rank raises where the loss function of rank 1 does."""
+
+    def loss_fn(batch):
+        loss = session.loss_fn(batch)
+        if dist.get_rank() == 1:
+            raise error("mine")
+        return loss
+
+    session = Session(Job(kind="gpt", wrapper=wrapper), Config(min_numel=16))
+    with Messages() as warnings:
+        try:
+            session.gact.calibrate(loss_fn, batch_of("gpt", 0, dist.get_rank()))
+        except (RuntimeError, AttributeError) as raised:
+            return f"{type(raised).__name__}: {raised}", warnings.texts
+    return "", warnings.texts
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "error"), [("ddp", RuntimeError), ("ddp", AttributeError), ("fsdp2", AttributeError)]
+)
+def test_what_the_loss_function_of_one_rank_raises_is_named_on_all(ranks, wrapper, error):
+    (first, warnings), (second, more) = ranks(raised_by_a_loss_function, wrapper, error)
+    assert second == f"{error.__name__}: mine"
+    assert first.startswith("RuntimeError: measuring sensitivity failed on other ranks")
+    assert f"{error.__name__}: mine on rank 1" in first
+    assert warnings == more == []

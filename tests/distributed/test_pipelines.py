@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
+from messages import Messages
 from modes import STEPS, Cell, Pipeline, adamw, batch_of
 
 from gact_dist import Config
@@ -12,34 +11,23 @@ from gact_dist import Config
 CONFIG = Config(bits=4, adapt_interval=2, calibration_samples=4, min_numel=16, adapt_tolerance=0.0)
 
 
-class _Warnings(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def _follow(checkpoint):
     """(steps that were counted, plan, losses, warnings) of a job whose uninitialised memory is full of NaN."""
-    warnings = _Warnings()
-    logging.getLogger("gact_dist").addHandler(warnings)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     try:
-        job = Pipeline(Cell("PP", checkpoint, "fp32", "eager"), adamw)
-        gact = job.attach(CONFIG)
-        torch.manual_seed(7)
-        losses = []
-        for step in range(STEPS):
-            losses.append(float(job.forward_backward(*batch_of(step, 0)).detach()))
-            job.update()
-        gact.detach()
+        with Messages() as warnings:
+            job = Pipeline(Cell("PP", checkpoint, "fp32", "eager"), adamw)
+            gact = job.attach(CONFIG)
+            torch.manual_seed(7)
+            losses = []
+            for step in range(STEPS):
+                losses.append(float(job.forward_backward(*batch_of(step, 0)).detach()))
+                job.update()
+            gact.detach()
         return gact._schedule.step, gact.plan, losses, warnings.texts
     finally:
         torch.use_deterministic_algorithms(False)
-        logging.getLogger("gact_dist").removeHandler(warnings)
 
 
 def test_a_stage_that_learns_shapes_on_uninitialised_memory_takes_no_step(ranks):

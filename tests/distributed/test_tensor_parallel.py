@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import Messages
 from modes import ROWS, Cell, adamw, batch_of, loss_of, mesh_of
 from small_models import TinyGPT
 from torch import Tensor, nn
@@ -22,33 +23,15 @@ from gact_dist.sensitivity import rounded_moments
 SAMPLES, LENGTH = 8, 64  # on each of two ranks whole groups of tokens, so that they round as in the whole
 
 
-class Messages(logging.Handler):
-    """What the package logs on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def calibrated(
     model: nn.Module, loss: Any, batch: Any, group: Any = None, estimator: str = "one-pass"
 ) -> tuple[dict[str, float], list[str]]:
     """Sensitivities, and what was logged while they were measured."""
-    logger, messages = logging.getLogger("gact_dist"), Messages()
-    level = logger.level
-    logger.addHandler(messages)
-    logger.setLevel(logging.DEBUG)
-    try:
+    with Messages(logging.DEBUG) as messages:
         gact = gact_dist.attach(model, config=Config(min_numel=16, estimator=estimator), process_group=group)
         gact.calibrate(loss, batch, samples=SAMPLES)
         found = dict(gact._schedule.sensitivity)
         gact.detach()
-    finally:
-        logger.removeHandler(messages)
-        logger.setLevel(level)
     return found, messages.texts
 
 

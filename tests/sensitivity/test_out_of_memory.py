@@ -22,26 +22,11 @@ BATCH = 16
 
 def trained(most_samples: int, follow: bool, steps: int = 7) -> tuple[gact_dist.Controller, Scarce, list[float]]:
     """A job that adapts every second step, on 8 samples if they fit."""
-    model, (tokens, targets) = small_models.gpt(batch=BATCH, layers=1)
+    model, batch = small_models.gpt(batch=BATCH, layers=1)
     settings = Config(policy="gact", adapt_interval=2, adapt_tolerance=0, min_numel=16, noise_limit=0)
     gact = gact_dist.attach(model, config=settings)
     scarce = Scarce(model, gact, most_samples)
-    loss_of = small_models.loss_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    if follow:
-        gact.follow()
-    for _ in range(steps):
-        if follow:
-            loss = loss_of((tokens, targets))
-        else:
-            with gact.step(loss_of, (tokens, targets)):
-                loss = loss_of((tokens, targets))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return gact, scarce, losses
+    return gact, scarce, small_models.losses_under(gact, model, batch, steps, follow=follow)
 
 
 @pytest.mark.parametrize("follow", [False, True])

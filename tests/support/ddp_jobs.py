@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,24 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gact_dist
 
 VOCABULARY, SAMPLES = 37, 8
-
-
-class Warnings(logging.Handler):
-    """Collects what the package logs on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __enter__(self) -> Warnings:
-        logging.getLogger("gact_dist").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("gact_dist").removeHandler(self)
 
 
 class Branching(nn.Module):

@@ -129,6 +129,24 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
+def losses_under(
+    gact: Any, model: nn.Module, batch: Any, steps: int, *, follow: bool, loss_fn: Any = None
+) -> list[float]:
+    """The losses of a job that steps in the one way or the other. loss_fn: what step() measures with, if another."""
+    loss_of_batch, losses = loss_of(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if follow:
+        gact.follow()
+    for _ in range(steps):
+        with nullcontext() if follow else gact.step(loss_fn or loss_of_batch, batch):
+            loss = loss_of_batch(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def train(
     model: nn.Module, batch: tuple[Tensor, Tensor], gact: Any = None, steps: int = 4
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How an error says that there was too little memory.
+"""What an error's text says: in a line, and whether there was too little memory.
 
 On an accelerator torch raises OutOfMemoryError. On a CPU it is a RuntimeError like any other, and only its text tells.
 """
@@ -15,6 +15,11 @@ OUT_OF_MEMORY = (
     '"aten::new_empty"',
 )
 _ENDS = "could not create a primitive"  # oneDNN has no memory for its code; with more words behind it, another fault
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error's text."""
+    return str(error).split("\n", 1)[0]
 
 
 def says_out_of_memory(text: str) -> str:
