@@ -22,7 +22,8 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.adaptation import adapter as adapter_module
 from gact_dist.adaptation.verification import Verifier
-from gact_dist.sensitivity import ResumeError, halfway, one_pass, walk
+from gact_dist.sensitivity import halfway, one_pass, walk
+from gact_dist.sensitivity.halfway import ResumeError
 from gact_dist.sensitivity.one_pass import PausedWalk
 
 INTERVAL, PARTS = 7, 4
@@ -324,18 +325,6 @@ def test_too_little_memory_in_either_half_is_met_as_in_one_step(half, long_steps
     assert job.gact._schedule._adapting._now.paused is None
 
 
-def test_what_cannot_be_measured_in_the_second_half_is_tried_again_soon(long_steps, monkeypatch, caplog):
-    job = single(monkeypatch).steps(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(one_pass, "_may_be_whole", lambda _: False)
-        patch.setattr(halfway.Halfway, "check", Mock(side_effect=ResumeError("other blocks")))
-        job.step()
-    assert "sensitivity could not be measured on this rank (other blocks)" in caplog.text
-    assert job.plans[-1] == {}
-    job.steps(3)
-    assert job.gact.adaptation.sensitivity
-
-
 def test_between_two_halves_a_copy_of_the_examples_is_held_and_dropped_with_the_state(long_steps, monkeypatch):
     job = single(monkeypatch).steps(1)
     batch = [tensor.clone() for tensor in job.batch]
@@ -413,6 +402,22 @@ def test_ranks_take_as_many_steps_as_the_one_with_the_most_parts(ranks, wrapper,
     assert first == second
     assert plan == other
     assert [step for step, is_new in enumerate(first) if is_new] == [FIRST, BEGIN + PARTS]
+
+
+def on_ranks_of_which_one_cannot_go_on(wrapper):
+    """(by step whether a plan was new, the last plan) where rank 1 can never use the first half of a measurement."""
+    error = ResumeError("other blocks")
+    is_odd = dist.get_rank() == 1
+    with patch.object(halfway.Halfway, "check", Mock(side_effect=error)) if is_odd else nullcontext():
+        return on_ranks(wrapper, (1, 1), False)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_second_half_that_does_not_fit_on_one_rank_is_measured_anew_in_the_same_step(ranks, wrapper):
+    (first, plan), (second, other) = ranks(on_ranks_of_which_one_cannot_go_on, wrapper)
+    assert first == second
+    assert plan == other
+    assert next(step for step, is_new in enumerate(first) if is_new) == 3
 
 
 def differences_from_untouched(wrapper):

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,7 +35,6 @@ from ..sensitivity import (
     Paused,
     ProbeBatch,
     ProbePart,
-    ResumeError,
     Sensitivity,
     blocks_of,
     kept,
@@ -48,6 +48,7 @@ from .verification import Verifier
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Examples = TypeVar("_Examples")
 # Random directions to average over, all ranks together: with a single one, a tensor's estimate has a relative standard
 # deviation of 0.08 and more, and allocation favours tensors whose estimates are too low.
 _PROBES = 4
@@ -258,7 +259,8 @@ class Adapter:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
-            now.batch.measured(lambda part: self._footprint(part.forward, part.fraction), now.batch.parts(), 0)
+            first_parts = chain.from_iterable(now.batch.divisions(now.batch.parts(), only=0))
+            self._footprint(now.batch.whole, ((part.forward, part.fraction) for part in first_parts))
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         costs, invalid, exact = yield from self._measured_without_faults(now)
         if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
@@ -508,18 +510,19 @@ class Adapter:
     def _measure(self, now: _Progress, estimator: str, parts: int, only: int | None = None) -> _Parts | Ending:
         """What this rank measures, or why it cannot, for want of memory as a rule. only: one of the parts."""
 
-        def work() -> _Parts:
+        def work(examples: _PausedPart | Iterable[ProbePart]) -> _Parts:
+            now.paused = None
+            if isinstance(examples, _PausedPart):
+                return self._resumed(now, examples)
             try:
-                found = self._next_share(now)
-                if found is not None:
-                    return found
-                measured = now.batch.measured(partial(self._measure_part, now, estimator), parts, only)
+                measured = [(self._measure_part(now, estimator, part), part.fraction) for part in examples]
             except _SeenEnough:
                 now.has_seen = True
                 return []
             return [(part, fraction) for part, fraction in measured if part is not None]
 
-        done = self._attempt("measuring sensitivity", work, now.batch.loss_of_whole)
+        choices = self._paused_or_anew(now, now.batch.divisions(parts, only))
+        done = self._attempt("measuring sensitivity", work, choices, now.batch.loss_of_whole)
         if done.ending is Ending.NOT_HERE:
             _log.warning(
                 "sensitivity could not be measured on this rank (%s): bits follow from the other ranks, or stay as "
@@ -545,18 +548,21 @@ class Adapter:
             return None
         return found
 
-    def _next_share(self, now: _Progress) -> _Parts | None:
-        """What is complete of a part that is paused; None if there is none, or this step's examples take its place."""
-        paused, now.paused = now.paused, None
-        if paused is None:
-            return None
-        try:
-            on_earlier = partial(now.batch.on_earlier, paused.examples)
-            found = paused.measurement.resume(now.batch.loss_of_whole if paused.examples is None else on_earlier)
-        except ResumeError as error:
-            _log.debug("%s: measuring on the examples of this step at once", error)
+    @staticmethod
+    def _paused_or_anew(
+        now: _Progress, divisions: Iterator[Iterable[ProbePart]]
+    ) -> Iterator[_PausedPart | Iterable[ProbePart]]:
+        """What is paused, if anything is; the examples of this step, all at once, take its place if it cannot go on."""
+        if now.paused is not None:
+            yield now.paused
             now.pauses = False
-            return None
+        yield from divisions
+
+    @staticmethod
+    def _resumed(now: _Progress, paused: _PausedPart) -> _Parts:
+        """What is complete of a part that was paused."""
+        on_earlier = partial(now.batch.on_earlier, paused.examples)
+        found = paused.measurement.resume(now.batch.loss_of_whole if paused.examples is None else on_earlier)
         if isinstance(found, Paused):
             now.paused = paused._replace(measurement=found)
             return []
@@ -582,34 +588,49 @@ class Adapter:
         seed = (self._config.seed * 1_000_003 + step) * 65_537 + self._rank
         return (seed + 2**62) % 2**63 - 2**62  # numbers of tensors are added to it, below 2**63
 
-    def _footprint(self, forward: Callable[[], Any], fraction: float = 1.0, *, derives: bool = True) -> Footprint:
+    def _footprint(
+        self,
+        forward: Callable[[], Any],
+        parts: Iterable[tuple[Callable[[], Any], float]] = (),
+        *,
+        derives: bool = True,
+    ) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
 
-        fraction: of a step's examples that forward sees. derives: whether it derives what it can.
+        forward: runs the model on a step's examples. parts: to see fewer of them, forwards and the fractions that they
+        see, as attempt() chooses from them. derives: whether it derives what it can.
         """
         footprint = Footprint()
         narrowest = Plan(default=1)
         blocks = blocks_of(self._model, self._config.blocks)
 
-        def work() -> None:
+        def work(part: tuple[Callable[[], Any], float]) -> None:
             nonlocal footprint
+            run, fraction = part
             for _ in range(_WEIGHINGS):
                 known = self._hooks.state_dict()
                 alone = untouched(self._model, blocks, forward_only=True)
                 with alone, self._hooks.rehearsal(narrowest, fraction=fraction, derives=derives) as footprint:
-                    forward()
-                if not on_any_sharing(self._model, self._hooks.state_dict() != known, self._groups):
+                    run()
+                (changed,) = on_any_sharing(self._model, [self._hooks.state_dict() != known], self._groups)
+                if not changed:
                     break
 
-        self._attempt("counting the bytes of a step", work, forward, gives_loss=False)
+        self._attempt("counting the bytes of a step", work, parts or [(forward, 1.0)], forward, gives_loss=False)
         return footprint
 
     def _attempt(
-        self, doing: str, work: Callable[[], _T], forward: Callable[[], Any], *, gives_loss: bool = True
+        self,
+        doing: str,
+        work: Callable[[_Examples], _T],
+        choices: Iterable[_Examples],
+        forward: Callable[[], Any],
+        *,
+        gives_loss: bool = True,
     ) -> Attempt[_T]:
         """See attempt()."""
         model, blocks, groups = self._model, self._config.blocks, self._groups
-        return attempt(doing, work, forward, model=model, blocks=blocks, groups=groups, gives_loss=gives_loss)
+        return attempt(doing, work, choices, forward, model=model, blocks=blocks, groups=groups, gives_loss=gives_loss)
 
     # -- what all ranks know ----------------------------------------------------------------------------------------
 
@@ -691,8 +712,11 @@ class Adapter:
         plan = None if bits is None else self._hooks.plan.updated(bits)
         unit = 1.0 if unit is None else unit
         row = [math.nan] * 3
-        measure_moments = partial(rounded_moments, self._hooks, self._model, forward, plan, passes=passes, draw=step)
-        done = self._attempt("measuring the gradient's error", measure_moments, forward)
+
+        def work(run: Callable[[], Any]) -> Moments:
+            return rounded_moments(self._hooks, self._model, run, plan, passes=passes, draw=step)
+
+        done = self._attempt("measuring the gradient's error", work, [forward], forward)
         if done.result is not None:
             noise = done.result.noise / unit if math.isfinite(done.result.noise) else _OVERFLOW
             row = [noise, done.result.square / unit, unit]

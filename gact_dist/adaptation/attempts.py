@@ -7,14 +7,18 @@ the code an error was raised does not tell which it is: a wrong shape shows in a
 ours, called by the model. So where a piece of a measurement ends with an error that is not expected, the loss function
 runs once more, on all of the batch and with nothing of ours in it but what holds back a closure's own backward. What
 that raises is the job's error.
+
+[Note: other examples] A loss function may refuse a part of a batch, which is nobody's error: it is measured on more of
+it. Where parameters are sharded no rank can do so alone, since every rank takes part in every forward: then all do.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,10 +27,11 @@ from torch import nn
 from .. import distributed
 from .._errors import first_line, is_out_of_memory
 from .._paths import PACKAGE_ROOT
-from ..sensitivity import REFUSALS, MeasurementError, blocks_of, run_alone
+from ..sensitivity import REFUSALS, ExamplesRefusedError, MeasurementError, blocks_of, run_alone
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_Examples = TypeVar("_Examples")
 _FAULT = (
     "%s ended with an error of gact_dist on this rank (%s). The model runs without it, and the job goes on with the "
     "bits that another way of measuring gives, or with those that it has; please report it, with the traceback that is "
@@ -40,6 +45,7 @@ class Ending(Enum):
     DONE = "done"
     LACKS_MEMORY = "there was too little memory"
     NOT_HERE = "the model cannot be measured in this way"
+    REFUSED = "the model cannot be measured on these examples"
     PEER_FAILED = "another rank has failed, and says why; if it can go on, so will this one"
     FAULT = "an error of ours"  # see [Note: faults of ours]
 
@@ -56,7 +62,8 @@ class Attempt(NamedTuple, Generic[_T]):
 
 def attempt(
     doing: str,
-    work: Callable[[], _T],
+    work: Callable[[_Examples], _T],
+    choices: Iterable[_Examples],
     forward: Callable[[], Any] | None,
     *,
     model: nn.Module,
@@ -64,26 +71,23 @@ def attempt(
     groups: Sequence[Any],
     gives_loss: bool = True,
 ) -> Attempt[_T]:
-    """Run a piece of a measurement. Collectives at its end: those of distributed.raises_on_all().
+    """Run a piece of a measurement: work(examples). Collectives at its end: those of distributed.raises_on_all().
 
-    doing: names the piece in messages. forward, gives_loss: as for run_alone(), on all of a batch; without a forward
-    the loss is a guess, and what it raises no error of the job. blocks: Config.blocks. groups: of ranks that raise
-    together.
+    doing: names the piece in messages. choices: at least one; where the model refuses one, the next takes its place, on
+    all ranks that gather parameters for one another if it does on any. forward, gives_loss: as for run_alone(), on all
+    of a batch; without a forward the loss is a guess, and what it raises no error of the job. blocks: Config.blocks.
+    groups: of ranks that raise together.
     Raises on every rank what forward raises alone on any. All else is in the outcome, and logged if it is no
     MeasurementError.
     """
     with distributed.raises_on_all(groups, doing):
-        found: Attempt[_T]
-        try:
-            found = Attempt(Ending.DONE, work())
-        except distributed.PeerFailedError:
-            found = Attempt(Ending.PEER_FAILED)
-        except MeasurementError as error:
-            found = Attempt(Ending.NOT_HERE, reason=first_line(error))
-        except Exception as error:
-            # Only texts outlast this: the error would keep the failed forward's frames alive, and with them its graph.
-            found = _failed(error, doing, is_guess=forward is None)
-        if on_any_sharing(model, found.ending is Ending.FAULT, groups) and forward is not None:
+        for examples in _repeating_the_last(choices):
+            found = _tried(doing, partial(work, examples), is_guess=forward is None)
+            conditions = [found.ending is Ending.FAULT, found.ending is Ending.REFUSED]
+            is_faulty, is_refused = on_any_sharing(model, conditions, groups)
+            if is_faulty or not is_refused:
+                break
+        if is_faulty and forward is not None:
             try:
                 run_alone(model, forward, blocks_of(model, blocks), gives_loss=gives_loss)
             except MeasurementError as error:
@@ -98,6 +102,28 @@ def attempt(
     return found
 
 
+def _repeating_the_last(choices: Iterable[_Examples]) -> Iterator[_Examples]:
+    """A rank for which there is no other choice takes part in those of the others."""
+    for examples in choices:
+        yield examples
+    while True:
+        yield examples
+
+
+def _tried(doing: str, work: Callable[[], _T], *, is_guess: bool) -> Attempt[_T]:
+    try:
+        return Attempt(Ending.DONE, work())
+    except distributed.PeerFailedError:
+        return Attempt(Ending.PEER_FAILED)
+    except (ExamplesRefusedError, MeasurementError) as error:
+        _log.debug("%s: %s", doing, error)
+        ending = Ending.NOT_HERE if isinstance(error, MeasurementError) else Ending.REFUSED
+        return Attempt(ending, reason=first_line(error))
+    except Exception as error:
+        # Only texts outlast this: the error would keep the failed forward's frames alive, and with them its graph.
+        return _failed(error, doing, is_guess=is_guess)
+
+
 def _failed(error: Exception, doing: str, *, is_guess: bool) -> Attempt[Any]:
     """The outcome of a piece that raised an error that is none of ours on purpose."""
     if is_out_of_memory(error):
@@ -109,11 +135,9 @@ def _failed(error: Exception, doing: str, *, is_guess: bool) -> Attempt[Any]:
     return Attempt(Ending.FAULT, reason=f"{type(error).__name__}{_place_of(error)}: {first_line(error)}")
 
 
-def on_any_sharing(model: nn.Module, condition: bool, groups: Sequence[Any]) -> bool:
-    """Whether a condition holds on any rank that takes part in this one's forwards, as it gathers parameters."""
-    if distributed.sharding(model) is None:
-        return condition
-    return distributed.any_rank([condition], groups)[0]
+def on_any_sharing(model: nn.Module, conditions: list[bool], groups: Sequence[Any]) -> list[bool]:
+    """Which conditions hold on any rank that takes part in this one's forwards, as it gathers parameters."""
+    return conditions if distributed.sharding(model) is None else distributed.any_rank(conditions, groups)
 
 
 def _place_of(error: BaseException) -> str:

@@ -244,14 +244,15 @@ class Verifier:
 
         done = attempt(
             "comparing the gradient with the exact one",
-            lambda: batch.beginning(compare, parts),
+            compare,
+            batch.beginnings(parts),
             None if batch.is_guess else batch.loss_of_whole,
             model=self._model,
             blocks=self._hooks.config.blocks,
             groups=self._groups,
         )
         if done.result is not None:
-            return *done.result, True
+            return done.result, tried, True
         if done.ending is Ending.LACKS_MEMORY:
             return None, tried, False
         if done.ending is Ending.NOT_HERE:

@@ -41,7 +41,7 @@ def bypassed(model: nn.Module, parts: Sequence[nn.Module] = ()) -> Iterator[None
     parts: modules inside the model, none inside another; gathered() gathers their parameters. Parameters that are
     sharded as one with any outside the parts are gathered as well.
     A collective call where parameters are sharded: all ranks of the sharding group must enter it, with the same parts.
-    Raises PeerFailedError, with parts, if another of these ranks leaves it by an error.
+    Raises PeerFailedError if another of these ranks leaves it by an error.
     See [Note: sharded probe].
     """
     with ExitStack() as stack:
@@ -50,9 +50,8 @@ def bypassed(model: nn.Module, parts: Sequence[nn.Module] = ()) -> Iterator[None
         if sharding(model) is not None:
             outside, inside = _divided(model, parts)
             stack.enter_context(_gathered(outside))
-            if parts:
-                ranks = stack.enter_context(_RollCall(model))
-                stack.enter_context(_known({part: partial(ranks.gathered, inside[part]) for part in parts}))
+            ranks = stack.enter_context(_RollCall(model))
+            stack.enter_context(_known({part: partial(ranks.gathered, inside[part]) for part in parts}))
         stack.enter_context(_hooks_aside(model))
         yield
 

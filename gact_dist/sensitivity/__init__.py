@@ -1,8 +1,7 @@
 """How much each saved tensor moves the gradient, measured on this rank with the job left untouched."""
 
-from .autograd_graph import MeasurementError
+from .autograd_graph import ExamplesRefusedError, MeasurementError
 from .comparison import Comparison, compared
-from .halfway import ResumeError
 from .isolation import run_alone, untouched
 from .one_pass import Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
@@ -12,12 +11,12 @@ from .second_moment import rounded_moments
 __all__ = [
     "REFUSALS",
     "Comparison",
+    "ExamplesRefusedError",
     "MeasurementError",
     "Observation",
     "Paused",
     "ProbeBatch",
     "ProbePart",
-    "ResumeError",
     "Sensitivity",
     "blocks_of",
     "compared",

@@ -50,6 +50,10 @@ class MeasurementError(Exception):
     """A model cannot be measured in the way that was asked for."""
 
 
+class ExamplesRefusedError(Exception):
+    """A model cannot be measured on some examples; on others it may be."""
+
+
 class BackwardError(MeasurementError, RuntimeError):
     """A plain backward raised an error. Some run only once, as their second run finds what the first has overwritten;
     of an error that any backward raises the job's own will tell."""

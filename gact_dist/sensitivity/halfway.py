@@ -20,14 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from ..hooks import Replayed
+from .autograd_graph import ExamplesRefusedError
 from .blocks import BlockForward
 
 _FIRST_WALK = 0.3
 """of the time of the second walk: in plain steps it takes 1.3, the second 4.4, and a forward 0.5"""
 
 
-class ResumeError(Exception):
-    """A share of a measurement cannot follow on the one before."""
+class ResumeError(ExamplesRefusedError):
+    """A share of a measurement cannot follow on the one before: it has to begin anew, on examples of a later step."""
 
 
 @dataclass(frozen=True)

@@ -411,8 +411,7 @@ class Paused(ABC):
         """The next share: what goes on with the measurement, or at its end the sensitivities. Can be called once.
 
         forward: of measure(), on as many examples; the parameters may have changed.
-        Raises ResumeError if it runs otherwise than the first time, and the measurement has to begin anew;
-        MeasurementError where parameters are sharded, torch.OutOfMemoryError.
+        Raises ResumeError if it runs otherwise than the first time, torch.OutOfMemoryError, what forward raises.
         """
 
 
@@ -434,9 +433,7 @@ class PausedWalk(Paused):
         """See Paused.resume."""
         try:
             return self.way.next_share(self, forward)
-        except (InnerBackwardError, CutError, OpaqueError, ReplayError, ResumeError, BackwardError) as error:
-            if not _may_be_whole(self.way.model):
-                raise MeasurementError(str(error)) from error
+        except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
             raise ResumeError(str(error)) from error
 
 

@@ -16,10 +16,10 @@ import copy
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,12 @@ from torch.autograd.graph import get_gradient_edge
 from .._errors import first_line, is_out_of_memory
 from ..distributed import say_once
 from ..hooks import batch_size, map_tensors, may_hold_adjacency, samples_of, tensors_of
-from .autograd_graph import MeasurementError, float32_parts, nodes_below
-from .halfway import ResumeError
+from .autograd_graph import ExamplesRefusedError, MeasurementError, float32_parts, nodes_below
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _PARTS = 4
 REFUSALS = (AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 """what a model may raise on a batch of another size, or a loss of another kind, than it expects"""
-
-
-class _PartRefused(Exception):
-    """The loss function raised an error on part of a batch."""
 
 
 class ProbePart(NamedTuple):
@@ -89,10 +83,10 @@ class ProbeBatch:
         self.is_guess = is_guess
         """whether the loss is not the job's: then what it raises, in its backward too, is not the job's error"""
         self._refuses_parts = False
-        self._part, self.fraction = _examples_of(batch, 0, examples)
+        self._refusal = "as another rank says"
+        self._part, self._share = _examples_of(batch, 0, examples)
+        self.fraction = self._share * (batch.fraction if isinstance(batch, Observation) else 1.0)
         """the fraction of the batch's examples that are measured on"""
-        if isinstance(batch, Observation):
-            self.fraction *= batch.fraction
 
     def parts(self, times: int = 1) -> int:
         """In how many parts to measure the examples: so many that none is more than a quarter of the batch, or that
@@ -101,84 +95,80 @@ class ProbeBatch:
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
         return 1 if size is None or self._refuses_parts else min(size, times * math.ceil(_PARTS * self.fraction))
 
-    def measured(
-        self, measure: Callable[[ProbePart], _T], parts: int = 1, only: int | None = None
-    ) -> list[tuple[_T, float]]:
-        """measure(part) of each part of the examples, and the fraction of the batch that it is. only: of one of them,
-        of none where there are fewer.
+    def divisions(self, parts: int = 1, only: int | None = None) -> Iterator[Iterable[ProbePart]]:
+        """The examples in so many parts; where the loss function refuses one of them, the next division has larger
+        ones, and the last is the whole batch. only: one of the parts, or none where there are fewer.
 
-        If the loss function refuses a part, it gets more examples at once, at last the whole batch. The rows of a batch
-        need not be examples: those of a dense adjacency matrix are the nodes of one graph.
+        The rows of a batch need not be examples: those of a dense adjacency matrix are the nodes of one graph.
         """
-        while not self._refuses_parts:
-            try:
-                wanted = (part for part in self._split(parts) if only in (None, part.number))
-                return [(measure(part), part.fraction) for part in wanted]
-            except _PartRefused as refused:
-                error = first_line(refused)
-            if parts > 1:
-                parts = (parts + 1) // 2
-                _log.debug(
-                    "the model does not run on so few examples (%s): they are measured in %d parts", error, parts
-                )
-                continue
-            if isinstance(self._batch, Observation) and self._batch.fraction < 1.0:  # which keeps no more than these
-                raise MeasurementError(
-                    f"the model does not run on the first {self.count} examples of a batch: {error}; set "
-                    "calibration_samples to the size of a batch"
-                )
+        while parts > 1 and not self._refuses_parts:
+            yield (part for part in self._split(parts) if only in (None, part.number))
+            parts = (parts + 1) // 2
+        if not self._refuses_parts:
+            part = ProbePart(partial(self._loss_of, self._part, self._share), self.fraction, 0, 1, self._part)
+            yield [part] if only in (None, 0) else []
             say_once(
                 _log,
                 "the model does not run on the first %d examples of a batch (%s): sensitivity is measured on all of it",
-                self.count, error,
+                self.count, self._refusal,
             )  # fmt: skip
-            self._use_whole()
-        return [(measure(ProbePart(self.loss_of_whole, 1.0, 0, 1, self._batch)), 1.0)]
+            self._part, self._share, self.fraction, self._refuses_parts = self._batch, 1.0, 1.0, True
+        yield [self._all()]
 
-    def beginning(self, measure: Callable[[ProbePart], _T], parts: int) -> tuple[_T, float]:
-        """measure(part) of the first of so many parts of the batch, and the fraction of the batch that it is.
-
-        An observation may have fewer examples. If the loss function refuses so few, it gets more, at last all.
-        """
-        known = self._batch.fraction if isinstance(self._batch, Observation) else 1.0
+    def beginnings(self, parts: int) -> Iterator[ProbePart]:
+        """The first of so many parts of the batch, of which an observation may have fewer examples; where the loss
+        function refuses them, the next has more of them, and the last all."""
         inputs = _inputs_of(self._batch)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
         if size is None or self._refuses_parts:
             parts = 1
+        known = self._known
         while parts > 1:
             part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
-            try:
-                found = measure(ProbePart(partial(self._loss_of, part, share), share * known, 0, parts, part))
-            except _PartRefused:
-                parts //= 2
-                continue
-            return found, share * known
-        return measure(ProbePart(self.loss_of_whole, known, 0, 1, self._batch)), known
+            yield ProbePart(partial(self._loss_of, part, share), share * known, 0, parts, part)
+            parts //= 2
+        yield self._all()
 
     def _split(self, parts: int) -> Iterator[ProbePart]:
-        size = batch_size(_inputs_of(self._part)) if parts > 1 else None
-        if size is None:
-            yield ProbePart(partial(self._loss_of, self._part, self.fraction), self.fraction, 0, 1, self._part)
-            return
+        size = batch_size(_inputs_of(self._part)) or 1
         for number in range(parts):
             part, share = _examples_of(self._part, size * number // parts, size * (number + 1) // parts)
-            yield ProbePart(partial(self._loss_of, part, share), share * self.fraction, number, parts, part)
+            loss = partial(self._loss_of, part, share * self._share)
+            yield ProbePart(loss, share * self.fraction, number, parts, part)
 
-    def _loss_of(self, part: Any, fraction: float) -> Any:
-        """Run the model on some examples; the scalar loss, or None if the loss function called backward on it."""
+    def _all(self) -> ProbePart:
+        return ProbePart(self.loss_of_whole, self._known, 0, 1, self._batch)
+
+    @property
+    def _known(self) -> float:
+        """The fraction of the batch's examples that are there."""
+        return self._batch.fraction if isinstance(self._batch, Observation) else 1.0
+
+    def _loss_of(self, part: Any, share: float) -> Any:
+        """Run the model on some examples; the scalar loss, or None if the loss function called backward on it.
+
+        share: of those that are there.
+        """
         try:
             return self._loss_fn(part)
         except REFUSALS as error:
             if is_out_of_memory(error):
                 raise
-            if fraction < 1.0:
-                raise _PartRefused(error) from error
+            self._refusal = first_line(error)
+            if share < 1.0:
+                raise ExamplesRefusedError(self._refusal) from error
             if not isinstance(part, Observation):
                 raise
+            if self._known < 1.0:
+                raise MeasurementError(
+                    f"the model does not run on the first {self.count} examples of a batch: {self._refusal}; set "
+                    "calibration_samples to the size of a batch"
+                ) from error
             # The job may have changed the model since the step that was observed: its dtype, its device, its last
             # layer. If the model is broken, the job's own forward says so.
-            reason = first_line(error)
-            raise MeasurementError(f"the model does not run on the inputs of an earlier step: {reason}") from error
+            raise MeasurementError(
+                f"the model does not run on the inputs of an earlier step: {self._refusal}"
+            ) from error
 
     @property
     def can_be_kept(self) -> bool:
@@ -189,17 +179,14 @@ class ProbeBatch:
     def on_earlier(self, examples: Any) -> Any:
         """Run the model on examples of an earlier step, from kept(); the loss as loss_of_whole() gives it.
 
-        Raises ResumeError if the loss function, which may depend on more of its step, refuses them.
+        Raises ExamplesRefusedError if the loss function, which may depend on more of its step, refuses them.
         """
         try:
             return self._loss_fn(examples)
         except REFUSALS as error:
             if is_out_of_memory(error):
                 raise
-            raise ResumeError(f"the loss function refuses examples of an earlier step: {error}") from error
-
-    def _use_whole(self) -> None:
-        self._part, self.fraction, self._refuses_parts = self._batch, 1.0, True
+            raise ExamplesRefusedError(f"the loss function refuses examples of an earlier step: {error}") from error
 
     def loss_of_whole(self) -> Any:
         """Run the model on the whole batch; the scalar loss, or None if the loss function called backward on it.

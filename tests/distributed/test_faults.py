@@ -416,7 +416,8 @@ def raised_by_a_loss_function(wrapper, error):
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "error"), [("ddp", RuntimeError), ("ddp", AttributeError), ("fsdp2", AttributeError)]
+    ("wrapper", "error"),
+    [("ddp", RuntimeError), ("ddp", AttributeError), ("fsdp2", RuntimeError), ("fsdp2", AttributeError)],
 )
 def test_what_the_loss_function_of_one_rank_raises_is_named_on_all(ranks, wrapper, error):
     (first, warnings), (second, more) = ranks(raised_by_a_loss_function, wrapper, error)
@@ -424,3 +425,34 @@ def test_what_the_loss_function_of_one_rank_raises_is_named_on_all(ranks, wrappe
     assert first.startswith("RuntimeError: measuring sensitivity failed on other ranks")
     assert f"{error.__name__}: mine on rank 1" in first
     assert warnings == more == []
+
+
+def with_parts_refused(wrapper, derive):
+    """(plan, examples in each call of this rank's loss function) where that of rank 1 takes no part of its batch."""
+    session = Session(Job(kind="gpt", wrapper=wrapper), Config(min_numel=16, derive=derive))
+    seen = []
+
+    def loss_fn(batch):
+        seen.append(len(batch[0]))
+        if dist.get_rank() == 1 and len(batch[0]) < len(whole[0]):
+            raise ValueError("one label for each token, please")
+        return session.loss_fn(batch)
+
+    whole = batch_of("gpt", 0, dist.get_rank())
+    with session.gact.step(loss_fn, whole):
+        loss = session.loss_fn(whole)
+    loss.backward()
+    plan = session.gact.plan
+    session.finish()
+    return plan, seen
+
+
+@pytest.mark.parametrize("derive", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_where_one_rank_refuses_parts_of_its_batch_all_that_share_parameters_take_larger_ones(ranks, wrapper, derive):
+    (plan, seen), (other_plan, other_seen) = ranks(with_parts_refused, wrapper, derive)
+    assert plan == other_plan
+    assert plan
+    sizes = sorted(set(other_seen))
+    assert len(sizes) > 2
+    assert sorted(set(seen)) == (sizes if wrapper != "ddp" else sizes[:1])

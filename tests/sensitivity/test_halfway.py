@@ -19,8 +19,9 @@ from torch import nn
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import MeasurementError, Paused, ResumeError, halfway, kept, one_pass, probe, sections
+from gact_dist.sensitivity import Paused, halfway, kept, one_pass, probe, sections
 from gact_dist.sensitivity.blocks import BlockForward
+from gact_dist.sensitivity.halfway import ResumeError
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
 
@@ -274,15 +275,6 @@ def test_what_cannot_pause_is_measured_at_once():
     assert isinstance(paused(made("gpt"), estimator="perturbation")[0], list)
     critic, batch, loss_fn = penalty()
     assert isinstance(paused(Case(critic, loss_fn, batch))[0], list)
-
-
-def test_sharded_models_cannot_begin_anew(monkeypatch):
-    """Another rank would wait for the second half of this one."""
-    case = made("gpt")
-    first, _ = paused(case)
-    monkeypatch.setattr(one_pass, "_may_be_whole", lambda _: False)
-    with pytest.raises(MeasurementError, match="tensors of other shapes"):
-        first.resume(partial(case.loss_fn, tuple(part[:1] for part in case.batch)))
 
 
 def test_a_kept_batch_has_memory_of_its_own_which_tensors_share_as_before():
