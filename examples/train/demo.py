@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from gact_dist.cli.stopping import exit_code_of, terminated_as_interrupted
 
 from . import data, train
 from .config import ROOT, UsageError, load_config
@@ -44,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stopped:
+        print("demo: stopped", file=sys.stderr)
+        return exit_code_of(stopped)
     _write(options.output, untouched, compressed)
     return 0
 
@@ -68,16 +72,12 @@ def _run(options: argparse.Namespace, level: str) -> dict[str, Any]:
 
 def status_of(command: list[str], environment: dict[str, str] | None = None) -> int:
     """Run a launcher. Where this process is stopped, by Ctrl-C or SIGTERM, the launcher ends its ranks first."""
-    usual = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        with subprocess.Popen(command, env=environment) as running:
-            try:
-                return running.wait()
-            finally:
-                running.terminate()  # a kill would leave the ranks; where it has ended this does nothing
-                running.wait()
-    finally:
-        signal.signal(signal.SIGTERM, usual)
+    with terminated_as_interrupted(), subprocess.Popen(command, env=environment) as running:
+        try:
+            return running.wait()
+        finally:
+            running.terminate()  # a kill would leave the ranks; where it has ended this does nothing
+            running.wait()
 
 
 def _write(folder: Path, untouched: dict[str, Any], compressed: dict[str, Any]) -> None:

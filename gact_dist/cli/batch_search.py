@@ -27,6 +27,8 @@ class Probe:
     """seconds of a training step"""
     reason: str = ""
     """why it does not fit"""
+    is_late: bool = False
+    """whether that is because it was not over in time"""
 
 
 def largest(probes: Iterable[Probe]) -> Probe | None:

@@ -48,7 +48,6 @@ from .trial import OFF, Trial
 _FIRST = 4
 _RESOLUTION = 1 / 12
 _ON_CPU_BYTES = 2 << 30
-_LATE = "not over after"
 
 
 @dataclass(frozen=True)
@@ -238,8 +237,8 @@ def confirm(attempt: Callable[[int], Probe], memory_bytes: int, outline: Sequenc
     if best is None:
         return []
     probes = [attempt(best.batch)]
-    late = probes[0].reason.startswith(_LATE)  # one that is a little smaller would be as well
-    below = best.batch // 2 if late else best.batch - max(1, int(best.batch * _RESOLUTION))
+    # one that is a little smaller than one that is late would be late as well
+    below = best.batch // 2 if probes[0].is_late else best.batch - max(1, int(best.batch * _RESOLUTION))
     if probes[0].fits or not below:
         return probes
     return search(attempt, memory_bytes, below, best.batch, [*probes, attempt(below)])
@@ -254,7 +253,7 @@ def run_trial(trial: Trial, size: int, timeout_s: float) -> Probe:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
         except subprocess.TimeoutExpired:
-            return Probe(batch=size, fits=False, reason=f"{_LATE} {timeout_s:g} s")
+            return Probe(batch=size, fits=False, reason=f"not over after {timeout_s:g} s", is_late=True)
         found = json.loads(result.read_text()) if result.is_file() else {}
     if "error" in found:
         raise CommandError(f"a try of {size} failed: {found['error']}")
@@ -327,7 +326,7 @@ def _closing(values: dict[str, Any], output: Path | None) -> Text:
     )
     text += "\nGive more --memory, or more --timeout where a try was not over." if text else ""
     for row in values["methods"]:
-        late = [probe["batch"] for probe in row["tries"] if probe["reason"].startswith(_LATE)]
+        late = [probe["batch"] for probe in row["tries"] if probe["is_late"]]
         if late and row[values["of"]]:
             text += f"\n{row['method']}: the try of {min(late)} was too slow, not too large; give more --timeout."
     at_most = [row["method"] for row in values["methods"] if row[values["of"]] == values["most"]]

@@ -475,13 +475,16 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("stopped_by", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("stopped_by", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_demo_that_is_stopped_lets_its_launcher_end_the_ranks(tmp_path, stopped_by, status):
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     code = (
-        f"import sys; from examples.train import demo; demo.status_of([sys.executable, 'launcher.py', '{stopped_by}'])"
+        "import sys; from examples.train import demo; "
+        f"demo._run = lambda *_: demo.status_of([sys.executable, 'launcher.py', '{stopped_by}']); "
+        "sys.exit(demo.main([]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
     assert done.returncode == status
+    assert done.stderr.splitlines()[-1:] == [b"demo: stopped"]
     assert (tmp_path / "ended").exists()
