@@ -109,12 +109,11 @@ class Config:
     recomputed: bool = False
     """Compress what a checkpointed block saves while it runs again in the backward, which with many layers is most of
     what checkpointing leaves in memory. For non-reentrant checkpoints and policies that measure sensitivities."""
-    derive: bool = False
+    derive: bool | None = None
     """Do not store what backward can make again from other tensors by cheap operators (the output of a norm, of GELU or
-    of fused attention, a product), where it would be rounded. Where bits adapt, what it is made of gets a bit more for
-    each of its elements: 8 to 26% fewer bytes at 4 bits, mostly at less error (docs/policies.md). Without effect with
-    the estimator "perturbation", which does not see what a tensor does by way of others. Off until whole runs have been
-    measured with it."""
+    of fused attention, a product), where it would be rounded. None: where bits adapt. There what it is made of gets a
+    bit more for each of its elements: fewer bytes and mostly less error (docs/policies.md). Without effect with the
+    estimator "perturbation", which does not see what a tensor does by way of others."""
     batch_norm_inputs: bool = True
     """Compress the inputs that batch normalisation saves; false keeps them exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"
@@ -158,7 +157,8 @@ class Config:
         _check_flag("pack_stream", self.pack_stream)
         _check_flag("checkpoint_inputs", self.checkpoint_inputs)
         _check_flag("recomputed", self.recomputed)
-        _check_flag("derive", self.derive)
+        if self.derive is not None:
+            _check_flag("derive", self.derive)
         _check_flag("batch_norm_inputs", self.batch_norm_inputs)
         for name in ("plan_file", "run_dir"):
             _check_path(name, getattr(self, name))

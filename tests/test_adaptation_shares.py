@@ -15,7 +15,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_jobs import Job, Session, batch_of, differences, store_exactly, train
+from ddp_jobs import Job, Session, batch_of, differences, train
+from exact_codecs import store_exactly
 from small_models import gpt, loss_of
 
 import gact_dist

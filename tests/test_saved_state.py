@@ -29,7 +29,8 @@ def controller(name: str) -> tuple[gact_dist.Controller, object]:
     """(a new controller, a function that runs one step of its job)."""
     model, batch = small_models.mlp()
     loss_fn = small_models.loss_of(model)
-    gact = gact_dist.attach(model, config=Config(min_numel=64, adapt_interval=3, **SETTINGS[name]))
+    # the version before stored what backward can make again
+    gact = gact_dist.attach(model, config=Config(min_numel=64, adapt_interval=3, derive=False, **SETTINGS[name]))
 
     def step(**options: object) -> None:
         with gact.step(**options):

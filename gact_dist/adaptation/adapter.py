@@ -68,6 +68,7 @@ _WEIGHINGS = 3
 # After which a job that gives none is told so.
 _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
+_LOOKING = "finding what need not be stored"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 _DERIVED = " derived"  # the elements that a step makes from others
 _DRAW_PASSES = 2
@@ -260,7 +261,7 @@ class Adapter:
         self._share_example_gradients()
         if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
             first_parts = chain.from_iterable(now.batch.divisions(now.batch.parts(), only=0))
-            self._footprint(now.batch.whole, ((part.forward, part.fraction) for part in first_parts))
+            self._footprint(now.batch.whole, ((part.forward, part.fraction) for part in first_parts), _LOOKING)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         costs, invalid, exact = yield from self._measured_without_faults(now)
         if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
@@ -592,13 +593,15 @@ class Adapter:
         self,
         forward: Callable[[], Any],
         parts: Iterable[tuple[Callable[[], Any], float]] = (),
+        doing: str = "counting the bytes of a step",
         *,
         derives: bool = True,
     ) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
 
         forward: runs the model on a step's examples. parts: to see fewer of them, forwards and the fractions that they
-        see, as attempt() chooses from them. derives: whether it derives what it can.
+        see, as attempt() chooses from them. doing: what this is for, in messages. derives: whether it derives what it
+        can.
         """
         footprint = Footprint()
         narrowest = Plan(default=1)
@@ -616,7 +619,7 @@ class Adapter:
                 if not changed:
                     break
 
-        self._attempt("counting the bytes of a step", work, parts or [(forward, 1.0)], forward, gives_loss=False)
+        self._attempt(doing, work, parts or [(forward, 1.0)], forward, gives_loss=False)
         return footprint
 
     def _attempt(

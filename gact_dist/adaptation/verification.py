@@ -129,7 +129,7 @@ class Verifier:
         self._predicted: float | None = None  # variance that the plan adds, on the whole batch of a rank
         self._square = 0.0  # the squared gradient that this was predicted for
         self._predicted_at_8_bits: float | None = None  # the same variance, if all that is rounded had 8 bits
-        self._names: tuple[str, ...] = ()  # of the tensors that the last comparison rounded
+        self._own_names: dict[str, bool] = {}  # of what the last comparison rounded or made of that; whether the latter
         self._warned = False
         self._least_parts = 1  # of a batch, one of which memory may be enough for
 
@@ -206,7 +206,8 @@ class Verifier:
             if not seen.compared:
                 break
             if predicted is not None:
-                self._predicted, self._square = predicted, seen.square
+                # a rank whose rounded gradient is not finite has no numbers
+                self._predicted, self._square = predicted, seen.square if math.isfinite(seen.square) else 0.0
             reason = self._fault(seen, plan, compare)
             if reason is None:
                 break
@@ -223,7 +224,9 @@ class Verifier:
             row, broken = [math.nan] * 3, False
             if own is not None and own.exact_is_finite:
                 row, broken = [1.0 / fraction, own.square, own.error], not math.isfinite(own.error)
-            self._names = () if own is None else own.rounded
+            self._own_names = {}
+            if own is not None:
+                self._own_names = dict.fromkeys(own.rounded, False) | dict.fromkeys(own.derived, True)
             conditions = [own is not None and own.exact_is_finite, overflowed, broken, lacks]
             any_compares, any_overflows, any_breaks, any_lacks = distributed.any_rank(conditions, self._groups)
             if not any_lacks or parts == _MOST_PARTS:
@@ -316,15 +319,17 @@ class Verifier:
                 "" if complete else " (some of these may be fine: the search has taken as long as it may)",
                 reason,
             )
+        self._hooks.store(found)
         self.exact.update(dict.fromkeys(found, reason))
         return dict.fromkeys(found, reason)
 
     def _culprits(self, plan: Plan, variances: Mapping[str, float], compare: _Compare) -> tuple[list[str], bool]:
         """The tensors that have to be stored exactly for a fault to vanish, and whether the search was completed."""
-        names, _ = distributed.max_over_groups(
-            self._names, torch.zeros(len(self._names), 1, device="cpu"), self._groups
-        )
-        names = tuple(sorted(names, key=lambda name: -variances.get(name, 0.0)))
+        own = torch.tensor([*self._own_names.values()], dtype=torch.float64, device="cpu").unsqueeze(1)
+        names, derived = distributed.max_over_groups(tuple(self._own_names), own, self._groups)
+        is_derived = dict(zip(names, derived.flatten().tolist(), strict=True))
+        # what is made of others first: if it is to blame, these need not be stored exactly
+        names = tuple(sorted(names, key=lambda name: (-is_derived[name], -variances.get(name, 0.0))))
 
         def vanishes(tried: Sequence[str]) -> bool:
             changed = plan.updated(dict.fromkeys(tried))

@@ -306,9 +306,9 @@ def level_of(run: Run, profile: Mapping[str, Any]) -> Mapping[str, Any]:
     """The level of a profile that a run had; the last one where it had none of them."""
     config = run.about.get("config", {})
     for level in profile["levels"]:
-        name, _, derives = level["level"].partition("+")
-        settings = LEVELS.get(name, {"policy": "off"})
-        if config.get("derive", False) == bool(derives) and settings.items() <= config.items():
+        name, *behind = level["level"].split("+")
+        settings = LEVELS.get(name, {"policy": "off"}) | dict.fromkeys(behind, True)
+        if settings.items() <= config.items():
             return level
     return profile["levels"][-1]
 

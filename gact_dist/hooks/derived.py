@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._torch_internals import PLAIN, saved_handle
+from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, saved_handle
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
@@ -241,7 +241,12 @@ def _bias(node: Any, wanted: _Making) -> _Copy:
     if weight is None:
         return _Copy(None)
     bias: Any = getattr(node.next_functions[2][0], "variable", None)  # None if frozen, or made from other parameters
-    there = type(bias) is nn.Parameter and isinstance(weight, Kept) and bias.shape == weight.tensor.shape
+    there = (
+        type(bias) in PLAIN_OR_PARAMETER
+        and isinstance(bias, nn.Parameter)
+        and isinstance(weight, Kept)
+        and bias.shape == weight.tensor.shape
+    )
     if not there or bias.untyped_storage().nbytes() < bias.nbytes:
         raise _NotDerivable
     return _small(bias.detach().clone(), wanted)

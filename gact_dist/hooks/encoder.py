@@ -38,7 +38,8 @@ class Encoder:
         self.fraction = 1.0
         """of a step's examples that it sees"""
         self._rounds = policy.rounds
-        self.may_derive = policy.rounds and config.derive and config.estimator == "one-pass"
+        wanted = policy.adapts if config.derive is None else config.derive
+        self.may_derive = policy.rounds and wanted and config.estimator == "one-pass"
         """perturbing one tensor does not show what it does through those that are made of it"""
         self._pack = codec.pack_error_bounded if policy.error_bounded else codec.pack
 

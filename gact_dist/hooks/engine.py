@@ -87,6 +87,7 @@ class SavedTensorHooks:
         self._storages = StorageRecords()
         self._thread = threading.get_ident()  # that runs the step
         self._bases = SharedBases()
+        self._vectors: list[Kept] = []  # copies of small parameters that this forward has made for recipes
         self._functions = CustomFunctions(self._roles.by_name)
         self._readers: Readers | None = None  # in a forward that shows them
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
@@ -128,6 +129,11 @@ class SavedTensorHooks:
     def derived_elements(self) -> int:
         """That a step of this rank makes from others, as far as forwards have shown."""
         return self._roles.derived.elements
+
+    @property
+    def derived_names(self) -> list[str]:
+        """Of what a step of this rank makes from others, as far as forwards have shown."""
+        return [*self._roles.derived.names.made]
 
     def store(self, names: Iterable[str]) -> None:
         """From now on store tensors that were derived."""
@@ -254,6 +260,10 @@ class SavedTensorHooks:
             yield
 
     def _forget_step(self) -> None:
+        if not self._sink.records:  # a rounded walk makes recipes when the forward is over
+            for kept in self._vectors:
+                kept.vector = None  # recipes have what they need
+        self._vectors.clear()
         self._storages.clear()
         self._roles.forget_step()
         self._functions.forget_step()
@@ -381,13 +391,13 @@ class SavedTensorHooks:
         if self._readers is not None:
             self._readers.examine_below(tensor)
         if type(tensor) is nn.Parameter and frame is not None:
-            return Kept(tensor, True, self.encoder.may_derive)
+            return self._kept_of_model(tensor)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
         if self._is_of_model(tensor):
-            return Kept(tensor, True, self.encoder.may_derive)
+            return self._kept_of_model(tensor)
         sink, rounds = self._sink, self.policy.rounds
         self._instruction = instruction(frame, self._readers is not None) if sink is self._job else None
         if type(tensor) not in PLAIN_OR_PARAMETER:
@@ -499,6 +509,12 @@ class SavedTensorHooks:
         site = site_in_backward(frame, self._thread) if in_backward() else CallSite(current_line())
         kind = "Quantised" if tensor.is_quantized else "Sparse"
         return Kept(tensor) if site is None else self._kept(tensor, kind, site)
+
+    def _kept_of_model(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor, True, self.encoder.may_derive)
+        if kept.vector is not None:
+            self._vectors.append(kept)
+        return kept
 
     def _pack_subclass(self, tensor: Tensor, site: CallSite) -> Any:
         """A subclass is kept as it is, unless another tensor in its memory is stored already."""

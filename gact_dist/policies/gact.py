@@ -25,6 +25,11 @@ _BITS_OF_DERIVED = 1.0  # an element that is made again leaves so many of its bi
 _ROUNDING = 1.0 + 1e-12  # a plan that fits exactly is not refused for the rounding of a sum
 
 
+def bits_of_stored(bits: float, stored_size: float, derived_size: float) -> float:
+    """Of a stored element, on average. bits: Config.bits. See [Note: bits of what is derived]."""
+    return bits + (_BITS_OF_DERIVED * derived_size / stored_size if stored_size else 0.0)
+
+
 class Gact(Policy):
     """Least variance within Config.bits on average."""
 
@@ -60,9 +65,7 @@ class Gact(Policy):
         return self._average_bits(costs, allocation) <= self._budget_bits(costs) * _ROUNDING
 
     def _budget_bits(self, costs: Costs) -> float:
-        """Of a stored element, on average. See [Note: bits of what is derived]."""
-        stored = costs.sizes.sum()
-        return (self.config.bits or 0.0) + (_BITS_OF_DERIVED * costs.derived_size / stored if stored else 0.0)
+        return bits_of_stored(self.config.bits or 0.0, costs.sizes.sum(), costs.derived_size)
 
     def _average_bits(self, costs: Costs, allocation: Allocation) -> float:
         """As the budget counts them: without scales and offsets."""

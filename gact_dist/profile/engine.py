@@ -7,8 +7,8 @@ fake tensors do not have: the noise of a dropout counts as one bit, and integers
 
 The first step differs: the optimizer makes its state, and the hooks hold some tensors until they have seen who reads
 them. A later step is reported, when what is kept no longer changes. With values, bits are measured on the job's batch
-after the first step, as in a run. Without, every tensor has the level's average, which a measurement would spread over
-them with the same sum.
+after the first step, as in a run. Without, tensors have the level's average, and what those that are derived leave to
+them; a measurement would spread the same sum over them otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..config import LEVELS, Config
 from ..controller import Controller, attach
 from ..distributed import fake_ranks
 from ..hooks import LOG_SOFTMAX, ReportRow
-from ..policies import policy_of
+from ..policies import WIDTHS, Bits, Plan, bits_of_stored, policy_of
 from .analysis import Step
 from .building import with_small_values
 from .full_batches import full_batches
@@ -39,7 +39,7 @@ from .tracker import Phase, Tracker
 UNTOUCHED = "untouched"
 _SETTINGS = ("derive", "recomputed")  # of Config, that a level's name may have behind a "+"
 _EXACT = "exact"  # the codec of a row
-DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2+derive", "L2.1", "L2.2")
+DEFAULT_LEVELS = (UNTOUCHED, "L1", "L2", "L2.1", "L2.2")
 _MOST_STEPS = 4  # in which the hooks learn
 Build = Callable[[], tuple[nn.Module, Any, Callable[[Any], Tensor]]]
 
@@ -62,14 +62,15 @@ def profile(
     if not configs:
         raise ProfileError(f"no level was given, expected some of {UNTOUCHED}, {', '.join(LEVELS)}")
     found: list[LevelProfile] = []
-    done: dict[Config | None, LevelProfile] = {}
+    done: dict[tuple[Config | None, float | None], LevelProfile] = {}
     with _running(build, settings) as run:
         for level, wanted in configs.items():
             config = _without_measuring(wanted) if wanted is not None and not settings.measures else wanted
-            if config not in done:  # L2 without a measurement is L1
+            bits = None if config is wanted or wanted is None else wanted.bits
+            if (config, bits) not in done:
                 tell(f"steps under {level}")
-                done[config] = run.profiled(level, config)
-            found.append(replace(done[config], level=level))
+                done[config, bits] = run.profiled(level, config, bits)
+            found.append(replace(done[config, bits], level=level))
     notes = _notes(settings, any(config is not None and _measures(config) for config in configs.values()))
     return Profile(settings.world_size, settings.layout, settings.is_fake, run.parameters, tuple(found), notes)
 
@@ -127,7 +128,9 @@ def _measures(config: Config) -> bool:
 
 def _without_measuring(config: Config) -> Config:
     """What stores the bytes of a config that measures, where there is nothing to measure."""
-    return replace(config, policy="uniform", bits=ceil(config.bits)) if _measures(config) and config.bits else config
+    if not (_measures(config) and config.bits):
+        return config
+    return replace(config, policy="uniform", bits=ceil(config.bits), derive=config.derive is not False)
 
 
 def _notes(settings: Settings, measures: bool) -> tuple[str, ...]:
@@ -137,13 +140,13 @@ def _notes(settings: Settings, measures: bool) -> tuple[str, ...]:
     ]
     if measures and not settings.measures:
         notes.append(
-            "nothing was measured, so L2 and other levels that adapt have their average bits for "
-            "every tensor, as L1 has; a measurement gives some tensors more and others fewer, with the same sum"
+            "nothing was measured, so L2 and other levels that adapt have their average bits for every tensor, with "
+            "what those that are derived leave them; a measurement gives some more and others fewer, with the same sum"
         )
     if measures and settings.measures:
         notes.append(
-            "bits of levels that adapt were measured on this batch; L1 and L2 keep about as much: L2 spends the same "
-            "bits where the gradient needs them"
+            "bits of levels that adapt were measured on this batch: L2 spends as many as L1 where the gradient needs "
+            "them, but for what it derives"
         )
     if measures:
         notes.append("an adaptation takes more memory while it measures, which is not counted")
@@ -190,8 +193,11 @@ class _Run:
         for tensor in self._job.buckets:
             tracker.mark(tensor, "sharding")
 
-    def profiled(self, level: str, config: Config | None) -> LevelProfile:
-        """Take some steps under a level, and say what the last one held."""
+    def profiled(self, level: str, config: Config | None, bits: float | None = None) -> LevelProfile:
+        """Take some steps under a level, and say what the last one held.
+
+        bits: of a level that would measure, where nothing is measured: on average, before what is derived gives some.
+        """
         first, report, tensors = self._taken + 1, None, tuple[KeptTensor, ...]()
         if config is None:
             for _ in range(2 if first == 1 else 1):
@@ -199,7 +205,7 @@ class _Run:
         else:
             controller = attach(self._job.model, config=config)
             try:
-                self._steps_until_learnt(controller)
+                self._steps_until_learnt(controller, bits)
                 report, tensors = controller.report(), tuple(_kept(controller))
             finally:
                 controller.detach()
@@ -217,17 +223,21 @@ class _Run:
     def _analysed(self, step: int) -> Step:
         return Step(self._tracker.storages, self._tracker.events, self._tracker.marks, step, self._device)
 
-    def _steps_until_learnt(self, controller: Controller) -> None:
-        """Take steps until what they keep no longer changes."""
+    def _steps_until_learnt(self, controller: Controller, bits: float | None) -> None:
+        """Take steps until what they keep no longer changes. bits: as for profiled()."""
         self._step(controller, trains=False)
         if self._measures and _measures(controller.config):
             self._taken += 1  # it is no step of the job's, and looked at as none
             self._tracker.begin(Phase.FORWARD, self._taken)
             controller.calibrate(self._job.loss_fn, self._job.batch, controller.config.calibration_samples)
-        kept = [0, controller.report().retained_bytes]
-        while len(kept) == 2 or (kept[-1] != kept[-2] and len(kept) <= _MOST_STEPS):
+        hooks = controller._schedule.hooks
+        for _ in range(_MOST_STEPS):
+            before = controller.report().rows
+            if bits is not None and hooks is not None:
+                hooks.plan = _plan_like_a_measured_one(before, bits)
             self._step(controller)
-            kept.append(controller.report().retained_bytes)
+            if _as_kept(controller.report().rows) == _as_kept(before):
+                break
 
     def _step(self, controller: Controller | None, trains: bool = True) -> None:
         """One step of the job. trains: whether the optimizer takes one too; in the first it always does."""
@@ -275,6 +285,28 @@ def _checked(loss: Any) -> Tensor:
     if isinstance(loss, Tensor):
         got = f"a tensor of shape {tuple(loss.shape)} {'with' if loss.requires_grad else 'without'} a graph"
     raise ProfileError(f"the loss is {got}, expected a scalar with a graph")
+
+
+def _as_kept(rows: Sequence[ReportRow]) -> list[Any]:
+    """What the bytes of a step follow from, once the plan is known."""
+    return [(row.name, row.shape, row.codec) for row in rows]
+
+
+def _plan_like_a_measured_one(rows: Sequence[ReportRow], bits: float) -> Plan:
+    """Bits that are as many as those of a plan that follows from a measurement, in no order.
+
+    bits: on average, of what is stored, before what is derived gives some.
+    """
+    stored = {row.name: prod(row.shape) for row in rows if row.codec == "quantised"}
+    derived = sum(prod(row.shape) for row in rows if row.codec == "derived")
+    average = min(float(WIDTHS), bits_of_stored(bits, sum(stored.values()), derived))
+    plan: dict[str, Bits] = {}
+    wanted, given = 0.0, 0
+    for name, numel in stored.items():
+        wanted += average * numel
+        width = min(WIDTHS, max(1, round((wanted - given) / numel)))
+        plan[name], given = width, given + width * numel
+    return Plan(plan, default=min(WIDTHS, ceil(bits)))
 
 
 def _kept(controller: Controller) -> Iterator[KeptTensor]:

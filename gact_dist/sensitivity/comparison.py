@@ -37,6 +37,8 @@ class Comparison:
     """|g|^2, not finite if g is not"""
     rounded: tuple[str, ...]
     """names of the tensors that the plan rounds"""
+    derived: tuple[str, ...]
+    """names of those that are made of rounded ones"""
 
     @property
     def exact_is_finite(self) -> bool:
@@ -61,10 +63,12 @@ def compared(
     """
 
     def by_walk(cut: BlockForward) -> Comparison:
-        names = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.compressible])
+        seen = cut.firsts.values()
+        names = _rounded_by(plan, [record.name for record in seen if record.compressible])
+        derived = _rounded_by(plan, [record.name for record in seen if record.derived])
         encoder = hooks.encoder.of_part(fraction)
         exact, rounded = (Draw(encoder, stored_by, draw, cut.firsts) for stored_by in (Plan(), plan))
-        return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(), names)
+        return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(), names, derived)
 
     def of_whole() -> Comparison:
         found = GradientComparison(Counter(), 2)
@@ -75,7 +79,7 @@ def compared(
             while gradient:
                 key, part = gradient.popitem()
                 found.add(key, number, part)
-        return Comparison(*found.result(), _rounded_by(plan, names))
+        return Comparison(*found.result(), _rounded_by(plan, names), _rounded_by(plan, hooks.derived_names))
 
     return walked(hooks, model, forward, by_walk, of_whole, seed=draw, fraction=fraction, kind=_ExactBoundaries)
 

@@ -197,10 +197,10 @@ def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
     assert max(map(len, lines)) <= 80
     headings = next(line for line in lines if "backward" in line and "kept" in line)
     assert headings.split() == ["level", "peak", "forward", "backward", "optimizer", "kept", "on", "host"]
-    assert any(line.split()[:4] == ["saved", "tensor", "L1,", "L2"] for line in lines)
+    assert any(line.split()[:2] == ["saved", "tensor"] for line in lines)
     text = " ".join(result.stdout.split())
     assert "exact: it has fewer than 1024 elements" in text
-    assert "L2 and other levels that adapt have their average bits for every tensor, as L1 has" in text
+    assert "L2 and other levels that adapt have their average bits for every tensor, with what those" in text
 
 
 def test_the_untouched_job_alone_says_what_it_keeps(jobs, run):
@@ -238,8 +238,9 @@ def test_bits_are_measured_where_there_are_values(jobs, run_json):
         bits[name] = [set(of_level) for of_level in rounded]
         assert ("were measured on this batch" in " ".join(found["notes"])) == (name == "values")
         assert found["levels"][1]["retained_bytes"] <= 1.02 * found["levels"][0]["retained_bytes"]
-    assert bits["shapes"] == bits["averages"] == [{4.0}, {4.0}]
-    assert bits["values"][0] == {4.0}
+    assert bits["shapes"] == bits["averages"]
+    assert bits["shapes"][0] == bits["values"][0] == {4.0}
+    assert bits["shapes"][1] <= {4.0, 5.0}  # a bit of each element that is derived goes to the others
     assert len(bits["values"][1]) > 1
 
 
@@ -249,7 +250,7 @@ def test_a_config_has_no_values_to_measure_unless_they_are_asked_for(config, run
         found = run_json("profile", config, *options, *given)
         assert ("were measured on this batch" in " ".join(found["notes"])) == measured
         widths = {tensor["bits"] for tensor in found["levels"][0]["tensors"] if tensor["codec"] == "quantised"}
-        assert (widths == {4.0}) != measured
+        assert (widths <= {4.0, 5.0}) != measured
 
 
 def test_what_checkpointed_blocks_recompute_is_counted(tmp_path, run_json):

@@ -109,7 +109,8 @@ def trained(wrap: Callable[[nn.Module], nn.Module], follow: bool, steps: int = 1
     # the units of those that are sharded: numbers depend on where blocks meet, as that is rounded to 8 bits
     blocks = [path for path, module in job.model.named_modules() if isinstance(module, nn.Linear)]
     model = wrap(job.model)
-    gact = gact_dist.attach(model, config=acgc(SMALLER, blocks=blocks))
+    # and what enters a unit of FSDP2 is not derived, in any step
+    gact = gact_dist.attach(model, config=acgc(SMALLER, blocks=blocks, derive=False))
     if follow:
         gact.follow()
     loss_fn, exact_loss_fn = small_models.loss_of(model), small_models.loss_of(reference)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ddp_jobs import Job, Session, batch_of, differences, store_exactly, train
+from ddp_jobs import Job, Session, batch_of, differences, train
+from exact_codecs import store_exactly
 from ranks import count_collectives
 
 from gact_dist import Config
@@ -22,8 +23,9 @@ COMPARISON_COLLECTIVES = 4
 CALIBRATION_COLLECTIVES = 4 + COMPARISON_COLLECTIVES
 # before them one all_reduce to learn whether any rank's steps are long
 ADAPTATION_COLLECTIVES = 1 + CALIBRATION_COLLECTIVES
-# in the first one, one all_reduce more to learn whether the first forward has shown that
-FIRST_COLLECTIVES = 1
+# in the first one, one all_reduce more to learn whether the first forward has shown that, and one to learn that no rank
+# failed where they found what need not be stored
+FIRST_COLLECTIVES = 2
 # ranks that saw different tensors exchange the names as well, and all_gather_object is two all_gathers
 NAMES_COLLECTIVES = 2
 

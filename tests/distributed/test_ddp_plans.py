@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -340,7 +341,7 @@ def test_an_error_of_the_users_own_is_raised_on_every_rank_and_names_the_one_tha
     first, second = ranks(trained_with_a_failing_measurement, [1], error)
     own = f"{error.__name__}: {error('as it happens')}"
     for message in first[-1]:
-        assert message.startswith("RuntimeError: measuring sensitivity failed on other ranks")
+        assert re.match("RuntimeError: (finding what need not be stored|measuring sensitivity) failed on", message)
         assert f"{own} on rank 1" in message
     assert second[-1] == [own] * 3
     assert len(first[-1]) == 3

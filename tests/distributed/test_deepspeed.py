@@ -395,7 +395,8 @@ def chosen_by_each() -> dict[str, Chosen]:
     return {
         "acgc": acgc,
         "actnn": chosen({"policy": "actnn", "bits": 2, "calibration_samples": SAMPLES}, Unequal),
-        **{estimator: chosen({"estimator": estimator}) for estimator in ESTIMATORS},
+        # of tensors that are all stored: perturbation does not see what one does by way of others
+        **{estimator: chosen({"estimator": estimator, "derive": False}) for estimator in ESTIMATORS},
         "retained_bytes": chosen({"retained_bytes": acgc.report.exact_bytes // 9}),  # between 3 and 4 bits
     }
 
@@ -413,7 +414,10 @@ def test_a_block_chooses_the_policy_the_estimator_and_the_budget(ranks):
     # actnn: shares of the samples have bits of their own, two on average
     rows = [row for row in first["actnn"].report.rows if row.name in first["actnn"].plan]
     assert any(isinstance(bits, tuple) for bits in first["actnn"].plan.values())
-    assert sum(math.prod(row.shape) * row.bits for row in rows) <= 2 * sum(math.prod(row.shape) for row in rows)
+    # and a bit more for each element that is made again
+    derived = sum(math.prod(row.shape) for row in first["actnn"].report.rows if row.codec == "derived")
+    stored = sum(math.prod(row.shape) for row in rows)
+    assert sum(math.prod(row.shape) * row.bits for row in rows) <= 2 * stored + derived
     # Both estimators at the same weights. Four directions leave 0.05 to 0.1 on a tensor, two differences of roundings
     # with some tens of effective dimensions 0.15: three standard deviations are a factor of 1.67.
     known, perturbed = ({n: t["sensitivity"] for n, t in first[e].history[0]["tensors"].items()} for e in ESTIMATORS)

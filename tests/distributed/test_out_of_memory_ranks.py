@@ -16,7 +16,8 @@ def calibrated(batches: list[int], fitting: list[int]) -> tuple:
     rank = dist.get_rank()
     model, batch = small_models.gpt(batch=batches[rank])
     ddp = DistributedDataParallel(model)
-    gact = gact_dist.attach(ddp, config=gact_dist.Config(policy="gact", min_numel=16, noise_limit=0))
+    config = gact_dist.Config(policy="gact", min_numel=16, noise_limit=0, derive=False)  # no forward but those measured
+    gact = gact_dist.attach(ddp, config=config)
     scarce = Scarce(ddp, gact, fitting[rank])
     loss_of = small_models.loss_of(ddp)
     for _ in range(2):

@@ -26,9 +26,11 @@ SAMPLES, LENGTH = 8, 64  # on each of two ranks whole groups of tokens, so that 
 def calibrated(
     model: nn.Module, loss: Any, batch: Any, group: Any = None, estimator: str = "one-pass"
 ) -> tuple[dict[str, float], list[str]]:
-    """Sensitivities, and what was logged while they were measured."""
+    """Sensitivities, and what was logged while they were measured; of tensors that are all stored, as what a parallel
+    module has computed is not derived."""
+    config = Config(min_numel=16, estimator=estimator, derive=False)
     with Messages(logging.DEBUG) as messages:
-        gact = gact_dist.attach(model, config=Config(min_numel=16, estimator=estimator), process_group=group)
+        gact = gact_dist.attach(model, config=config, process_group=group)
         gact.calibrate(loss, batch, samples=SAMPLES)
         found = dict(gact._schedule.sensitivity)
         gact.detach()

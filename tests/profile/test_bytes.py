@@ -16,7 +16,7 @@ import gact_dist
 from gact_dist._torch_internals import is_fake
 from gact_dist.profile import KINDS, LAYOUTS, ProfileError, Settings, profile
 
-LEVELS = ("untouched", "L2", "L2+derive", "L2.2")
+LEVELS = ("untouched", "L1", "L1+derive", "L2", "L2.2")
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +43,19 @@ def test_fake_tensors_have_the_bytes_of_real_ones(real, fake, level):
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_noise_and_batch_norm_are_the_same_with_fake_tensors(name):
     levels = ("untouched",) if name == "cnn" else ("untouched", "L2")  # its pooling's indices depend on the values
-    known, found = (profile(partial(build, name), levels, Settings(fake=is_fake)) for is_fake in (False, True))
+    known, found = (
+        profile(partial(build, name), levels, Settings(fake=is_fake, measure=False)) for is_fake in (False, True)
+    )
     for level in levels:
         assert found.level(level).peak == known.level(level).peak
 
 
 def test_levels_that_keep_the_same_without_a_measurement_are_run_once():
     told: list[str] = []
-    found = profile(partial(build, "mlp"), ["L1", "L2", "L2.1"], Settings(fake=True), told.append)
-    assert told == ["steps under L1", "steps under L2.1"]
-    assert [level.level for level in found.levels] == ["L1", "L2", "L2.1"]
-    assert found.level("L2").peak == found.level("L1").peak
+    found = profile(partial(build, "mlp"), ["L1", "L2", "L2+derive"], Settings(fake=True), told.append)
+    assert told == ["steps under L1", "steps under L2"]
+    assert [level.level for level in found.levels] == ["L1", "L2", "L2+derive"]
+    assert found.level("L2+derive").peak == found.level("L2").peak
     told.clear()
     profile(partial(build, "mlp"), ["L1", "L2"], Settings(), told.append)
     assert told == ["steps under L1", "steps under L2"]
@@ -80,15 +82,15 @@ def test_activations_are_those_of_the_modules_that_save_them(fake):
 
 def test_what_a_level_keeps_is_what_its_report_says(fake):
     model, batch, loss_fn = build("gpt")
-    gact = gact_dist.attach(model, config=gact_dist.Config(policy="uniform", bits=2, group_size=256))
+    gact = gact_dist.attach(model, "L1")
     for _ in range(2):
         with gact.step():
             loss = loss_fn(batch)
         loss.backward()
-    report, found = gact.report(), fake.level("L2.2")
+    report, found = gact.report(), fake.level("L1")
     assert (found.exact_bytes, found.retained_bytes) == (report.exact_bytes, report.retained_bytes)
     assert [(tensor.name, tensor.nbytes) for tensor in found.tensors] == [(row.name, row.bytes) for row in report.rows]
-    assert fake.level("L2").retained_bytes > found.retained_bytes
+    assert found.retained_bytes > fake.level("L2").retained_bytes > fake.level("L2.2").retained_bytes
 
 
 def test_what_the_untouched_job_keeps_is_known_without_another_level(fake):
@@ -105,8 +107,20 @@ def test_what_the_untouched_job_keeps_is_known_without_another_level(fake):
 def test_exact_tensors_say_why_and_derived_ones_are_named(fake):
     for tensor in fake.level("L2").tensors:
         assert (tensor.codec == "exact") == bool(tensor.why_exact)
-    assert any(tensor.codec == "derived" for tensor in fake.level("L2+derive").tensors)
-    assert all(tensor.codec != "derived" for tensor in fake.level("L2").tensors)
+    for level in ("L2", "L1+derive"):
+        assert any(tensor.codec == "derived" for tensor in fake.level(level).tensors)
+    assert all(tensor.codec != "derived" for tensor in fake.level("L1").tensors)
+
+
+def test_without_a_measurement_levels_have_the_bits_that_one_would_give_them(fake):
+    model, batch, loss_fn = build("gpt")
+    gact = gact_dist.attach(model, "L2")
+    for _ in range(2):
+        with gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+    # a width is a whole number: what is left of a budget is less than a bit of the smallest tensor
+    assert fake.level("L2").retained_bytes == pytest.approx(gact.report().retained_bytes, rel=0.02)
 
 
 def test_a_rule_of_a_backward_is_the_reason():

@@ -87,7 +87,7 @@ def seed() -> None:
 def measured(
     case: Case, probes: int = 2, bits: int = 8, estimator: str = "one-pass", recomputed: bool = False
 ) -> list[Sensitivity]:
-    hooks = started(case, Config(min_numel=0, bits=bits, recomputed=recomputed))
+    hooks = started(case, Config(min_numel=0, bits=bits, recomputed=recomputed, derive=False))
     seed()
     found = measure(hooks, case.model, lambda: case.loss_fn(case.batch), seed=3, probes=probes, estimator=estimator)
     hooks.close()

@@ -32,7 +32,7 @@ def exact_borders(monkeypatch):
 
 def paused(case: Case, probes: int = 2, **options: Any) -> Any:
     """The first half, and the hooks of the model."""
-    hooks = started(case, Config(min_numel=0, bits=8))
+    hooks = started(case, Config(min_numel=0, bits=8, derive=False))
     seed()
     forward = partial(case.loss_fn, case.batch)
     return measure(hooks, case.model, forward, seed=3, probes=probes, **{"shares": 2, **options}), hooks
@@ -318,7 +318,7 @@ def both_ways(row: str, examples: tuple[int, ...]) -> tuple[list[Sensitivity], l
     case = Case(job.model, lambda batch: loss_of(job.model(batch[0]), batch[1]), batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_pass, "BOUNDARY_BITS", None)
-        hooks = SavedTensorHooks(job.model, Config(min_numel=0, bits=8), 0)
+        hooks = SavedTensorHooks(job.model, Config(min_numel=0, bits=8, derive=False), 0)
         torch.manual_seed(5)
         first = measure(hooks, job.model, partial(case.loss_fn, batch), seed=3, probes=2, shares=2)
         torch.manual_seed(99)

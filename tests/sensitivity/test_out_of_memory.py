@@ -23,7 +23,7 @@ BATCH = 16
 def trained(most_samples: int, follow: bool, steps: int = 7) -> tuple[gact_dist.Controller, Scarce, list[float]]:
     """A job that adapts every second step, on 8 samples if they fit."""
     model, batch = small_models.gpt(batch=BATCH, layers=1)
-    settings = Config(policy="gact", adapt_interval=2, adapt_tolerance=0, min_numel=16, noise_limit=0)
+    settings = Config(policy="gact", adapt_interval=2, adapt_tolerance=0, min_numel=16, noise_limit=0, derive=False)
     gact = gact_dist.attach(model, config=settings)
     scarce = Scarce(model, gact, most_samples)
     return gact, scarce, small_models.losses_under(gact, model, batch, steps, follow=follow)
@@ -47,7 +47,7 @@ def test_the_plan_is_that_of_all_samples_in_parts_that_fit():
     plans, variances = [], []
     for batch_size, most_samples in ((BATCH, 2), (BATCH // 2, 8)):  # of 8 a quarter is 2
         model, batch = small_models.gpt(batch=BATCH, layers=1)
-        gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
+        gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16, derive=False))
         Scarce(model, gact, most_samples)
         gact.calibrate(small_models.loss_of(model), tuple(part[:batch_size] for part in batch), samples=8)
         plans.append(gact.plan)
@@ -80,7 +80,7 @@ def test_a_compiled_model_which_is_perturbed_anyway_is_not_tried_again(compiled,
     model, batch = small_models.mlp()
     if compiled:
         model.compile(backend="eager")
-    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16))
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=16, derive=False))
     with caplog.at_level(logging.WARNING, logger="gact_dist"):
         gact.calibrate(small_models.loss_of(model), batch, samples=1)
     assert tried == estimators
@@ -100,7 +100,7 @@ def attempts(monkeypatch, failing: int, steps: int, follow: bool, **settings: An
     """The steps at which bits adapted, if nothing can be measured in the first so many adaptations."""
     model, batch = small_models.mlp()
     loss_of = small_models.loss_of(model)
-    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0, noise_limit=0, **settings))
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0, noise_limit=0, derive=False, **settings))
     measure = gact._schedule.adapter._measure
 
     def scarce(*arguments: Any) -> Any:
@@ -139,7 +139,7 @@ def test_where_nothing_could_be_measured_it_is_tried_again_soon_and_then_more_ra
 
 def test_a_resumed_run_tries_again_when_the_one_that_was_stopped_would_have():
     model, batch = small_models.mlp()
-    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0))
+    gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0, derive=False))
     gact._schedule.adapter._measure = lambda *_: []
     loss_of, found = small_models.loss_of(model), []
     for step in range(1, 12):
@@ -149,7 +149,7 @@ def test_a_resumed_run_tries_again_when_the_one_that_was_stopped_would_have():
         if step == 5:
             state = gact.state_dict()
             gact.detach()
-            gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0))
+            gact = gact_dist.attach(model, config=Config(policy="gact", min_numel=0, derive=False))
             gact.load_state_dict(state)
             gact._schedule.adapter._measure = lambda *_: []
     assert found == [1] + 8 * [2] + 2 * [3]

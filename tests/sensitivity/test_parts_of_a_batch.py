@@ -17,7 +17,7 @@ from gact_dist.sensitivity import probe
 def total_sensitivity(parts: int, monkeypatch: pytest.MonkeyPatch, seed: int) -> float:
     monkeypatch.setattr(probe, "_PARTS", parts)
     model, batch = small_models.gpt(batch=8)
-    gact = gact_dist.attach(model, config=Config(min_numel=16, seed=seed))
+    gact = gact_dist.attach(model, config=Config(min_numel=16, seed=seed, derive=False))
     gact.calibrate(small_models.loss_of(model), batch)
     return sum(gact.adaptation.sensitivity.values())
 
@@ -52,7 +52,7 @@ def test_no_part_is_more_than_a_quarter_of_the_batch_or_one_example(batch, examp
         sizes.append(len(inputs))
         return model(inputs).square().mean()
 
-    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    gact = gact_dist.attach(model, config=Config(min_numel=16, derive=False))
     gact.calibrate(loss_fn, torch.randn(batch, 16), samples=examples)
     # then the gradient under the plan and the exact one; 16 rows of 16 could be an adjacency matrix
     compared = batch if batch == 16 else math.ceil(batch / 4)
@@ -67,7 +67,7 @@ def test_a_model_that_needs_several_examples_gets_them(caplog):
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32, eps=0.1), nn.ReLU(), nn.Linear(32, 5))
-    gact = gact_dist.attach(model, config=Config(min_numel=16))
+    gact = gact_dist.attach(model, config=Config(min_numel=16, derive=False))
     sizes = []
 
     def loss(inputs):

@@ -168,8 +168,3 @@ class Session:
 def train(job: Job, config: gact_dist.Config | None, prepare: Callable[[Any], None] | None = None) -> Trace:
     """Run a job on this rank; prepare: called with the controller before the first step."""
     return Session(job, config, prepare).run(0, job.steps).finish()
-
-
-def store_exactly(gact: Any) -> None:
-    """Keep every tensor as it is, whatever the plan says: what remains of a level are its measurements."""
-    gact._schedule.hooks.encoder.encode = lambda tensor, *_: tensor.detach()
