@@ -305,12 +305,13 @@ def _time(run: Run) -> Figure | None:
 def level_of(run: Run, profile: Mapping[str, Any]) -> Mapping[str, Any]:
     """The level of a profile that a run had; the last one where it had none of them."""
     config = run.about.get("config", {})
+    found, most = profile["levels"][-1], 0
     for level in profile["levels"]:
         name, *behind = level["level"].split("+")
         settings = LEVELS.get(name, {"policy": "off"}) | dict.fromkeys(behind, True)
-        if settings.items() <= config.items():
-            return level
-    return profile["levels"][-1]
+        if settings.items() <= config.items() and len(settings) > most:
+            found, most = level, len(settings)
+    return found
 
 
 def _untouched(profile: Mapping[str, Any], beside: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -77,6 +77,13 @@ def test_the_page_of_two_runs_has_every_figure_and_asks_for_nothing(two_runs, ru
     assert {"Compression of activations", "Average bits", "Peak memory", "Time of a step", "Loss"} <= cards.keys()
 
 
+@pytest.mark.parametrize("derive", [None, True])
+def test_the_level_of_a_run_is_the_one_with_all_its_settings(derive):
+    profile = {"levels": [{"level": name} for name in ("untouched", "L1", "L1+derive", "L2")]}
+    run = run_files.Run("run", {"config": {"policy": "uniform", "bits": 4, "derive": derive}})
+    assert figures.level_of(run, profile)["level"] == ("L1+derive" if derive else "L1")
+
+
 def test_a_profile_of_the_job_adds_memory_within_a_step(two_runs, jobs, run, run_json, tmp_path):
     """Drawn for the level of the run that is looked at; the layers add up to the peak."""
     profile = tmp_path / "profile.json"
