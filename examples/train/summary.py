@@ -91,7 +91,7 @@ def _line(title: str, first: float, second: float, form: str) -> str:
 
 
 def _layer_line(entry: LayerBits) -> str:
-    bits = "exact" if math.isnan(entry.bits) else f"{entry.bits:.2f}"
+    bits = "-" if math.isnan(entry.bits) else f"{entry.bits:.2f}"
     return f"{entry.layer:{TITLE_WIDTH}s} {entry.retained_bytes / MIB:12.2f} {bits:>12s}"
 
 

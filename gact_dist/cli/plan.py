@@ -143,7 +143,7 @@ def _layers(found: dict[str, Any]) -> Table:
     for heading in ("untouched", "retained", "bits"):
         table.add_column(heading, justify="right")
     for layer in found["layers"]:
-        bits = "exact" if layer["bits"] is None else f"{layer['bits']:.2f}"
+        bits = "-" if layer["bits"] is None else f"{layer['bits']:.2f}"
         table.add_row(layer["name"], shown_bytes(layer["exact_bytes"]), shown_bytes(layer["retained_bytes"]), bits)
     return table
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,15 +47,30 @@ STARTS = "starts_a_graph"
 class Expression:
     """A function of what handles restore."""
 
-    __slots__ = ("_function", "_operands", "nbytes")
+    __slots__ = ("_function", "_in_place", "_operands", "is_private", "nbytes")
 
-    def __init__(self, function: Callable[..., Tensor], *operands: Any) -> None:
-        self._function, self._operands = function, operands
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        *operands: Any,
+        in_place: Callable[..., Tensor] | None = None,
+        is_private: bool = True,
+    ) -> None:
+        """in_place: the same function in the memory of the first operand. is_private: whether the value is in new
+        memory or in an operand's."""
+        self._function, self._in_place, self._operands = function, in_place, operands
+        self.is_private = is_private
         self.nbytes: int = sum(operand.nbytes for operand in operands if isinstance(operand, (Expression, _Copy)))
 
     def restore(self) -> Tensor:
-        """Its value, in new memory."""
-        return self._function(*(operand.restore() for operand in self._operands))
+        """Its value."""
+        first, *others = self._operands
+        owns = first.is_private if isinstance(first, Expression) else _is_rounded(first)  # which is decoded anew
+        value = first.restore()
+        function = self._function
+        if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
+            function = self._in_place
+        return function(value, *(operand.restore() for operand in others))
 
 
 class _Copy:
@@ -268,10 +284,10 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """x: [rows, columns]; mean, rstd: of each row."""
+def _standardised(x: Tensor, mean: Tensor, rstd: Tensor, out: Tensor | None) -> Tensor:
+    """x: [rows, columns]; mean, rstd: of each row. out: x, if its memory may be used."""
     rstd = rstd.to(x.dtype).reshape(-1, 1)
-    return torch.addcmul(mean.to(x.dtype).reshape(-1, 1).mul(rstd).neg_(), x, rstd)
+    return torch.addcmul(mean.to(x.dtype).reshape(-1, 1).mul(rstd).neg_(), x, rstd, out=out)
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -282,48 +298,59 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = _standardised(_wide(x).reshape(mean.numel(), -1), mean, rstd)
-        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in (weight, bias)))
+    def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
+        rows = _wide(x).reshape(mean.numel(), -1)
+        y = _standardised(rows, mean, rstd, rows if owns else None)
+        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in vectors))
 
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return Expression(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
+    return _either(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
 
 
 def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     batch, channels = node._saved_N, node._saved_C
 
-    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        shape = x.shape
-        y = _standardised(_wide(x).reshape(mean.numel(), -1), mean, rstd).view(batch, channels, -1)
-        return _scaled(y, *(None if vector is None else vector.view(-1, 1) for vector in (weight, bias))).view(shape)
+    def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
+        rows = _wide(x).reshape(mean.numel(), -1)
+        y = _standardised(rows, mean, rstd, rows if owns else None).view(batch, channels, -1)
+        return _scaled(y, *(None if vector is None else vector.view(-1, 1) for vector in vectors)).view(x.shape)
 
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return Expression(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
+    return _either(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
 
 
 def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     if not node._saved_training:
         raise _NotDerivable
 
-    def normalised(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def normalised(
+        owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         x = _wide(x)
         scale = rstd.to(x.dtype) if weight is None else rstd.to(x.dtype) * weight
         shift = mean.to(x.dtype).mul(scale).neg_()
         shift = shift if bias is None else shift.add_(bias)
         form = (-1, *(1,) * (x.dim() - 2))
-        return torch.addcmul(shift.view(form), x, scale.view(form))
+        return torch.addcmul(shift.view(form), x, scale.view(form), out=x if owns else None)
 
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return Expression(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
+    return _either(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
 
 
-def _pointwise(function: Callable[..., Tensor], **constants: str) -> _Operator:
+def _either(function: Callable[..., Tensor], *operands: Any) -> Expression:
+    """function(owns, *operands). owns: whether it may write to the first of them."""
+    return Expression(partial(function, False), *operands, in_place=partial(function, True))
+
+
+def _pointwise(
+    function: Callable[..., Tensor], in_place: Callable[..., Tensor] | None = None, **constants: str
+) -> _Operator:
     """An operator that saves its input. constants: its other arguments, by the node's names for them."""
 
     def made(node: Any, wanted: _Making, depth: int) -> Expression:
         values = {name: getattr(node, f"_saved_{slot}") for name, slot in constants.items()}
-        return Expression(lambda x: function(x, **values), _operand(node, "self", 0, wanted, depth))
+        over = None if in_place is None else partial(in_place, **values)
+        return Expression(partial(function, **values), _operand(node, "self", 0, wanted, depth), in_place=over)
 
     return made
 
@@ -332,13 +359,21 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
     factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
     shape = node._input_metadata[0].shape
-    return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors))
+    return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors), in_place=_multiplied)
+
+
+def _multiplied(x: Tensor, y: Tensor) -> Tensor:
+    """In the memory of x where the product has its shape and type."""
+    fits = x.shape == torch.broadcast_shapes(x.shape, y.shape) and x.dtype == torch.result_type(x, y)
+    return x.mul_(y) if fits else torch.mul(x, y)
 
 
 def _in_shape(shape: Sequence[int], factor: Any) -> Any:
     """What was made has the elements of an operand in its order, and perhaps another shape: that from before a view, or
     the rows of a norm."""
-    return Expression(lambda made: made.reshape(shape), factor) if isinstance(factor, Expression) else factor
+    if not isinstance(factor, Expression):
+        return factor
+    return Expression(lambda made: made.reshape(shape), factor, is_private=factor.is_private)
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -363,13 +398,13 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
     made = _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
-    return Expression(torch.mul, _in_shape(payload.shape, made), mask)
+    return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
 
 
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """See [Note: attention again] in fused_attention.py."""
     if depth:  # something is made from its output, which it has saved
-        return Expression(Tensor.detach, _statistic(node, "output"))
+        return Expression(Tensor.detach, _statistic(node, "output"), is_private=False)
     edges = zip(("query", "key", "value"), node.next_functions, strict=False)
     if any(below is None and _is_rounded(saved_handle(node, slot)) for slot, (below, _) in edges):
         raise _NotDerivable
@@ -383,11 +418,11 @@ _OPERATORS: dict[str, _Operator] = {
     "NativeLayerNormBackward0": _layer_norm,
     "NativeGroupNormBackward0": _group_norm,
     "NativeBatchNormBackward0": _batch_norm,
-    "GeluBackward0": _pointwise(F.gelu, approximate="approximate"),
-    "SiluBackward0": _pointwise(F.silu),
-    "MishBackward0": _pointwise(F.mish),
+    "GeluBackward0": _pointwise(F.gelu, torch.ops.aten.gelu_, approximate="approximate"),
+    "SiluBackward0": _pointwise(F.silu, torch.ops.aten.silu_),
+    "MishBackward0": _pointwise(F.mish, torch.ops.aten.mish_),
     "SoftplusBackward0": _pointwise(F.softplus, beta="beta", threshold="threshold"),
-    "HardswishBackward0": _pointwise(F.hardswish),
+    "HardswishBackward0": _pointwise(F.hardswish, torch.ops.aten.hardswish_),
     "MulBackward0": _product,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,

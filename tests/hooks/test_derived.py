@@ -8,12 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from live_storages import StorageCount
 from torch import nn
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, codec
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.hooks.handles import Recipe, Stored
+from gact_dist.hooks.derived import Expression
+from gact_dist.hooks.handles import Recipe, Stored, View
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure, sections
 
@@ -377,3 +379,33 @@ def test_what_was_learnt_is_in_the_state():
         "elements": {name: TOKENS * WIDTH},
         "stored_anyway": [],
     }
+
+
+def held_while_made(expression: Expression) -> tuple[torch.Tensor, int]:
+    """(its value, most bytes of storages that operators returned meanwhile)."""
+    with StorageCount() as count:
+        made = expression.restore()
+    return made, count.peak_bytes
+
+
+def test_what_is_made_takes_the_memory_of_what_was_decoded_for_it():
+    """With two tensors at a time, the peak of a step would be higher than where all is stored."""
+    x = torch.randn(TOKENS, WIDTH)
+    stored = Stored("x", x, codec.pack(x, 4, 1))
+    expected = F.gelu(stored.restore())
+    made, peak_bytes = held_while_made(Expression(F.gelu, stored, in_place=torch.ops.aten.gelu_))
+    assert torch.equal(made, expected)
+    assert x.nbytes <= peak_bytes < 1.1 * x.nbytes
+    assert held_while_made(Expression(F.gelu, stored))[1] >= 2 * x.nbytes
+    assert torch.equal(F.gelu(stored.restore()), expected)  # what is kept is as it was
+
+
+@pytest.mark.parametrize("kind", ["an alias", "exact", "repeated elements"])
+def test_memory_that_something_else_reads_is_not_written_to(kind):
+    x = torch.randn(1 if kind == "repeated elements" else TOKENS, WIDTH)
+    stored = Stored("x", x, x.detach() if kind == "an alias" else codec.pack(x, None if kind == "exact" else 4, 1))
+    handle = View(stored, x.expand(TOKENS, WIDTH), 0)
+    before = handle.restore().clone()
+    made = Expression(F.gelu, handle, in_place=torch.ops.aten.gelu_).restore()
+    torch.testing.assert_close(made, F.gelu(before))
+    assert torch.equal(handle.restore(), before)
