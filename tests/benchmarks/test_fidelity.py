@@ -28,7 +28,9 @@ def small(monkeypatch):
     monkeypatch.setattr(data, "read_characters", functools.cache(data.read_characters))
     chosen = (run.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.25")
     monkeypatch.setattr(run, "MODELS", {"language": SMALL})
-    monkeypatch.setattr(run, "SETTINGS", {name: run.SETTINGS[name] for name in chosen})
+    # what is derived leaves bits to what is stored, and where most of these have one bit the prediction is too high
+    stored = {"gact 2": {"derive": False}, "acgc 0.25": {"derive": False}}
+    monkeypatch.setattr(run, "SETTINGS", {name: run.SETTINGS[name] | stored.get(name, {}) for name in chosen})
     monkeypatch.setattr(run, "UNIFORM", (2, 4))
     monkeypatch.setattr(run, "SAME_BYTES", (4,))
     monkeypatch.setattr(run, "BATCHES", 1)
@@ -45,14 +47,9 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
         assert [moment["step"] for moment in runs[setting]["moments"]] == [1, 3]
         # three draws of a squared norm over hundreds of dimensions and a prediction from one probe, both within 0.2
         last = runs[setting]["moments"][-1]
-        if setting.startswith(
-            "acgc"
-        ):  # at one bit an element errors do not add up any more: the prediction is too high
-            assert 0 < last["measured"] <= 1.6 * last["predicted"]
-        else:
-            assert last["predicted"] == pytest.approx(last["measured"], rel=0.6)
+        assert last["predicted"] == pytest.approx(last["measured"], rel=0.6)
     assert runs["uniform 4"]["average_bits"] == 4
-    assert runs["gact 2"]["average_bits"] <= 3  # a bit of each derived element goes to the stored ones, which are more
+    assert runs["gact 2"]["average_bits"] <= 2
     compared = {(row["setting"], row["step"]): row for row in held["comparisons"]}
     for step in (1, 3):
         adaptive, uniform = compared["gact in the bytes of uniform 4", step], compared["uniform 4", step]
