@@ -592,7 +592,7 @@ class Adapter:
     def _footprint(
         self,
         forward: Callable[[], Any],
-        parts: Iterable[tuple[Callable[[], Any], float]] = (),
+        parts: Iterable[tuple[Callable[[], Any], float]] | None = None,
         doing: str = "counting the bytes of a step",
         *,
         derives: bool = True,
@@ -619,7 +619,8 @@ class Adapter:
                 if not changed:
                     break
 
-        self._attempt(doing, work, parts or [(forward, 1.0)], forward, gives_loss=False)
+        choices = [(forward, 1.0)] if parts is None else parts
+        self._attempt(doing, work, choices, forward, gives_loss=False)
         return footprint
 
     def _attempt(

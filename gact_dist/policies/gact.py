@@ -12,10 +12,12 @@ that are stored: then a job has no more error than where it stores all of them a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import Config
 from .allocation import EXACT, WIDTHS, Allocation, minimum_variance, minimum_variance_in_bytes
 from .base import Choice, Costs, Policy, StepBytes, Trial, evaluate
 from .plan import Plan
@@ -23,11 +25,6 @@ from .plan import Plan
 _UNKNOWN_BITS = 4  # until the bytes of a step are known
 _BITS_OF_DERIVED = 1.0  # an element that is made again leaves so many of its bits to those that are stored
 _ROUNDING = 1.0 + 1e-12  # a plan that fits exactly is not refused for the rounding of a sum
-
-
-def bits_of_stored(bits: float, stored_size: float, derived_size: float) -> float:
-    """Of a stored element, on average. bits: Config.bits. See [Note: bits of what is derived]."""
-    return bits + (_BITS_OF_DERIVED * derived_size / stored_size if stored_size else 0.0)
 
 
 class Gact(Policy):
@@ -65,7 +62,9 @@ class Gact(Policy):
         return self._average_bits(costs, allocation) <= self._budget_bits(costs) * _ROUNDING
 
     def _budget_bits(self, costs: Costs) -> float:
-        return bits_of_stored(self.config.bits or 0.0, costs.sizes.sum(), costs.derived_size)
+        """Of a stored element, on average. See [Note: bits of what is derived]."""
+        stored = costs.sizes.sum()
+        return (self.config.bits or 0.0) + (_BITS_OF_DERIVED * costs.derived_size / stored if stored else 0.0)
 
     def _average_bits(self, costs: Costs, allocation: Allocation) -> float:
         """As the budget counts them: without scales and offsets."""
@@ -74,6 +73,23 @@ class Gact(Policy):
 
     def _default(self, costs: Costs, allocation: Allocation, current: Plan) -> int | None:
         return current.default
+
+
+def plan_of_equals(bits: float, sizes: Mapping[str, int], derived_size: int) -> Plan:
+    """What policy gact chooses at so many bits where all elements that are stored move the gradient alike.
+
+    sizes: elements of what is stored, by name. derived_size: elements of what is made of it.
+    """
+    numel = np.array([*sizes.values()], dtype=np.float64)
+    costs = Costs(
+        tuple(sizes),
+        variance=np.outer(numel, 1.0 / (2.0 ** np.arange(1, WIDTHS + 1) - 1.0) ** 2),
+        sizes=numel,
+        exact_bits=np.full(len(numel), 32.0),
+        metadata_bits=np.zeros(len(numel)),
+        derived_size=derived_size,
+    )
+    return Plan(costs.bits(Gact(Config(bits=bits)).allocate(costs)), default=math.ceil(bits))
 
 
 class GactInBytes(Gact):

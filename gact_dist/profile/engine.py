@@ -28,7 +28,7 @@ from ..config import LEVELS, Config
 from ..controller import Controller, attach
 from ..distributed import fake_ranks
 from ..hooks import LOG_SOFTMAX, ReportRow
-from ..policies import WIDTHS, Bits, Plan, bits_of_stored, policy_of
+from ..policies import Plan, plan_of_equals, policy_of
 from .analysis import Step
 from .building import with_small_values
 from .full_batches import full_batches
@@ -234,7 +234,7 @@ class _Run:
         for _ in range(_MOST_STEPS):
             before = controller.report().rows
             if bits is not None and hooks is not None:
-                hooks.plan = _plan_like_a_measured_one(before, bits)
+                hooks.plan = _equal_plan(before, bits)
             self._step(controller)
             if _as_kept(controller.report().rows) == _as_kept(before):
                 break
@@ -292,21 +292,10 @@ def _as_kept(rows: Sequence[ReportRow]) -> list[Any]:
     return [(row.name, row.shape, row.codec) for row in rows]
 
 
-def _plan_like_a_measured_one(rows: Sequence[ReportRow], bits: float) -> Plan:
-    """Bits that are as many as those of a plan that follows from a measurement, in no order.
-
-    bits: on average, of what is stored, before what is derived gives some.
-    """
+def _equal_plan(rows: Sequence[ReportRow], bits: float) -> Plan:
+    """As many bits as a measurement would give to what a step stores. bits: of a level, on average."""
     stored = {row.name: prod(row.shape) for row in rows if row.codec == "quantised"}
-    derived = sum(prod(row.shape) for row in rows if row.codec == "derived")
-    average = min(float(WIDTHS), bits_of_stored(bits, sum(stored.values()), derived))
-    plan: dict[str, Bits] = {}
-    wanted, given = 0.0, 0
-    for name, numel in stored.items():
-        wanted += average * numel
-        width = min(WIDTHS, max(1, round((wanted - given) / numel)))
-        plan[name], given = width, given + width * numel
-    return Plan(plan, default=min(WIDTHS, ceil(bits)))
+    return plan_of_equals(bits, stored, sum(prod(row.shape) for row in rows if row.codec == "derived"))
 
 
 def _kept(controller: Controller) -> Iterator[KeptTensor]:

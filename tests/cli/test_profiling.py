@@ -197,7 +197,7 @@ def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
     assert max(map(len, lines)) <= 80
     headings = next(line for line in lines if "backward" in line and "kept" in line)
     assert headings.split() == ["level", "peak", "forward", "backward", "optimizer", "kept", "on", "host"]
-    assert any(line.split()[:2] == ["saved", "tensor"] for line in lines)
+    assert any(line.split()[:4] == ["saved", "tensor", "L1", "L2"] for line in lines)
     text = " ".join(result.stdout.split())
     assert "exact: it has fewer than 1024 elements" in text
     assert "L2 and other levels that adapt have their average bits for every tensor, with what those" in text
