@@ -190,7 +190,7 @@ class Recorded:
     origin: Tensor
     """the tensor whose storage it views; shape and strides of the edge's gradient"""
     node: Any
-    """autograd node that produced origin, None without a graph"""
+    """autograd node that produced origin, or accumulates the gradient of a leaf; None without a graph"""
     output_number: int
     compressible: bool
     derived: bool = False

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._torch_internals import storage_id, storage_reference
@@ -222,3 +223,11 @@ def origin(tensor: Tensor) -> Tensor:
     """The tensor that an operator computed and of which this one is a view; the tensor itself if it is no view."""
     base = tensor._base if tensor._is_view() else None
     return base if base is not None and base.grad_fn is not None else tensor
+
+
+def edge_to(source: Tensor) -> tuple[Any, int]:
+    """(node, number of its output) that a tensor's gradient flows to: of a leaf what accumulates it; None without a
+    graph."""
+    if source.grad_fn is None and not source.requires_grad:
+        return None, 0
+    return get_gradient_edge(source)[:2]

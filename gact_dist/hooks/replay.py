@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch_internals import in_backward
 from ..distributed import distributed_again, own_part
 from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
-from .naming import origin
+from .naming import edge_to, origin
 
 
 @dataclass(eq=False)
@@ -106,5 +106,5 @@ class Replay:
 
     def _find(self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None) -> None:
         source, name = origin(tensor), first.name if isinstance(first, Noted) else ""
-        record = Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, True)
+        record = Recorded(name, handle, source.detach(), *edge_to(source), True)
         self.found.append(Replayed(record, first, view))

@@ -16,7 +16,7 @@ from .derived import Derived
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored, View
-from .naming import origin
+from .naming import edge_to, origin
 from .one_bit import OneBit
 from .replay import Replayed
 from .roles import Role
@@ -242,7 +242,7 @@ class Record(Sink):
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
         rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, tensor)
-        record = Recorded(name, handle, source.detach(), source.grad_fn, source.output_nr, rounded and not derived)
+        record = Recorded(name, handle, source.detach(), *edge_to(source), rounded and not derived)
         record.derived = rounded and derived
         self.found.append(record)
         return handle
@@ -280,7 +280,7 @@ class Record(Sink):
         if self.notes or not isinstance(view.base, Noted):
             return view
         source, handle = origin(tensor if whole is None else whole), Replaceable(tensor)
-        record = Recorded(view.base.name, handle, source.detach(), source.grad_fn, source.output_nr, True)
+        record = Recorded(view.base.name, handle, source.detach(), *edge_to(source), True)
         self.again.append(Replayed(record, view.base, view))
         return handle
 

@@ -230,13 +230,12 @@ def test_an_input_without_a_graph_that_several_blocks_read(forwards, monkeypatch
         assert distance(one, other) <= RELATIVE, one.name
 
 
-@pytest.mark.parametrize("make", [leaf_into_inner_checkpoints, opaque_in_inner_checkpoints])
-def test_what_no_direction_reaches_is_perturbed_where_a_checkpoint_runs_anew(make, monkeypatch):
+def test_what_no_direction_reaches_is_perturbed_where_a_checkpoint_runs_anew(monkeypatch):
     """An input of a checkpoint inside of a block, which here runs once for all derivatives. Both ways sample."""
 
     def fresh() -> Case:
         torch.manual_seed(0)
-        return make()
+        return opaque_in_inner_checkpoints()
 
     whole = {item.name: item for item in as_one_part(fresh, monkeypatch, probes=8)}
     by_block = {item.name: item for item in measured(fresh(), probes=8)}
@@ -248,18 +247,29 @@ def test_what_no_direction_reaches_is_perturbed_where_a_checkpoint_runs_anew(mak
         assert 0.1 < ratio < 10.0, name
 
 
-@pytest.mark.parametrize(("reentrant", "recomputed"), [(False, False), (True, False), (False, True)])
-def test_a_leaf_that_a_checkpoint_is_given_is_measured(reentrant, recomputed, monkeypatch):
-    """The output of a frozen embedding that was made to require a gradient, as PEFT does. As one part it is perturbed,
-    by block it has products; with 24 draws both are near one another."""
+@pytest.mark.parametrize(
+    ("make", "recomputed"),
+    [
+        (leaf_into_checkpoints, False),
+        (leaf_into_checkpoints, True),
+        (partial(leaf_into_checkpoints, reentrant=True), False),
+        (leaf_into_inner_checkpoints, False),
+    ],
+)
+def test_a_leaf_that_a_checkpoint_is_given_has_products(make, recomputed, forwards, monkeypatch):
+    """The output of a frozen embedding that was made to require a gradient, as PEFT does.
+
+    As one part what is recomputed is not rounded: at 8 bits that moves the gradient, and so the products, by less than
+    a hundredth.
+    """
 
     def fresh() -> Case:
         torch.manual_seed(0)
-        return leaf_into_checkpoints(reentrant)
+        return make()
 
-    options = {"probes": 24, "recomputed": recomputed}
-    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, **options)}
-    by_block = {item.name: item for item in measured(fresh(), **options) if RECOMPUTED not in item.name}
+    whole = {item.name: item for item in as_one_part(fresh, monkeypatch, recomputed=recomputed)}
+    by_block = {item.name: item for item in measured(fresh(), recomputed=recomputed) if RECOMPUTED not in item.name}
     assert by_block.keys() == whole.keys()
     for name, item in by_block.items():
-        assert 0.3 < item.variance[3] / whole[name].variance[3] < 3.0, name
+        assert not item.by_perturbation
+        assert distance(item, whole[name]) <= (0.01 if recomputed else RELATIVE), name
