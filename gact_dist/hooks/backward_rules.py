@@ -335,6 +335,14 @@ POINTWISE = _names(
 )
 """Operators that multiply each element of a gradient by a function of what they saved of this element."""
 
+_STEPS = _names(
+    """
+    AdaptiveMaxPool2D AdaptiveMaxPool3D Cummax Cummin Elu FractionalMaxPool2D FractionalMaxPool3D Kthvalue
+    MaxPool2DWithIndices MaxPool3DWithIndices Mode Relu Sort Topk
+"""
+)
+"""Operators whose derivative jumps, and that save where or of which element it is another."""
+
 PRODUCTS = frozenset(("Addmm", "Baddbmm", "Bmm", "Matmul", "Mm"))
 """The same of a matrix that is solved with: A = h h^T, whose inverse is large where h is small."""
 
@@ -409,6 +417,13 @@ def multiplies_pole(node: Any, slot: str) -> bool:
         if operator_of(below.name()) in PASSED or operator_of(below.name()) == "Mul":
             reached += [one for one, _ in below.next_functions]
     return False
+
+
+def jumps(node: Any) -> bool:
+    """Whether the derivative of an operator jumps between regions of its operand: of relu it is zero or one."""
+    operator = operator_of(node.name())
+    rule = RULES.get(operator)
+    return operator in _STEPS or (rule is not None and (rule.mask or rule.reason in (_COMPARES, _SIGN)))
 
 
 def has_rule(operator: str) -> bool:

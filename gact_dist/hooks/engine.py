@@ -594,11 +594,13 @@ class SavedTensorHooks:
         role = self._roles.role_of_block_input(tensor, name, call, self._sink.records)
         alias = _alias(tensor, record) if known and role is Role.ACTIVATION else None
         if alias is not None:
-            return self._sink.alias(tensor, alias)
+            return self._sink.alias_input(tensor, alias)
         stored = self._sink.take(Captured(tensor, name, role, record))
+        if isinstance(stored, (Noted, Replaceable)):
+            stored.is_block_input = True
         if isinstance(stored, Noted):
             stored.recomputes = self.compresses_recomputed
-        if not self._sink.records:
+        if not (self._sink.records and self.compresses_recomputed):  # there a block runs on its input's own memory
             note_stored(tensor, record, stored)
         return stored
 

@@ -148,10 +148,12 @@ class Stored:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "name", "on_restore", "replacement", "tensor")
+    __slots__ = ("__weakref__", "is_block_input", "name", "on_restore", "replacement", "tensor")
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.name = tensor.detach(), name
+        self.is_block_input = False
+        """whether a checkpoint makes its block again from it"""
         self.replacement: Tensor | codec.Packed | None = None
         self.on_restore: Callable[[], None] | None = None
         """told of every use"""
@@ -238,6 +240,8 @@ class Noted:
     """None where it makes no difference: of a small tensor, or one of integers"""
     derived: bool = False
     """see Recorded"""
+    is_block_input: bool = False
+    """see Replaceable"""
     recomputes: bool = False
     """whether others of its block are computed from it once more, as it is stored"""
 

@@ -69,6 +69,10 @@ class Sink(ABC):
         """
         return view
 
+    def alias_input(self, tensor: Tensor, view: View) -> Any:
+        """The same of an input of a checkpointed block."""
+        return view
+
     @abstractmethod
     def hold(self, captured: Captured) -> Stored | Replaceable | Noted:
         """The handle that the graph is to hold of a tensor that is encoded when encode_held() is called."""
@@ -279,6 +283,15 @@ class Record(Sink):
         """See Sink.alias."""
         if self.notes or not isinstance(view.base, Noted):
             return view
+        return self._apart(tensor, view, whole)
+
+    def alias_input(self, tensor: Tensor, view: View) -> Any:
+        """See Sink.alias_input. A checkpoint that is cut off is to hold a tensor of its own."""
+        if isinstance(view.base, (Noted, Replaceable)):
+            view.base.is_block_input = True
+        return view if self.notes or not self.by_parts else self._apart(tensor, view, None)
+
+    def _apart(self, tensor: Tensor, view: View, whole: Tensor | None) -> Replaceable:
         source, handle = origin(tensor if whole is None else whole), Replaceable(tensor)
         record = Recorded(view.base.name, handle, source.detach(), *edge_to(source), True)
         self.again.append(Replayed(record, view.base, view))

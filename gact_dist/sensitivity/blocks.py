@@ -114,7 +114,7 @@ class Visit:
     is_open: bool = False
     """whether that holds of some of what it saves, once it has run again"""
     inputs: list[tuple[int, Any, GradientEdge]] = field(default_factory=list)
-    """(index among the tensors of the arguments, _Boundary or what a checkpoint recorded, edge of the graph before)"""
+    """(index among the tensors of arguments, what stands for it, edge of the graph before), see BlockForward._kept"""
     outcomes: list[Any] = field(default_factory=list)
     own: set[Noted] = field(default_factory=set)
     exits: list[tuple[int, Exit]] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Visit:
         """What the block saves, in whichever part of the model it was stored first."""
         handles = (outcome.local if isinstance(outcome, Distributed) else outcome for outcome in self.outcomes)
         views = (handle.base for handle in handles if isinstance(handle, View))
-        return {*self.own, *views, *(kept.handle for _, kept, _ in self.inputs if isinstance(kept, Recorded))}
+        return {*self.own, *views, *(kept.first for _, kept, _ in self.inputs if isinstance(kept, Replayed))}
 
 
 class BlockForward:
@@ -179,6 +179,7 @@ class BlockForward:
         """the gradient of the loss"""
         self.began = 0
         """next_sequence_number() before the forward"""
+        self._aliases: list[Replayed] = []  # what lies outside of blocks in memory that something else has saved
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
         self._passing = False  # a region that is not cut is running
@@ -201,12 +202,10 @@ class BlockForward:
 
     def _recorded(self, forward: Callable[[], Any], fraction: float) -> Tensor:
         """Run forward(); its loss."""
-        again: list[Replayed] = []
-        recording = self._hooks.recording(self.mode, fraction, again=again)
+        recording = self._hooks.recording(self.mode, fraction, again=self._aliases)
         with recording as self.found, self._intercepted():
             result = forward()
-        own = [Replayed(record, record.handle, None) for record in self.found if isinstance(record, Recorded)]
-        self.between = [*own, *again]
+        self.between = [*_recorded(self.found), *self._aliases]
         self.mode.on_discrete, self.mode.observes = None, False
         return scalar(self.mode.root_of(result))
 
@@ -304,10 +303,10 @@ class BlockForward:
                 return checkpoint(function, *args, **kw)
             finally:
                 self._passing = self._reentrant = False
-        known = len(self.found)
+        known, aliases = len(self.found), len(self._aliases)
 
         def visit(*inputs: Any, **named: Any) -> Any:
-            kept = [record for record in self.found[known:] if isinstance(record, Recorded)]
+            kept = [*_recorded(self.found[known:]), *self._aliases[aliases:]]
             return self._visit(function, [], inputs, named, True, kept)
 
         return checkpoint(visit, *args, **kw)
@@ -379,7 +378,7 @@ class BlockForward:
         args: tuple,
         kwargs: dict,
         checkpointed: bool,
-        kept: Sequence[Recorded] = (),
+        kept: Sequence[Replayed] = (),
     ) -> Any:
         tensors = tensors_of((args, kwargs))
         opaque = checkpointed and (self._reentrant or not self._hooks.compresses_recomputed)
@@ -447,12 +446,12 @@ class BlockForward:
         node: Any = leaf.node
         return self.names.get(id(node.variable), id(node.variable))
 
-    def _kept(self, tensor: Tensor, kept: Sequence[Recorded]) -> Any:
+    def _kept(self, tensor: Tensor, kept: Sequence[Replayed]) -> Any:
         """What stands for an input until its block runs again: what the checkpoint keeps of it, or a boundary."""
-        for record in kept:
-            same = record.tensor.data_ptr() == tensor.data_ptr() and record.tensor.shape == tensor.shape
-            if same and record.tensor.stride() == tensor.stride():
-                return record
+        for item in kept:
+            own = item.record.tensor
+            if own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape and own.stride() == tensor.stride():
+                return item
         return self.boundary(tensor)
 
     def boundary(self, tensor: Tensor) -> Any:
@@ -554,6 +553,10 @@ def _set_values(outputs: Any, values: Sequence[Tensor]) -> None:
     for output, value in zip(tensors_of(outputs), values, strict=True):
         if output.requires_grad:
             output.data = value
+
+
+def _recorded(found: Sequence[Recorded | Noted]) -> list[Replayed]:
+    return [Replayed(record, record.handle, None) for record in found if isinstance(record, Recorded)]
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -671,7 +674,7 @@ def value_of(kept: Any) -> Any:
     """The tensor that a boundary, or the record of a checkpoint's input, stands for; None for None."""
     if kept is None:
         return None
-    return kept.handle.restore() if isinstance(kept, Recorded) else kept.value()
+    return kept.record.handle.restore() if isinstance(kept, Replayed) else kept.value()
 
 
 _NOTHING = torch.empty(0, device="cpu")

@@ -17,11 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from ..hooks import Replayed
 from .autograd_graph import ExamplesRefusedError
 from .blocks import BlockForward
+from .perturbation import Shown
 
 _FIRST_WALK = 0.3
 """of the time of the second walk: in plain steps it takes 1.3, the second 4.4, and a forward 0.5"""
@@ -51,7 +50,7 @@ class OpenTally:
     """its boundary; None if it is not known yet, or saved between blocks"""
     sums: list[Any]
     """boundaries of its products so far, one for each direction"""
-    perturbed: Tensor | None
+    shown: Shown | None
     """as in Tally"""
 
 

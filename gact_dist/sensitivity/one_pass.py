@@ -499,9 +499,11 @@ def _measured(hooks: SavedTensorHooks, item: Measured, columns: Mapping[str, int
         return Sensitivity(
             first.name, first.numel, first.itemsize_bits, torch.zeros(8, dtype=torch.float64, device="cpu"), False
         )
-    variance = item.variance
-    if variance is None:
+    if item.weight is None and item.shown is not None:
+        variance = item.shown.variance()
+    else:
         variance = rounding_of(tensor, item.weight, hooks.encoder, columns.get(first.name), fraction)
+        variance = variance if item.shown is None else item.shown.beyond(variance)
     statistics_of_examples = _example_statistics(hooks, tensor, item.weight)
     return Sensitivity(
         first.name, tensor.numel(), 8 * tensor.element_size(), variance, item.weight is None, statistics_of_examples

@@ -41,12 +41,22 @@ from ..distributed import (
     sum_over_parts,
     whole_value,
 )
-from ..hooks import Noted, Recorded, Replaceable, Replayed, SavedTensorHooks, View, tensors_of
+from ..hooks import (
+    Noted,
+    Recorded,
+    Replaceable,
+    Replay,
+    Replayed,
+    SavedTensorHooks,
+    View,
+    jumps,
+    tensors_of,
+)
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, once, present, refused, repeated_as, seen_through
-from .perturbation import from_change, own_bits, rounding_of, square_distance, widest_inexact
+from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
 from .sections import Section, divided, divided_open, note_gradients, passed_on
 from .surroundings import copied
 
@@ -61,9 +71,22 @@ class Measured(NamedTuple):
     tensor: Tensor | None
     """as it is; None if the loss does not depend on it"""
     weight: Tensor | None
-    """mean square of its products with the directions"""
-    variance: Tensor | None
-    """float64 [8], where it was perturbed instead"""
+    """mean square of its products with the directions; None where none reaches it"""
+    shown: Shown | None
+    """what another rounding of it did, where these products are not all; see [Note: jumps] in perturbation.py"""
+
+
+class _Later(NamedTuple):
+    """A tensor that is to be rounded anew."""
+
+    first: Any
+    """as in Walk.found"""
+    records: list[Recorded]
+    """of it, or of what lies in its memory"""
+    tally: Tally
+    measured: Measured | None
+    """all else that is known of it; None if other parts of the model will add to it"""
+    draws: int
 
 
 class Tally:
@@ -76,8 +99,8 @@ class Tally:
         self.squares: Tensor | None = None
         self.sums: list[Tensor] = []
         """products that are not complete yet, one for each direction, laid out as the tensor"""
-        self.perturbed: Tensor | None = None
-        """float64 [8]: of a tensor without a graph, the variance that it adds to the gradients of other blocks"""
+        self.shown: Shown | None = None
+        """what another rounding of it did in parts that have been visited"""
 
     def add(self, products: Iterable[Sequence[tuple[View | None, Tensor]]], direction: int, directions: int) -> None:
         """The products of one part.
@@ -152,10 +175,10 @@ class Walk:
         self._hooks, self._forward = hooks, forward
         self._seed, self._directions, self._perturbs = seed, directions, perturbs
         self._tallies: dict[Any, Tally] = {}
-        self._unmoved: list[tuple[Any, Tally | None, Tensor | None, int]] = []
-        """of an open block what has to be perturbed: as in Walk.found, the tally to tell if it is not complete, what
-        it adds by way of other parts, draws"""
-        self._waits = False  # whether that has to wait until the block runs with checkpoints that run anew
+        self._later: list[_Later] = []
+        """what has to wait until the current block runs with checkpoints that run anew"""
+        self._inputs: set[Any] = set()
+        """of the current block, those that a checkpoint keeps, by what stands for them"""
 
     # -- the first walk -----------------------------------------------------------------------------------------------
 
@@ -276,7 +299,7 @@ class Walk:
         """A tally to which others will add. The next forward has what was saved between blocks itself."""
         own = None if key in self._between_blocks() else tally.tensor
         sums = [self._forward.boundary(total) for total in tally.sums]
-        return OpenTally(None if own is None else self._forward.boundary(own), sums, tally.perturbed)
+        return OpenTally(None if own is None else self._forward.boundary(own), sums, tally.shown)
 
     def resume(self, halfway: Halfway, stop: int | None = None) -> Iterator[Measured]:
         """In place of both walks, in another forward of the same examples: the rest of the second walk.
@@ -297,7 +320,7 @@ class Walk:
         self._count_uses(halfway.stop)
         for key, tally in self._tallies.items():
             found = halfway.tallies[self._name_of(key)]
-            tally.sums, tally.perturbed = [value_of(total) for total in found.sums], found.perturbed
+            tally.sums, tally.shown = [value_of(total) for total in found.sums], found.shown
             tally.tensor = value_of(found.tensor) if tally.tensor is None else tally.tensor
         yield from self._second_from(halfway.stop, stop)
 
@@ -346,10 +369,11 @@ class Walk:
         visit.gradients = []
         with self._forward.again(visit, partial(self._keep, True)) as (part, replay, inputs):
             part.heads, entering = present(part.heads, gradients)
+            self._inputs = {kept.first for _, kept, _ in visit.inputs if isinstance(kept, Replayed)}
             through = [
-                Replayed(_input_record(kept, cut), kept.handle, None)
+                Replayed(_input_record(kept.record, cut), kept.first, kept.view)
                 for (_, kept, _), cut in zip(visit.inputs, inputs, strict=True)
-                if isinstance(kept, Recorded)
+                if isinstance(kept, Replayed)
             ]
             found = [] if replay is None else replay.found
             through += [item for item in found if isinstance(item.first, Noted) and item.first.recomputes]
@@ -359,32 +383,35 @@ class Walk:
                 _log.debug("%s: what its block saves is measured by perturbation", error)
                 return self._by_difference(visit, gradients, tangents)
 
-            self._waits = part.is_open and replay is not None
             entered = yield from self._differentiated(part, entering, tangents, found, fallback, through)
-            self._waits = False
             reached = [end for (_, end), gradient in zip(visit.exits, gradients, strict=True) if gradient is not None]
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
             del part, replay, found, through, inputs
-            yield from self._perturbed_in_open_block(visit, gradients, tangents)
-        visit.inputs = []
+            yield from self._rounded_in_block_again(visit, gradients, tangents)
+        visit.inputs, self._inputs = [], set()
 
-    def _perturbed_in_open_block(
+    def _rounded_in_block_again(
         self, visit: Visit, gradients: Sequence[Tensor | None], tangents: Sequence[list[Tensor] | None]
     ) -> Iterator[Measured]:
-        """What a checkpoint keeps, and no direction reaches. See [Note: open blocks] in blocks.py."""
-        if not self._unmoved:
-            return
-        part, replay, _ = self._forward.part_of(visit, partial(self._keep, True), opens=False)
-        part.heads, entering = present(part.heads, gradients)
-        items = {item.first: item for item in reversed([] if replay is None else replay.found)}
-        for first, tally, elsewhere, draws in self._unmoved:
-            measured = self._perturbed(part, entering, tangents, items[first], draws, elsewhere)
-            if tally is None:
-                yield measured
-            else:
-                tally.perturbed = measured.variance
-        self._unmoved = []
+        """What a checkpoint keeps, from which it makes all else again. See [Note: open blocks] in blocks.py."""
+        later, self._later = self._later, []
+
+        def again() -> tuple[Callable[[], list[Tensor | None]], Replay | None]:
+            part, replay, _ = self._forward.part_of(visit, partial(self._keep, True), opens=False)
+            part.heads, entering = present(part.heads, gradients)
+            return partial(part.gradients, entering), replay
+
+        for one in later:
+            if one.first in self._inputs:  # the block's graph is made from it
+                yield from self._finished(one, lambda: again()[0](), tangents)
+        later = [one for one in later if one.first not in self._inputs]
+        if later:
+            run, replay = again()
+            inside = _by_first([] if replay is None else replay.found)
+            for one in later:
+                records = [item.record for item in inside[one.first]]
+                yield from self._finished(one._replace(records=records), run, tangents)
 
     def _differentiated(
         self,
@@ -708,75 +735,93 @@ class Walk:
         opaque: bool,
     ) -> Iterator[Measured]:
         """Of the tensors that a part saved, those that no other part adds to."""
-        complete, draws = [], 1 if opaque else self._directions
-        for item in {item.first: item for item in reversed(found)}.values():
-            tally = self._tallies.get(item.first)
+        complete, later, draws = [], [], 1 if opaque else self._directions
+        for first, items in _by_first(found).items():
+            tally = self._tallies.get(first)
             if tally is None:
                 continue
+            one = _Later(first, [item.record for item in items], tally, None, draws)
             tally.uses -= 1
             if tally.uses == 0:
-                complete.append((item, tally, tally.weight()))
-                del self._tallies[item.first]
-            elif item.record.node is None and self._waits:
-                self._unmoved.append((item.first, tally, tally.perturbed, draws))
-            elif item.record.node is None:  # no direction reaches it in any of its blocks
-                tally.perturbed = self._perturbed(part, entering, tangents, item, draws, tally.perturbed).variance
-        reached = any_rank([weight is not None for _, _, weight in complete], self._forward.groups)
-        missed = []
-        for (item, tally, weight), on_any in zip(complete, reached, strict=True):
-            if not on_any or opaque or self._perturbs:
-                missed.append((item, tally.perturbed))
+                complete.append((one, tally.weight()))
+                del self._tallies[first]
+            elif one.records[0].node is None or _may_jump(part, first):
+                later.append(one)
+        reached = any_rank([weight is not None for _, weight in complete], self._forward.groups)
+        for (one, weight), on_any in zip(complete, reached, strict=True):
+            measured, tensor = (
+                Measured(self._forward.firsts[one.first], one.records[0].tensor, None, None),
+                one.tally.tensor,
+            )
+            is_perturbed = not on_any or opaque or self._perturbs
+            if not is_perturbed:
+                if weight is None and tensor is not None:  # only another rank's part matters
+                    weight = torch.zeros_like(tensor, dtype=torch.float32)
+                measured = measured._replace(tensor=tensor, weight=weight)
+            if is_perturbed or _may_jump(part, one.first):
+                later.append(one._replace(measured=measured))
             else:
-                if weight is None and tally.tensor is not None:  # only another rank's part matters
-                    weight = torch.zeros_like(tally.tensor, dtype=torch.float32)
-                yield Measured(self._forward.firsts[item.first], tally.tensor, weight, None)
-        for item, elsewhere in missed:
-            if self._waits:
-                self._unmoved.append((item.first, None, elsewhere, draws))
+                yield measured
+        for one in later:
+            if part.is_open or one.first in self._inputs:
+                self._later.append(one)
             else:
-                yield self._perturbed(part, entering, tangents, item, draws, elsewhere)
+                yield from self._finished(one, partial(part.gradients, entering), tangents)
 
-    def _perturbed(
+    def _finished(
         self,
-        part: Part,
-        entering: Sequence[Tensor] | None,
+        one: _Later,
+        gradients: Callable[[], list[Tensor | None]],
         tangents: Sequence[list[Tensor] | None],
-        item: Replayed,
-        draws: int,
-        elsewhere: Tensor | None,
-    ) -> Measured:
+    ) -> Iterator[Measured]:
+        """Round a tensor anew; what is then known of it, if that is all.
+
+        gradients: runs the part's backward with what the records hold.
+        """
+        shown = self._shown(one, gradients, tangents).plus(one.tally.shown)
+        if one.measured is None:
+            one.tally.shown = shown
+        else:
+            yield one.measured._replace(shown=shown)
+
+    def _shown(
+        self,
+        one: _Later,
+        gradients: Callable[[], list[Tensor | None]],
+        tangents: Sequence[list[Tensor] | None],
+    ) -> Shown:
         """The effect of another rounding of one saved tensor; see [Note: perturbation] in perturbation.py.
 
         On the gradients of the part's parameters it is seen as it is; on those of all parameters before it, through its
-        products with their tangents. elsewhere: the variance that it adds by way of other parts.
+        products with their tangents.
         """
-        record, name = item.record, self._name_of(item.first)
-        rounding = rounding_of(record.tensor, None, self._hooks.encoder)
-        bits = widest_inexact(own_bits(self._hooks.plan, name), rounding)
-        number, all_of_them = self._forward.numbers[item.first], len(self._forward.numbers)
-        usual, change = record.replacement, 0.0
+        rounding = rounding_of(one.records[0].tensor, None, self._hooks.encoder)
+        bits = widest_inexact(own_bits(self._hooks.plan, self._name_of(one.first)), rounding)
+        number, all_of_them = self._forward.numbers[one.first], len(self._forward.numbers)
+        usual = [record.replacement for record in one.records]
+        before: Sequence[Tensor | None] = ()
+        change = 0.0
         try:
-            record.replacement = self._round(record.tensor, bits, number)
-            before = part.gradients(entering)
-            for draw in range(1, draws + 1):
-                record.replacement = self._round(record.tensor, bits, number + draw * all_of_them)
-                moved = part.gradients(entering)
-                change += self._distance(part, moved, before, tangents) / draws
+            for draw in range(one.draws + 1):
+                for record in one.records:
+                    record.replacement = self._round(record.tensor, bits, number + draw * all_of_them)
+                moved = gradients()
+                if draw > 0:
+                    change += self._distance(moved, before, tangents) / one.draws
                 before = moved
         finally:
-            record.replacement = usual
-        variance = from_change(change, rounding, bits)
-        variance = variance if elsewhere is None else variance + elsewhere
-        return Measured(self._forward.firsts[item.first], record.tensor, None, variance)
+            for record, replacement in zip(one.records, usual, strict=True):
+                record.replacement = replacement
+        return Shown(change, rounding, bits)
 
     def _distance(
         self,
-        part: Part,
         moved: Sequence[Tensor | None],
         before: Sequence[Tensor | None],
         tangents: Sequence[list[Tensor] | None],
     ) -> float:
-        count = len(part.tails)
+        """The squared difference of two gradients of a part. tangents: at its tails."""
+        count = len(tangents)
         total = square_distance(moved[count:], before[count:])
         for direction in range(self._directions):
             along = 0.0
@@ -860,6 +905,11 @@ def _seen_by_edge(
             through = seen_through(item.record, product.detach().float())
             seen.setdefault(edge_of(item), {}).setdefault(place, (view, through))
     return [list(views.values()) for views in seen.values()]
+
+
+def _may_jump(part: Part, first: Any) -> bool:
+    """See [Note: jumps] in perturbation.py."""
+    return first.is_block_input and any(map(jumps, part.nodes))
 
 
 _NO_EDGE: Any = None

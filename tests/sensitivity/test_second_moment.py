@@ -41,6 +41,19 @@ class Checkpointed(TinyGPT):
         return self.head(self.norm(x))
 
 
+class SavedOutside(TinyGPT):
+    """Each block under a checkpoint that is given what an operator outside of it has saved as well, and what another
+    checkpoint has kept."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(
+                lambda x, y, block=block: block(x) * torch.sigmoid(y), torch.tanh(x), first, use_reentrant=False
+            )
+        return self.head(self.norm(x))
+
+
 class Tied(TinyGPT):
     """The embedding and the head, a block each, share their weight."""
 
@@ -116,6 +129,7 @@ JOBS: dict[str, Job] = {
     "clipped": (clipped, ("1", "2")),
     "checkpointed": (lambda: seeded(lambda: Checkpointed(False)), ()),
     "checkpointed reentrantly": (lambda: seeded(lambda: Checkpointed(True)), ()),
+    "checkpointed and saved outside": (lambda: seeded(SavedOutside), ()),
     "mixture": (lambda: mixture(False), ("first", "routed", "plain")),
     "mixture reentrantly": (lambda: mixture(True), ("first", "routed", "plain")),
     "tied": (lambda: seeded(Tied), ()),
