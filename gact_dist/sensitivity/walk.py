@@ -745,20 +745,18 @@ class Walk:
             if tally.uses == 0:
                 complete.append((one, tally.weight()))
                 del self._tallies[first]
-            elif one.records[0].node is None or _may_jump(part, first):
+            elif one.records[0].node is None or self._perturbs or _may_jump(part, first):
                 later.append(one)
         reached = any_rank([weight is not None for _, weight in complete], self._forward.groups)
         for (one, weight), on_any in zip(complete, reached, strict=True):
-            measured, tensor = (
-                Measured(self._forward.firsts[one.first], one.records[0].tensor, None, None),
-                one.tally.tensor,
-            )
-            is_perturbed = not on_any or opaque or self._perturbs
-            if not is_perturbed:
-                if weight is None and tensor is not None:  # only another rank's part matters
-                    weight = torch.zeros_like(tensor, dtype=torch.float32)
-                measured = measured._replace(tensor=tensor, weight=weight)
-            if is_perturbed or _may_jump(part, one.first):
+            first, tensor = self._forward.firsts[one.first], one.tally.tensor
+            if not on_any or opaque or self._perturbs:
+                later.append(one._replace(measured=Measured(first, one.records[0].tensor, None, None)))
+                continue
+            if weight is None and tensor is not None:  # only another rank's part matters
+                weight = torch.zeros_like(tensor, dtype=torch.float32)
+            measured = Measured(first, tensor, weight, None)
+            if _may_jump(part, one.first):
                 later.append(one._replace(measured=measured))
             else:
                 yield measured
