@@ -205,7 +205,7 @@ class BlockForward:
         recording = self._hooks.recording(self.mode, fraction, again=self._aliases)
         with recording as self.found, self._intercepted():
             result = forward()
-        self.between = [*_recorded(self.found), *self._aliases]
+        self.between, self._aliases = [*_recorded(self.found), *self._aliases], []
         self.mode.on_discrete, self.mode.observes = None, False
         return scalar(self.mode.root_of(result))
 

@@ -63,9 +63,9 @@ def compared(
     """
 
     def by_walk(cut: BlockForward) -> Comparison:
-        seen = cut.firsts.values()
-        names = _rounded_by(plan, [record.name for record in seen if record.compressible])
-        derived = _rounded_by(plan, [record.name for record in seen if record.derived])
+        # no more than names: the graph alone is to hold what was saved
+        names = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.compressible])
+        derived = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.derived])
         encoder = hooks.encoder.of_part(fraction)
         exact, rounded = (Draw(encoder, stored_by, draw, cut.firsts) for stored_by in (Plan(), plan))
         return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(), names, derived)

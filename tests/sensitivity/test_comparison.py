@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +13,8 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from test_second_moment import DRAW, JOBS, Measured
+from small_models import TinyGPT
+from test_second_moment import DRAW, JOBS, Measured, seeded
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +23,7 @@ from gact_dist import Config
 from gact_dist.hooks import OperatorObserver, SavedTensorHooks
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import Comparison, ExamplesRefusedError, Observation, ProbeBatch, compared
-from gact_dist.sensitivity.rounded_walk import GradientComparison, squared_distance
+from gact_dist.sensitivity.rounded_walk import GradientComparison, RoundedWalk, squared_distance
 
 
 def comparison(job: Measured, plan: Plan | None = None, **options: Any) -> Comparison:
@@ -252,6 +255,31 @@ class Noting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Last.apply(self.linear(x).tanh(), *self.noted())
+
+
+def test_while_it_goes_on_the_graph_alone_holds_what_was_saved_between_blocks(monkeypatch):
+    class Outside(TinyGPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = torch.tanh(self.embedding(tokens))
+            for block in self.blocks:
+                x = torch.tanh(block(x)) * x
+            return self.head(self.norm(x))
+
+    records: list[Any] = []
+
+    class Walk(RoundedWalk):
+        def __init__(self, forward: Any, draws: Any) -> None:
+            records.extend(weakref.ref(item.record) for item in forward.between if item.first in forward.numbers)
+            super().__init__(forward, draws)
+
+        def comparison(self) -> tuple[float, float]:
+            gc.collect()
+            assert records
+            assert [record() for record in records if record() is not None] == []
+            return super().comparison()
+
+    monkeypatch.setattr("gact_dist.sensitivity.comparison.RoundedWalk", Walk)
+    assert comparison(Measured((lambda: seeded(Outside), ()), 4)).rounded
 
 
 def test_the_last_pass_through_a_block_does_not_hold_its_input(visited):
