@@ -83,11 +83,11 @@ class Net(nn.Module):
 
 
 class Job:
-    def __init__(self, model: nn.Module, recomputed: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         torch.manual_seed(0)
         self.model, self.parameters = model, list(model.parameters())
         self.x, self.y = torch.randn(8, 3, 16, 16), torch.randint(0, 5, (8,))
-        config = Config(policy="uniform", bits=BITS, min_numel=16, derive=False, recomputed=recomputed)
+        config = Config(policy="uniform", bits=BITS, min_numel=16, derive=False)
         self.hooks = SavedTensorHooks(model, config, 0)
         with self.hooks.hooks():
             self.gradient()
