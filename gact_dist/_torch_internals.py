@@ -267,6 +267,16 @@ def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
         return ()
 
 
+def gradient_at(node: Any, number: int, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as autograd hands it to the node that made a tensor: in the tensor's shape and type."""
+    metadata = node._input_metadata[number]
+    if gradient.is_nested:
+        return gradient
+    if gradient.shape != metadata.shape:
+        gradient = gradient.sum_to_size(metadata.shape)
+    return gradient.to(metadata.dtype)
+
+
 _RAW = "_raw_saved_"
 
 

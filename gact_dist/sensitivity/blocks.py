@@ -214,6 +214,12 @@ class BlockForward:
         for visit in self.visits:
             visit.before = self._part_before([head for _, _, head in visit.inputs])
 
+    @property
+    def runs_collectives(self) -> bool:
+        """Whether a block that runs again may wait for other ranks to do the same."""
+        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self._model.modules())
+        return self._renews_parameters or synchronised or bool(self.groups)
+
     def leave_to_graph(self) -> None:
         """From now on the graph alone holds what was saved between blocks, and what is known of it is forgotten."""
         self.found, self.between, self.firsts, self.numbers, self.derived = [], [], {}, {}, set()

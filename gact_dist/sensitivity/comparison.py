@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..hooks import Draw, SavedTensorHooks
 from ..policies import Plan
 from .blocks import BlockForward
+from .pieces import pieces_of_blocks
 from .rounded_walk import GradientComparison, RoundedWalk
 from .second_moment import walked, whole_gradient
 
@@ -68,7 +69,8 @@ def compared(
         derived = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.derived])
         encoder = hooks.encoder.of_part(fraction)
         exact, rounded = (Draw(encoder, stored_by, draw, cut.firsts) for stored_by in (Plan(), plan))
-        return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(), names, derived)
+        pieces = pieces_of_blocks(cut, fraction)
+        return Comparison(*RoundedWalk(cut, [exact, rounded]).comparison(pieces), names, derived)
 
     def of_whole() -> Comparison:
         found = GradientComparison(Counter(), 2)

@@ -10,9 +10,10 @@ A pass may also store nothing rounded: comparison.py has the others beside it.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import repeat
@@ -21,13 +22,17 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from ..distributed import gathered, whole_value
-from ..hooks import Content, Draw, Replaceable, StoredAgain, decoded
+from ..hooks import Content, Draw, Replaceable, ReplayError, StoredAgain, decoded
 from ..policies import Moments
-from .autograd_graph import added, any_made_before, float32_parts, values_of
-from .blocks import Between, BlockForward, Exit, Visit
+from .autograd_graph import BackwardError, added, any_made_before, float32_parts, values_of
+from .blocks import Between, BlockForward, CutError, Exit, Visit
 from .parts import Part, present
+from .pieces import Pieces
+
+_log = logging.getLogger(__name__)
 
 
 class RunningMoments:
@@ -217,6 +222,7 @@ class RoundedWalk:
             self._uses.update(visit.leaves)
             self._uses.update(self._leaves_of(visit.before))
         self._found: GradientsInParts[Any]
+        self._pieces: Mapping[Visit, list[set[Any]]] = {}
 
     def moments(self) -> Moments:
         """Of the gradient of all parameters, over the passes."""
@@ -224,8 +230,13 @@ class RoundedWalk:
         self._walk()
         return found.moments()
 
-    def comparison(self) -> tuple[float, float]:
-        """Of the gradient of all parameters in other passes with that in pass 0. See GradientComparison."""
+    def comparison(self, pieces: Mapping[Visit, list[set[Any]]]) -> tuple[float, float]:
+        """Of the gradient of all parameters in other passes with that in pass 0. See GradientComparison.
+
+        pieces: of blocks in which pass 0, which rounds nothing, is to hold no more at once ([Note: pieces] in
+        pieces.py).
+        """
+        self._pieces = pieces
         self._found = found = GradientComparison(self._uses, len(self._draws))
         self._walk()
         return found.result()
@@ -255,8 +266,23 @@ class RoundedWalk:
                 stack.enter_context(gathered(module))
             for number in range(len(self._draws)):
                 entering = [passes.pop(0) for passes in gradients]
-                found.append(self._one_pass_through(visit, number, entering))
+                at_inputs = self._in_pieces(visit, entering) if number == 0 and visit in self._pieces else None
+                if at_inputs is None:
+                    at_inputs = self._one_pass_through(visit, number, entering)
+                found.append(at_inputs)
         return found
+
+    def _in_pieces(self, visit: Visit, entering: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """The gradients of pass 0 at a block's inputs; None where it has to be taken as a whole."""
+        keep = StoredAgain(self._draws[0])
+        try:
+            with self._rounded(0):
+                pieces = Pieces(partial(self._forward.again, visit), self._pieces[visit], keep, bool(visit.outer))
+                found = pieces.gradients(entering)
+        except (ReplayError, CutError, BackwardError) as error:
+            _log.debug("%s: comparing a block as a whole", error)
+            return None
+        return self._contributed(found, pieces.leaves, 0)
 
     def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
         """The graph alone holds what the block saves and what enters it, and frees that as the backward goes on."""
@@ -297,9 +323,14 @@ class RoundedWalk:
         self, part: Part, entering: Sequence[Tensor] | None, number: int, retain_graph: bool = True
     ) -> list[Tensor | None]:
         """The gradients at a part's tails; those of its parameters are added to what is found."""
-        found = part.gradients(entering, retain_graph=retain_graph)
-        count = len(part.tails)
-        for (_, edge), gradient in zip(part.leaves, found[count:], strict=False):
+        return self._contributed(part.gradients(entering, retain_graph=retain_graph), part.leaves, number)
+
+    def _contributed(
+        self, found: list[Tensor | None], leaves: Sequence[tuple[str, GradientEdge]], number: int
+    ) -> list[Tensor | None]:
+        """Add the gradients at some leaves, which come last; the others are left."""
+        count = len(found) - len(leaves)
+        for (_, edge), gradient in zip(leaves, found[count:], strict=True):
             self._found.add(self._forward.key_of(edge), number, gradient)
         return found[:count]
 

@@ -272,11 +272,11 @@ def test_while_it_goes_on_the_graph_alone_holds_what_was_saved_between_blocks(mo
             records.extend(weakref.ref(item.record) for item in forward.between if item.first in forward.numbers)
             super().__init__(forward, draws)
 
-        def comparison(self) -> tuple[float, float]:
+        def comparison(self, pieces: Any) -> tuple[float, float]:
             gc.collect()
             assert records
             assert [record() for record in records if record() is not None] == []
-            return super().comparison()
+            return super().comparison(pieces)
 
     monkeypatch.setattr("gact_dist.sensitivity.comparison.RoundedWalk", Walk)
     assert comparison(Measured((lambda: seeded(Outside), ()), 4)).rounded
