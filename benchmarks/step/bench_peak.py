@@ -187,7 +187,7 @@ def live_peaks(start: Callable[[], None], step: Callable[[], None], steps: int) 
         for _ in range(steps):
             with record_function(_STEP):
                 step()
-    events = _events(profiler)
+    events = events_of(profiler)
     ends = [event.end_time_ns for event in events if event.name == _STEP]
     totals = [
         (event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size)
@@ -220,7 +220,7 @@ def counting_all_threads() -> Iterator[None]:
         flag.value = False
 
 
-def _events(profiler: profile) -> list[Any]:
+def events_of(profiler: profile) -> list[Any]:
     """All that the profiler recorded, in the order of time."""
     events, rest = [], list(profiler.profiler.kineto_results.experimental_event_tree())
     while rest:
