@@ -70,6 +70,9 @@ _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _LOOKING = "finding what need not be stored"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
+_FINER_INSIDE = 4
+"""times more parts where what a checkpoint recomputes is measured as well: its own steps hold that of one block, and
+little else"""
 _DERIVED = " derived"  # the elements that a step makes from others
 _DRAW_PASSES = 2
 _OVERFLOW = 1e30  # what a variance that is not finite counts as: worse than any other, and its mean over ranks finite
@@ -450,7 +453,7 @@ class Adapter:
 
         finer: how many times more than usual. Ranks that gather parameters for one another have as many of them.
         """
-        parts = now.batch.parts(finer)
+        parts = now.batch.parts(finer * (_FINER_INSIDE if self._hooks.compresses_recomputed else 1))
         if self.policy.example_columns:
             parts = min(parts, finer)
         if now.most_parts is not None and finer == 1:

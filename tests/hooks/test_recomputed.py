@@ -250,6 +250,26 @@ def test_a_branch_that_no_measurement_has_seen_is_exact():
     assert torch.equal(job.gradient(), exact)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_is_measured_on_a_sixteenth_of_the_batch_at_a_time(inside):
+    """What a job with checkpoints holds in other steps is little: a block on a quarter of the batch would be above it."""
+
+    def make():
+        return Around(), torch.randint(0, 37, (32, 33))
+
+    job = Job(make, replace(SETTINGS, recomputed=inside, calibration_samples=32))
+    examples: list[int] = []
+
+    def loss_fn(batch):
+        examples.append(len(batch[0]))
+        return job.loss_fn(batch)
+
+    with job.gact.step(loss_fn, job.batch):
+        job.loss_fn(job.batch)
+    assert job.gact.adaptation is not None
+    assert (examples.count(2), min(examples)) == ((16, 2) if inside else (0, 8))
+
+
 def test_the_setting_is_checked():
     with pytest.raises(TypeError, match=r"recomputed is 'yes' .*expected true or false"):
         Config(recomputed="yes")
