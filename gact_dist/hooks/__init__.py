@@ -11,18 +11,7 @@ from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
-from .handles import (
-    Content,
-    Distributed,
-    Noted,
-    Recorded,
-    Replaceable,
-    ReplayError,
-    Stored,
-    View,
-    decoded,
-    forget_made_for_several,
-)
+from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
@@ -61,7 +50,6 @@ __all__ = [
     "check_inlined",
     "decoded",
     "fixes_rows",
-    "forget_made_for_several",
     "has_compiled_parts",
     "jumps",
     "kept_exactly",

@@ -65,7 +65,7 @@ class Expression:
     def restore(self) -> Tensor:
         """Its value."""
         first, *others = self._operands
-        owns = first.is_private if isinstance(first, Expression) else _is_restored_anew(first)
+        owns = first.is_private if isinstance(first, Expression) else _is_rounded(first)  # which is decoded anew
         value = first.restore()
         function = self._function
         if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
@@ -230,11 +230,6 @@ def _is_rounded(handle: Any) -> bool:
     base = handle.base if isinstance(handle, View) else handle
     payload = base.payload if isinstance(base, Stored) else None
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
-
-
-def _is_restored_anew(handle: Any) -> bool:
-    base = handle.base if isinstance(handle, View) else handle
-    return isinstance(base, Stored) and base.restores_anew
 
 
 def _numel(handle: Any) -> int:

@@ -556,7 +556,6 @@ class SavedTensorHooks:
         if role not in (Role.SIGN, Role.ONE_BIT):
             note_stored(target, record, stored)
         if target is not tensor:
-            stored.readers = 0  # but for its views
             toggled = lazy_bits(tensor) ^ lazy_bits(target)
             handle = View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
         if self._readers is not None:

@@ -3,17 +3,11 @@
 [Note: lifetime] The graph owns a handle, a handle owns its payload, and the tables of a step know handles only weakly.
 A graph that is dropped frees everything, with or without a backward; restore changes nothing, so retain_graph, a second
 backward and a nested grad work.
-
-[Note: several readers] Queries, keys and values may be views of one stored tensor, and several layers may have the same
-input. Their backwards mostly follow one another, so what is decoded or made for the first is kept for the others: until
-the last of them has it, or another is decoded. No more than one such tensor is there at a time, and it is one that a
-backward has just worked with.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -73,15 +67,10 @@ def decoded(content: Content) -> Tensor:
 class Stored:
     """One tensor kept for backward: a codec's payload, on the device or in host memory, an alias, or a recipe."""
 
-    __slots__ = (
-        "__weakref__", "_left", "_made", "name", "offloaded", "on_restore", "payload", "readers", "version", "witness"
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "name", "offloaded", "on_restore", "payload", "version", "witness")
 
     def __init__(self, name: str, tensor: Tensor, payload: Content, offload: HostOffload | None = None) -> None:
         self.name = name
-        self.readers = 1
-        """operators that saved it, or a view of it"""
-        self._made: Tensor | None = None
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
         self.keep(payload, tensor, offload)
@@ -137,13 +126,6 @@ class Stored:
         """Whether restore() returns memory that holds nothing else."""
         return not isinstance(self.payload, Tensor)
 
-    @property
-    def restores_anew(self) -> bool:
-        """Whether restore() returns rounded values in memory that nothing else refers to."""
-        payload = self.payload
-        is_rounded = isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
-        return is_rounded and self.readers < 2
-
     def replace(self, tensor: Tensor) -> None:
         """Keep another tensor in place of an alias."""
         self.payload = self.witness = tensor
@@ -155,46 +137,12 @@ class Stored:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         if self.on_restore is not None:
             self.on_restore(self)
-        made = self._made
-        if made is None:
-            if self.is_exact:
-                return self._decoded()
-            forget_made_for_several()
-            made = self._decoded()
-            if self.readers < 2:
-                return made
-            self._left = self.readers
-            _remember(self)
-        self._left -= 1
-        self._made = made if self._left > 0 else None
-        return made.detach()
-
-    def _decoded(self) -> Tensor:
         payload = self.payload
         if self.offloaded is not None:
             fetched = self.offloaded.fetch()
             if fetched is not None and isinstance(payload, codec.Packed):
                 return codec.unpack(codec.with_payload(payload, fetched))
         return decoded(payload)
-
-
-_latest: ref[Stored] | None = None
-"""what was made for several readers; backwards of several devices may replace it at any time"""
-
-
-def _remember(stored: Stored) -> None:
-    global _latest
-    forget_made_for_several()  # what it was made of
-    _latest = ref(stored)
-
-
-def forget_made_for_several() -> None:
-    """What is restored next is decoded or made anew. See [Note: several readers]."""
-    global _latest
-    latest, _latest = _latest, None
-    stored = None if latest is None else latest()
-    if stored is not None:
-        stored._made = None
 
 
 class Replaceable:
@@ -321,8 +269,6 @@ class View:
     def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int, toggled: int = 0) -> None:
         """toggled: the lazy bits in which the tensor differs from its base."""
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
-        if isinstance(base, Stored):
-            base.readers += 1
         self.toggled = toggled
 
     def restore(self) -> Tensor:

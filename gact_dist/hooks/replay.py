@@ -90,10 +90,7 @@ class Replay:
             target = tensor._base
         else:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
-        handle = self._take(target, first, None, whole)
-        if isinstance(handle, Stored):
-            handle.readers = 0  # but for its views
-        return View(handle, tensor, outcome.offset, outcome.toggled)
+        return View(self._take(target, first, None, whole), tensor, outcome.offset, outcome.toggled)
 
     def _take(self, tensor: Tensor, first: Any, view: View | None, whole: Tensor | None) -> Replaceable | Stored:
         if isinstance(first, Noted) and view is None and tensor.shape != first.shape:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from ..hooks import SavedTensorHooks, Stored, decoded, forget_made_for_several
+from ..hooks import SavedTensorHooks, Stored, decoded
 from ..policies import Plan, one_width
 from .autograd_graph import backward, nodes_below, parameters_among, scalar
 from .checkpoint import measurable
@@ -105,12 +105,10 @@ class CompressedPerturbation:
         bits = widest_inexact((one_width(plan.bits_of(handle.name)) or codec.MAX_BITS) - 1, rounding)
         handle.payload = self._encoder.pack(tensor, bits, self._seed + len(self.found))
         del tensor
-        forget_made_for_several()
         try:
             yield float(rounding[bits - 1])
         finally:
             handle.payload = before
-            forget_made_for_several()
 
 
 def _is_rounded(handle: Stored) -> bool:
