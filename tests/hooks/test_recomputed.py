@@ -252,7 +252,7 @@ def test_a_branch_that_no_measurement_has_seen_is_exact():
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_it_is_measured_on_a_sixteenth_of_the_batch_at_a_time(inside):
-    """What a job with checkpoints holds in other steps is little: a block on a quarter of the batch would be above it."""
+    """A job with checkpoints holds little in other steps: a block on a quarter of the batch would be above it."""
 
     def make():
         return Around(), torch.randint(0, 37, (32, 33))
