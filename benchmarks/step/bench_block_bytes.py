@@ -134,13 +134,12 @@ class Model(nn.Module):
         """[batch, tokens, width] -> loss."""
         x = self.first(x)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-            with record_function(_END_OF_BLOCK):
-                pass
+            with record_function(_BLOCK):
+                x = block(x, self.cos, self.sin)
         return self.last(x).float().square().mean()
 
 
-_END_OF_BLOCK = "bench_block_bytes block"
+_BLOCK = "bench_block_bytes block"
 
 
 def counted_bytes(model: nn.Module, x: Tensor) -> int:
@@ -148,13 +147,16 @@ def counted_bytes(model: nn.Module, x: Tensor) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = model(x)
     loss.backward()
-    total, totals = 0, []
-    for event in events_of(profiler):
-        if event.tag == _EventType.Allocation:
-            total = event.extra_fields.total_allocated
-        elif event.name == _END_OF_BLOCK:
-            totals.append(total)
-    return totals[-1] - totals[0]
+    events = events_of(profiler)
+    ends = [event.end_time_ns for event in events if event.name == _BLOCK]
+    allocations = [event for event in events if event.tag == _EventType.Allocation]
+
+    def live_bytes(time_ns: int) -> int:
+        latest = max((event for event in allocations if event.start_time_ns <= time_ns), key=lambda e: e.start_time_ns)
+        total: int = latest.extra_fields.total_allocated
+        return total
+
+    return live_bytes(ends[-1]) - live_bytes(ends[0])
 
 
 def measure(block: Callable[[], nn.Module], config: Config | None = None) -> dict[str, float]:

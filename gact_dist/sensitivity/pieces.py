@@ -15,7 +15,7 @@ some have not run by then, as on devices with threads of their own, the block is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from math import ceil
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -205,12 +205,10 @@ class Pieces:
         handles = [node.register_hook(take(node)) for node in left]
         handles += [node.register_prehook(_stop) for node in {node for node, _ in ends if node in numbers}]
         edges = [GradientEdge(order[number], output) for number, output in places]
+        below = Part(edges, [GradientEdge(*edge) for edge in ends], (), ())
         try:
-            Part(edges, [GradientEdge(*edge) for edge in ends], (), ()).gradients(
-                entering, retain_graph=self._retain_graph
-            )
-        except _BorderReached:
-            pass
+            with suppress(_BorderReached):
+                below.gradients(entering, retain_graph=self._retain_graph)
         finally:
             for handle in handles:
                 handle.remove()

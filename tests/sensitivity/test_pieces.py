@@ -161,7 +161,6 @@ def test_no_block_is_divided_whose_runs_other_ranks_share(norm, runs):
 
 
 def test_a_part_of_the_batch_that_is_small_enough_is_taken_as_a_whole(monkeypatch):
-    monkeypatch.setattr(pieces, "Pieces", None)
     monkeypatch.setattr("gact_dist.sensitivity.rounded_walk.Pieces", None)
     assert of_one_block(fraction=0.25).error > 0.0
     with pytest.raises(TypeError):
