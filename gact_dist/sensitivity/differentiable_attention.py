@@ -34,7 +34,8 @@ class ScaledDotProductAttention(Function):
     ) -> Tensor:  # fmt: skip
         """fits: whether backward computes the logsumexp anew, from the q and k that it is given."""
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-        logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)  # if it fits, for its name alone
+        # if it fits, for its name alone; in memory as it is found, zeros would be taken for the noise of a dropout
+        logsumexp = torch.full(q.shape[:-1], math.nan, dtype=torch.float32, device=q.device)
         for block in _blocks(q, k, causal) if not fits else ():
             scores = _scores(q[block.queries].float() * scale, k[block.keys], block.mask(mask, causal))
             logsumexp[block.queries] = scores.logsumexp(-1)

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gact_dist
 from gact_dist import Config
 from gact_dist.hooks import fused_attention
+from gact_dist.hooks.readers import Readers
 
 HEADS, LENGTH, WIDTH = 4, 32, 64
 ATTENDED: list[Tensor] = []
@@ -272,3 +273,25 @@ def test_two_attentions_are_made_again_one_by_one(reads, runs):
     second = torch.autograd.grad(loss, list(model.parameters()))
     assert len(runs) == 4
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_an_adaptation_does_not_take_the_logsumexp_for_the_noise_of_a_dropout(monkeypatch):
+    """Then a step after it would be observed once more, and hold the tensors whose readers it waits for."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # as fresh memory often is
+    model, wait, observed = Attention(), Readers.wait, []
+
+    def noted(readers: Readers, *args, **options) -> None:
+        observed.append(readers)
+        wait(readers, *args, **options)
+
+    monkeypatch.setattr(Readers, "wait", noted)
+    gact = gact_dist.attach(model, config=Config(bits=4, min_numel=16))
+    in_step = []
+    for given in ((), (lambda x: model(x).square().mean(), batch()), (), ()):
+        with gact.step(*given):
+            observed.clear()
+            model(batch()).square().mean().backward()
+        in_step.append(bool(observed))
+    gact.detach()
+    assert in_step[0]
+    assert not any(in_step[1:])
