@@ -210,6 +210,16 @@ def node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
+_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+
+
+def behind_reshapes(node: Any) -> Any:
+    """The node that computed what a node gives in another shape; None stays None."""
+    while node is not None and node.name() in _RESHAPES:
+        node = node.next_functions[0][0]
+    return node
+
+
 def next_sequence_number() -> int:
     """What the next node that this thread makes is numbered with; nodes are numbered in the order of their making."""
     return torch._C._autograd._get_sequence_nr()

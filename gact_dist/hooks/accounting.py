@@ -151,14 +151,17 @@ class Account:
         payload: Content,
         host_bytes: int = 0,
         reserved: int | None = None,
+        repeated: Tensor | None = None,
     ) -> None:
         """Note what is kept of a saved tensor: an alias, or a codec's payload.
 
-        host_bytes: how much of it is on the host. reserved: the number of the row that it has already.
+        host_bytes: how much of it is on the host. reserved: the number of the row that it has already. repeated: what
+        the untouched job would keep, where the tensor is a copy of a part of it. See [Note: repeated] in repeated.py.
         """
+        untouched = tensor if repeated is None else repeated
         # The untouched job keeps the whole storage of a view alive; but the memory behind a view that has no graph is
         # the user's own (a slice of a data set), and only the view is counted.
-        whole, own, has_node = tensor.untyped_storage().nbytes(), tensor.nbytes, node_of(tensor) is not None
+        whole, own, has_node = untouched.untyped_storage().nbytes(), untouched.nbytes, node_of(untouched) is not None
         new_bytes = (whole if has_node else min(whole, record.seen_bytes + own)) - record.seen_bytes
         if new_bytes > 0:
             record.seen_bytes += new_bytes
@@ -175,11 +178,13 @@ class Account:
             retained, bits = host_bytes, 8.0 * tensor.element_size()
         else:
             bits = 8.0 * tensor.element_size()
-            if has_node:
+            if repeated is not None:
+                retained = tensor.nbytes
+            elif has_node:
                 retained = 0 if record.aliased else record.seen_bytes
             else:  # what was seen before may have been encoded
                 retained = new_bytes if record.aliased else min(whole, own)
-            record.aliased = True
+            record.aliased |= repeated is None
         row = name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, None, host_bytes, one_width
         if reserved is None:
             self._rows.append(row)
@@ -211,11 +216,13 @@ class Account:
         if self._footprint is not None:
             self._footprint.other_bytes -= retained
 
-    def replace(self, name: str, tensor: Tensor, record: StorageRecord, packed: Packed | Recipe) -> None:
-        """A tensor that was noted as packed or derived is kept exactly instead."""
+    def replace(self, name: str, tensor: Tensor, record: StorageRecord | None, packed: Packed | Recipe) -> None:
+        """A tensor that was noted as packed or derived is kept exactly instead. record: None for one of which the
+        forward holds nothing, a copy of a part of another."""
         numbers = [i for i, row in enumerate(self._rows) if row[:2] == (name, tuple(packed.shape))]
-        retained = 0 if record.aliased else min(tensor.untyped_storage().nbytes(), tensor.nbytes)
-        record.aliased = True
+        retained = min(tensor.untyped_storage().nbytes(), tensor.nbytes)
+        if record is not None:
+            retained, record.aliased = 0 if record.aliased else retained, True
         if numbers:
             known = self._rows[numbers[-1]][:3]
             self._rows[numbers[-1]] = *known, "exact", 8.0 * tensor.element_size(), retained

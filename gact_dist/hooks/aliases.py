@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import codec
 from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
 from .handles import Distributed, Kept, Replaceable, View, lazy_bits
+from .repeated import Repeated
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
 _VIEW_FRACTION = 4
@@ -82,6 +83,10 @@ class StorageRecords:
     def _restore_and_note(self, handle: Any) -> Tensor:
         if isinstance(handle, Distributed):
             return handle.make(self._restore_and_note(handle.local))
+        if isinstance(handle, Repeated):
+            whole = handle.whole(self._restore_and_note(handle.base))
+            note_stored(whole, self.of(whole), handle)
+            return handle.seen_in(whole)
         if isinstance(handle, View):
             return handle.within(self._restore_and_note(handle.base))
         tensor = handle.restore()
@@ -99,6 +104,19 @@ class StorageRecords:
     def clear(self) -> None:
         """At the end of a step."""
         self._records.clear()
+
+
+def alias_of(tensor: Tensor, record: StorageRecord) -> View | None:
+    """The handle of a tensor inside of memory that is stored already."""
+    found = find_stored(tensor, record) if record.stored else None
+    if found is None:
+        return None
+    handle, offset, toggled = found
+    return (
+        handle.over(handle.base, tensor, offset)
+        if isinstance(handle, Repeated)
+        else View(handle, tensor, offset, toggled)
+    )
 
 
 def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int, int] | None:

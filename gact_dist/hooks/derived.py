@@ -29,12 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, saved_handle
+from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, behind_reshapes, saved_handle
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
 
-_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
 _DEEPEST = 4
@@ -95,7 +94,7 @@ def maker_of(node: Any) -> Any:
     Of a derived tensor, in a graph that is measured, whose operators may be replaced by others.
     """
     for _ in range(_DEEPEST):
-        node = _operator(node)
+        node = behind_reshapes(node)
         if node is None or hasattr(node, STARTS):
             return None
         if node.name() not in _SAVE_NO_OPERAND:
@@ -183,7 +182,7 @@ def recipe_of(tensor: Tensor, fraction: float = 1.0, record: Recorded | None = N
         return None
     node: Any = tensor.grad_fn if record is None else _node_of(record)
     try:
-        return Recipe(_made_by(_operator(node), _Making(tensor.numel(), fraction), 0), tensor)
+        return Recipe(_made_by(behind_reshapes(node), _Making(tensor.numel(), fraction), 0), tensor)
     except _NotDerivable:
         return None
 
@@ -194,13 +193,6 @@ def _node_of(record: Recorded) -> Any:
     same = tensor.shape == whole.shape and tensor.stride() == whole.stride()
     reshaped = tensor.numel() == whole.numel() and tensor.is_contiguous() and whole.is_contiguous()
     return record.node if same or reshaped else None
-
-
-def _operator(node: Any) -> Any:
-    """The node that computed what a node gives in another shape."""
-    while node is not None and node.name() in _RESHAPES:
-        node = node.next_functions[0][0]
-    return node
 
 
 def _made_by(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
@@ -216,7 +208,7 @@ def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> An
     """An operand with as many elements as the result: what the node saved, or what made it."""
     handle, below = saved_handle(node, slot), node.next_functions[edge][0]
     if handle is None:
-        return _made_by(_operator(below), wanted, depth + 1)
+        return _made_by(behind_reshapes(below), wanted, depth + 1)
     if not _is_stored(handle) or _numel(handle) != wanted.numel or below is None:
         raise _NotDerivable
     return handle
@@ -389,7 +381,7 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
 
 def _cast(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """The recipe knows the type that is asked for in the end, and intermediate ones make little difference."""
-    return _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
+    return _made_by(behind_reshapes(node.next_functions[0][0]), wanted, depth + 1)
 
 
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
@@ -397,7 +389,7 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     payload = mask.payload if isinstance(mask, Stored) else None
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
-    made = _made_by(_operator(node.next_functions[0][0]), wanted, depth + 1)
+    made = _made_by(behind_reshapes(node.next_functions[0][0]), wanted, depth + 1)
     return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
 
 

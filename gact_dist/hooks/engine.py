@@ -34,7 +34,7 @@ from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
-from .aliases import SharedBases, StorageRecord, StorageRecords, find_stored, note_stored
+from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_stored
 from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
@@ -50,6 +50,7 @@ from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
 from .readers import Readers, Saved
 from .recomputed import BlockAgain, HandOver, keep_handles
+from .repeated import Repeated
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .sinks import Captured, Record, Rehearsal, Sink, Store
@@ -421,7 +422,7 @@ class SavedTensorHooks:
         if sign_only:
             record.relu_versions |= {tensor._version}
         elif read is None:
-            alias = _alias(tensor, record)
+            alias = alias_of(tensor, record)
             if alias is not None:
                 if self._may_share(tensor, alias, site):
                     return self._pack_alias(tensor, record, site, alias)
@@ -468,7 +469,7 @@ class SavedTensorHooks:
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, site)
         record = self._storages.of(tensor)
-        alias = _alias(tensor, record)
+        alias = alias_of(tensor, record)
         if alias is not None:
             return self._pack_alias(tensor, record, site, alias)
         return self._pack_new(tensor, record, site)
@@ -519,7 +520,7 @@ class SavedTensorHooks:
     def _pack_subclass(self, tensor: Tensor, site: CallSite) -> Any:
         """A subclass is kept as it is, unless another tensor in its memory is stored already."""
         plain = without_subclass(tensor)
-        alias = None if plain is None else _alias(plain, self._storages.of(plain))
+        alias = None if plain is None else alias_of(plain, self._storages.of(plain))
         if alias is None or plain is None:
             return self._kept(tensor, type(tensor).__name__, site)
         stored = self._pack_alias(plain, self._storages.of(plain), site, alias)
@@ -551,13 +552,17 @@ class SavedTensorHooks:
                 self._bases.grew, self._roles.observe_next = False, True
         own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
         role = self._role_in_function(target, name, own, site) if rounds else own
-        captured = Captured(target, name, role, record, None, read)
+        captured = self._sink.without_repeats(Captured(target, name, role, record, None, read))
         handle = stored = self._take(captured)
-        if role not in (Role.SIGN, Role.ONE_BIT):
-            note_stored(target, record, stored)
-        if target is not tensor:
-            toggled = lazy_bits(tensor) ^ lazy_bits(target)
-            handle = View(stored, tensor, int(tensor.storage_offset() - target.storage_offset()), toggled)
+        if captured.repeats is not None:
+            handle = Repeated(stored, tensor, captured.repeats)
+            note_stored(tensor, record, handle)
+        else:
+            if role not in (Role.SIGN, Role.ONE_BIT):
+                note_stored(target, record, stored)
+            if target is not tensor:
+                offset = int(tensor.storage_offset() - target.storage_offset())
+                handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
         if self._readers is not None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         self._sink.after(tensor.grad_fn)
@@ -592,7 +597,7 @@ class SavedTensorHooks:
         name = self._namer.block_input(site)
         known = name in self._roles.by_name or not self._sink.records
         role = self._roles.role_of_block_input(tensor, name, call, self._sink.records)
-        alias = _alias(tensor, record) if known and role is Role.ACTIVATION else None
+        alias = alias_of(tensor, record) if known and role is Role.ACTIVATION else None
         if alias is not None:
             return self._sink.alias_input(tensor, alias)
         stored = self._sink.take(Captured(tensor, name, role, record))
@@ -614,7 +619,7 @@ class SavedTensorHooks:
             return self._pack_subclass(tensor, site)
         record = self._storages.of(local)
         read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
-        alias, again = None if read is not None else _alias(local, record), distributed_again(tensor)
+        alias, again = None if read is not None else alias_of(local, record), distributed_again(tensor)
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again)
         name = self._namer.name(tensor, site)
@@ -664,11 +669,6 @@ def _without_codec(tensor: Tensor) -> bool:
     return tensor.is_nested or is_inside_transform(tensor)
 
 
-def _alias(tensor: Tensor, record: StorageRecord) -> View | None:
-    found = find_stored(tensor, record) if record.stored else None
-    return None if found is None else View(found[0], tensor, *found[1:])
-
-
 def _unpack(handle: Any) -> Tensor:
     with without_modes():
         return handle.restore()
@@ -694,8 +694,17 @@ def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
 
 
 def nothing_kept() -> AbstractContextManager[None]:
-    """A context in which graphs keep nothing, for a function whose backward will not run."""
-    return _hooked(lambda _: None, _unpack)
+    """A context in which graphs keep nothing, for a function whose backward will not run.
+
+    They do show which of what they would keep are parameters. See [Note: operands without a graph] in parameters.py.
+    """
+    return _hooked(_only_shown, _unpack)
+
+
+def _only_shown(tensor: Tensor) -> Kept | Noted:
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return Kept(tensor, of_model=True)
+    return Noted("", tensor.shape, 8 * tensor.element_size(), None)
 
 
 def kept_exactly() -> AbstractContextManager[None]:

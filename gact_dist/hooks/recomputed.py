@@ -28,13 +28,14 @@ from torch import Tensor
 from .._torch_internals import CheckpointFrame, innermost_hooks
 from ..policies import Bits, Plan
 from .accounting import Account
-from .aliases import StorageRecord, StorageRecords, find_stored, note_stored
+from .aliases import StorageRecord, StorageRecords, alias_of, note_stored
 from .call_stack import CallSite, call_site
 from .encoder import Encoder
 from .handles import Stored, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
 from .one_bit import read_by
+from .repeated import Repeated
 from .roles import Role, is_own_relu_save
 from .sinks import Captured, Store
 
@@ -138,19 +139,18 @@ class BlockAgain:
         floating = self._encoder.rounds(tensor)
         sign = floating and is_own_relu_save(tensor)
         read = read_by(frame) if floating and not sign else None
-        found = None if sign or read is not None else find_stored(tensor, record)
-        if found is not None:
-            stored, *place = found
-            return View(stored, tensor, *place) if self._may_have(stored, site) else _as_it_is(stored.name, tensor)
+        alias = None if sign or read is not None else alias_of(tensor, record)
+        if alias is not None:
+            return alias if self._may_have(alias.base, site) else _as_it_is(alias.base.name, tensor)
         name = self._namer.name(tensor, site)
         if sign or read is not None:
             return self._sink.take(Captured(tensor, name, Role.SIGN if sign else Role.ONE_BIT, record, None, read))
-        stored = self._stored(tensor, record, name)
-        note_stored(tensor, record, stored)
+        handle = self._handle(tensor, record, name)
+        note_stored(tensor, record, handle)
         self._sink.after(tensor.grad_fn)
-        return stored
+        return handle
 
-    def _may_have(self, stored: Stored, site: CallSite) -> bool:
+    def _may_have(self, stored: Any, site: CallSite) -> bool:
         """Whether another reader may have what is stored already."""
         stack = self._namer.scope.stack
         place = site.line, stack[-1][0] if stack else None, None
@@ -160,7 +160,7 @@ class BlockAgain:
         """None where no measurement has seen the tensor."""
         return self._plan.bits.get(name)
 
-    def _stored(self, tensor: Tensor, record: StorageRecord, name: str) -> Stored:
+    def _handle(self, tensor: Tensor, record: StorageRecord, name: str) -> Stored | Repeated:
         role = None
         if not self._encoder.rounds(tensor):
             if tensor.dtype != torch.bool or not self._encoder.is_large(tensor):
@@ -171,7 +171,9 @@ class BlockAgain:
             role = Role.BINARY
         else:
             return _as_it_is(name, tensor)
-        return self._sink.take(Captured(tensor, name, role, record))
+        captured = self._sink.without_repeats(Captured(tensor, name, role, record))
+        stored = self._sink.take(captured)
+        return stored if captured.repeats is None else Repeated(stored, tensor, captured.repeats)
 
 
 def _as_it_is(name: str, tensor: Tensor) -> Stored:

@@ -18,6 +18,7 @@ from .._torch_internals import in_backward
 from ..distributed import distributed_again, own_part
 from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
 from .naming import edge_to, origin
+from .repeated import Repeated, Repeats
 
 
 @dataclass(eq=False)
@@ -29,6 +30,23 @@ class Replayed:
     """what the forward made of it: its Noted, or the Noted or Replaceable of another block that holds this memory"""
     view: View | None
     """where it lies in that memory, None where it is the whole"""
+
+
+def recorded(handle: Replaceable, tensor: Tensor, repeats: Repeats | None = None) -> Recorded:
+    """What is recorded of a saved tensor. tensor: that has its graph. repeats: how that one repeats what is saved."""
+    source = origin(tensor)
+    stands = source.detach() if repeats is None else repeats.expanded(handle.tensor)
+    return Recorded(handle.name, handle, stands, *edge_to(source), True)
+
+
+def recorded_in(view: View, tensor: Tensor, whole: Tensor | None) -> tuple[Any, Replayed]:
+    """(the handle, what is recorded) of a tensor of which the memory was stored by another. whole: as in Captured."""
+    graph = tensor if whole is None else whole
+    if not isinstance(view, Repeated):
+        handle = Replaceable(tensor, view.base.name)
+        return handle, Replayed(recorded(handle, graph), view.base, view)
+    part = Replaceable(view.part(tensor), view.base.name)
+    return view.over(part, tensor, view.offset), Replayed(recorded(part, graph, view.repeats), view.base, None)
 
 
 class Replay:
@@ -77,6 +95,8 @@ class Replay:
         if not isinstance(outcome, View):
             return self._take(tensor, outcome, None, whole)
         first = outcome.base
+        if isinstance(outcome, Repeated):
+            return outcome.over(self._part(outcome, tensor, first), tensor, outcome.offset)
         if first in self._handles:
             handle = self._handles[first]
             if isinstance(handle, Replaceable):  # a further input of the block may share the memory
@@ -92,7 +112,18 @@ class Replay:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
         return View(self._take(target, first, None, whole), tensor, outcome.offset, outcome.toggled)
 
-    def _take(self, tensor: Tensor, first: Any, view: View | None, whole: Tensor | None) -> Replaceable | Stored:
+    def _part(self, outcome: Repeated, tensor: Tensor, first: Any) -> Replaceable | Stored:
+        """The handle of what a tensor repeats."""
+        if first not in self._handles:
+            return self._take(outcome.part(tensor), first, None, tensor, outcome.repeats)
+        handle = self._handles[first]
+        if isinstance(handle, Replaceable):
+            self._find(tensor, handle, first, None, outcome.repeats)
+        return handle
+
+    def _take(
+        self, tensor: Tensor, first: Any, view: View | None, whole: Tensor | None, repeats: Repeats | None = None
+    ) -> Replaceable | Stored:
         if isinstance(first, Noted) and view is None and tensor.shape != first.shape:
             raise ReplayError(
                 f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
@@ -101,10 +132,13 @@ class Replay:
         if view is None:
             self._handles[first] = handle
         if isinstance(handle, Replaceable):
-            self._find(tensor if whole is None else whole, handle, first, view)
+            self._find(tensor if whole is None else whole, handle, first, view, repeats)
         return handle
 
-    def _find(self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None) -> None:
-        source, name = origin(tensor), first.name if isinstance(first, Noted) else ""
-        record = Recorded(name, handle, source.detach(), *edge_to(source), True)
+    def _find(
+        self, tensor: Tensor, handle: Replaceable, first: Any, view: View | None, repeats: Repeats | None = None
+    ) -> None:
+        """tensor, repeats: as for recorded()."""
+        record = recorded(handle, tensor, repeats)
+        record.name = first.name if isinstance(first, Noted) else ""
         self.found.append(Replayed(record, first, view))

@@ -11,14 +11,15 @@ from .. import codec
 from ..offload import HostOffload
 from ..policies import Plan
 from .accounting import Account
-from .aliases import StorageRecord
+from .aliases import StorageRecord, has_gaps
 from .derived import Derived
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored, View
-from .naming import edge_to, origin
+from .naming import origin
 from .one_bit import OneBit
-from .replay import Replayed
+from .repeated import Repeated, Repeats, repeats_of
+from .replay import Replayed, recorded, recorded_in
 from .roles import Role
 
 
@@ -31,9 +32,16 @@ class Captured(NamedTuple):
     """None where the sink did not ask for it"""
     record: StorageRecord
     whole: Tensor | None = None
-    """the distributed tensor whose local part it is: that one has the graph"""
+    """that has the graph: the distributed tensor whose local part it is, or the one that repeats it"""
     read: OneBit | None = None
     """what is read of it, with Role.ONE_BIT"""
+    repeats: Repeats | None = None
+    """how the whole repeats it"""
+
+    @property
+    def repeated(self) -> Tensor | None:
+        """What repeats it."""
+        return None if self.repeats is None else self.whole
 
 
 class Sink(ABC):
@@ -45,6 +53,21 @@ class Sink(ABC):
     @abstractmethod
     def wants_role(self, tensor: Tensor) -> bool:
         """Whether the role of a tensor matters for what becomes of it."""
+
+    def without_repeats(self, captured: Captured) -> Captured:
+        """What the sink is to take of a tensor: where it may be rounded, the part that it repeats, if it does.
+
+        See [Note: repeated] in repeated.py. The graph is then to hold a Repeated over the handle.
+        """
+        tensor = captured.tensor
+        if captured.role not in (Role.ACTIVATION, Role.UNREAD) or captured.read is not None:
+            return captured
+        whole = origin(tensor)
+        repeats = repeats_of(whole) if tensor.numel() == whole.numel() and not has_gaps(tensor) else None
+        part = None if repeats is None else repeats.part_of(whole)
+        if part is None or not self.wants_role(part):
+            return captured
+        return captured._replace(tensor=part, whole=whole, repeats=repeats)
 
     @abstractmethod
     def take(self, captured: Captured) -> Stored | Replaceable | Noted:
@@ -118,11 +141,12 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record, _, read = captured
+        tensor, name, role, record, _, read, _ = captured
         payload = self._content_of(tensor, name, role, read)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
-        self.account.add(tensor, name, record, payload, 0 if stored.offloaded is None else stored.host_bytes)
+        on_host = 0 if stored.offloaded is None else stored.host_bytes
+        self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
         return stored
 
     def _content_of(self, tensor: Tensor, name: str, role: Role | None, read: OneBit | None = None) -> Content:
@@ -165,7 +189,8 @@ class Store(Sink):
                 payload = self._content_of(tensor, name, role)
             handle.keep(payload, tensor, self.offload)
         self._logsumexp.add(handle, payload)
-        self.account.add(tensor, name, record, payload, handle.host_bytes, self._reserved.pop(handle))
+        reserved = self._reserved.pop(handle)
+        self.account.add(tensor, name, record, payload, handle.host_bytes, reserved, captured.repeated)
 
     def keep_exactly(self, view: View, captured: Captured) -> None:
         """See Sink.keep_exactly. A tensor that has been modified meanwhile stays as it is: backward will raise."""
@@ -177,7 +202,8 @@ class Store(Sink):
         rounded = handle.payload
         whole = view.behind(tensor, rounded.shape, rounded.strides)
         handle.keep(codec.exact(whole), whole, self.offload)
-        self.account.replace(handle.name, whole, captured.record, rounded)
+        is_part = captured.repeats is not None or isinstance(view, Repeated)
+        self.account.replace(handle.name, whole, None if is_part else captured.record, rounded)
 
     def after(self, node: Any) -> None:
         """See Sink.after."""
@@ -242,12 +268,12 @@ class Record(Sink):
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived)
             self.found.append(noted)
             return noted
-        source, handle = origin(tensor if captured.whole is None else captured.whole), Replaceable(tensor, name)
+        handle = Replaceable(tensor, name)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
         rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, tensor)
-        record = Recorded(name, handle, source.detach(), *edge_to(source), rounded and not derived)
-        record.derived = rounded and derived
+        record = recorded(handle, tensor if captured.whole is None else captured.whole, captured.repeats)
+        record.compressible, record.derived = rounded and not derived, rounded and derived
         self.found.append(record)
         return handle
 
@@ -291,10 +317,9 @@ class Record(Sink):
             view.base.is_block_input = True
         return view if self.notes or not self.by_parts else self._apart(tensor, view, None)
 
-    def _apart(self, tensor: Tensor, view: View, whole: Tensor | None) -> Replaceable:
-        source, handle = origin(tensor if whole is None else whole), Replaceable(tensor)
-        record = Recorded(view.base.name, handle, source.detach(), *edge_to(source), True)
-        self.again.append(Replayed(record, view.base, view))
+    def _apart(self, tensor: Tensor, view: View, whole: Tensor | None) -> Any:
+        handle, replayed = recorded_in(view, tensor, whole)
+        self.again.append(replayed)
         return handle
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:

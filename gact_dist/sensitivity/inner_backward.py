@@ -33,6 +33,7 @@ from .autograd_graph import gradients_of_parameters, nodes_below, parameters_amo
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
+from .parts import seen_through
 from .perturbation import from_change, square_distance, widest_inexact
 
 _log = logging.getLogger(__name__)
@@ -111,9 +112,12 @@ class _Read(NamedTuple):
 class ReadProducts:
     """Products of random directions with the Jacobians of the reads of saved tensors. See [Note: inner backward]."""
 
-    def __init__(self, loss: Tensor, edges: Sequence[Edge], inner: InnerBackwards, seed: int) -> None:
-        """edges: of the tensors wanted."""
-        self._edges, self._made_by, self._seed = dict.fromkeys(edges), dict(inner.made_by), seed
+    def __init__(self, loss: Tensor, wanted: Sequence[Recorded], inner: InnerBackwards, seed: int) -> None:
+        """wanted: with a node."""
+        self._edges: dict[Edge, list[Recorded]] = {}
+        for record in wanted:
+            self._edges.setdefault((record.node, record.output_number), []).append(record)
+        self._made_by, self._seed = dict(inner.made_by), seed
         self._unclear: set[Edge] = set()
         nodes = nodes_below([loss])
         with watched(nodes, inner.opaque):
@@ -126,9 +130,9 @@ class ReadProducts:
         for node in set(nodes_below(self._gradients)).difference(nodes):
             self._made_by.setdefault(node, _OUTER)
 
-    def squares(self, probes: int) -> dict[Edge, Tensor]:
-        """{edge: mean of (J^T v)^2 over the probes}, for the edges that the pass reaches."""
-        squares: dict[Edge, Tensor] = {}
+    def squares(self, probes: int) -> dict[Recorded, Tensor]:
+        """The mean of (J^T v)^2 over the probes, in the shape of the saved tensor, of those that the pass reaches."""
+        squares: dict[Recorded, Tensor] = {}
         sums: dict[Edge, Tensor] = {}
         handles = [node.register_hook(partial(_collect, reads, sums)) for node, reads in self._reads().items()]
         generators: dict[torch.device, torch.Generator] = {}
@@ -136,13 +140,14 @@ class ReadProducts:
             for _ in range(probes if self._gradients and self._edges else 0):
                 sums.clear()
                 self._backward(generators)
-                for edge, product in sums.items():
-                    square = product.float().square() / probes
-                    squares[edge] = squares[edge] + square if edge in squares else square
+                for edge in sums.keys() - self._unclear:
+                    for record in self._edges[edge]:
+                        square = seen_through(record, sums[edge].float()).square() / probes
+                        squares[record] = squares[record] + square if record in squares else square
         finally:
             for handle in handles:
                 handle.remove()
-        return {edge: square for edge, square in squares.items() if edge not in self._unclear and bool(square.any())}
+        return {record: square for record, square in squares.items() if bool(square.any())}
 
     def _backward(self, generators: dict[torch.device, torch.Generator]) -> None:
         terms = []
@@ -202,16 +207,15 @@ def _collect(reads: Sequence[_Read], sums: dict[Edge, Tensor], results: Sequence
 def squared_products(
     loss: Tensor, records: Sequence[Recorded], inner: InnerBackwards, seed: int, probes: int
 ) -> dict[Recorded, Tensor]:
-    """For the records that one pass reaches, the mean of (J^T v)^2 over some directions, in the shape of the origin."""
-    real = {r: (r.node, r.output_number) for r in records if r.node is not None and not r.tensor.is_complex()}
+    """For the records that one pass reaches, the mean of (J^T v)^2 over some directions, in their own shape."""
+    real = [record for record in records if record.node is not None and not record.tensor.is_complex()]
     try:
-        squares = ReadProducts(loss, list(real.values()), inner, seed).squares(probes)
+        return ReadProducts(loss, real, inner, seed).squares(probes)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         _log.debug("one-pass sensitivity is not possible here (%s): measuring by perturbation", first_line(error))
         return {}
-    return {record: squares[edge] for record, edge in real.items() if edge in squares}
 
 
 class Reruns:

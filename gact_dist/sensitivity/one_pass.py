@@ -47,7 +47,7 @@ from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_pr
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .partition import blocks_of
-from .parts import OpaqueError, seen_through
+from .parts import OpaqueError
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .sections import MOST
 from .surroundings import Generators
@@ -486,7 +486,7 @@ def _by_reads(hooks: SavedTensorHooks, reruns: Reruns, seed: int, probes: int) -
         compressible = [record for record in records if record.compressible]
         squares = squared_products(loss, compressible, inner, seed, probes) if probes else {}
         for record in compressible:
-            weight = seen_through(record, squares[record]) if record in squares else None
+            weight = squares.get(record)
             variance = rounding_of(record.tensor, weight, hooks.encoder)
             item = _sensitivity_of(record, variance, _example_statistics(hooks, record.tensor, weight))
             found.append(replace(item, by_perturbation=weight is None))

@@ -98,8 +98,11 @@ def _without(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
 
 
 def seen_through(record: Recorded, product: Tensor) -> Tensor:
-    """The part of an edge's values that lies under the saved view, in the view's shape."""
+    """The part of an edge's values that lies under the saved view, in the view's shape; the sum over the copies of what
+    is repeated."""
     origin, tensor, product = own_part(record.origin), record.tensor, part_of_gradient(product, record.origin)
+    if product.shape != origin.shape:  # which is that of what was expanded: see [Note: repeated] in hooks/repeated.py
+        product = product.reshape(origin.shape)
     if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
         return product
     laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)

@@ -32,6 +32,7 @@ from gact_dist.sensitivity.one_pass import Sensitivity, measure
 # others. Of the block that changes its input, what calls it has to run it.
 VISITS = {
     "selective checkpoints": 3,
+    "checkpoints from the batch on": 4,
     "unet": 6,
     "encoder and decoder": 9,
     "called several times": 7,

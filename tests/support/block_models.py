@@ -168,6 +168,15 @@ class CheckpointedLeafGPT(LeafGPT):
         return self.head(self.norm(x))
 
 
+class WithoutStem(Stack):
+    """The first block reads the batch: nothing below it has a graph but parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.leave(x)
+
+
 def leaf_into_checkpoints(reentrant: bool = False) -> Case:
     case = small_gpt()
     model = CheckpointedLeafGPT(reentrant)
@@ -615,6 +624,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "checkpoints": lambda: checkpointed(partial(plain, reentrant=False)),
     "reentrant checkpoints": lambda: checkpointed(partial(plain, reentrant=True)),
     "selective checkpoints": lambda: checkpointed(selective),
+    "checkpoints from the batch on": lambda: on_rows(WithoutStem(*layers())),
     "checkpointed closures": lambda: checkpointed(closure),
     "checkpointed segments": in_segments,
     "checkpoints inside of blocks": lambda: with_inner_checkpoints(partial(Wrapped, reentrant=False)),

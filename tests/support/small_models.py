@@ -1,5 +1,6 @@
 """Small models of each kind for tests, with a batch and a loss function."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,6 +52,53 @@ def gpt(seed: int = 0, batch: int = 8, length: int = 32, **options: object) -> t
     model = TinyGPT(**options)  # type: ignore[arg-type]
     tokens = torch.randint(0, 37, (batch, length + 1))
     return model, (tokens[:, :-1], tokens[:, 1:])
+
+
+def repeated_heads(x: Tensor) -> Tensor:
+    """[batch, GROUPS, length, width] -> [batch, HEADS, length, width], as transformers has it."""
+    batch, groups, length, width = x.shape
+    copies = GroupedBlock.COPIES
+    return x[:, :, None].expand(batch, groups, copies, length, width).reshape(batch, groups * copies, length, width)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class GroupedBlock(nn.Module):
+    """[batch, length, WIDTH] -> the same: attention whose keys and values are repeated for groups of its heads."""
+
+    WIDTH, HEADS, GROUPS = 64, 8, 2
+    COPIES, HEAD_WIDTH = HEADS // GROUPS, WIDTH // HEADS
+
+    def __init__(
+        self, repeat: Callable[[Tensor], Tensor] = repeated_heads, attend: Callable[..., Tensor] = attended
+    ) -> None:
+        super().__init__()
+        self.norm, self.repeat, self.attend = nn.LayerNorm(self.WIDTH), repeat, attend
+        self.q, self.out = nn.Linear(self.WIDTH, self.WIDTH), nn.Linear(self.WIDTH, self.WIDTH)
+        self.k, self.v = (nn.Linear(self.WIDTH, self.GROUPS * self.HEAD_WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (part(y).unflatten(-1, (-1, self.HEAD_WIDTH)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        k, v = (self.repeat(part * 1.5) for part in (k, v))
+        return x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class GroupedQueries(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self, *kind: Callable[..., Tensor], checkpoints: bool = False) -> None:
+        """kind: what a block takes."""
+        super().__init__()
+        self.blocks, self.checkpoints = nn.ModuleList(GroupedBlock(*kind) for _ in range(2)), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x
 
 
 class SmallCNN(nn.Module):
