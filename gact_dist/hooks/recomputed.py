@@ -156,16 +156,17 @@ class BlockAgain:
         place = site.line, stack[-1][0] if stack else None, None
         return stored.is_exact or self._roles.alias_role(stored.name, place) is Role.ACTIVATION
 
-    def _bits(self, name: str) -> Bits:
-        """None where no measurement has seen the tensor."""
-        return self._plan.bits.get(name)
+    def _bits(self, tensor: Tensor, name: str) -> Bits:
+        """None where no measurement has seen the tensor, nor a comparison with the exact gradient."""
+        is_known = name in self._plan.bits or self._roles.remembered(tensor, name) is Role.ACTIVATION
+        return self._plan.bits_of(name) if is_known else None
 
     def _handle(self, tensor: Tensor, record: StorageRecord, name: str) -> Stored | Repeated:
         role = None
         if not self._encoder.rounds(tensor):
             if tensor.dtype != torch.bool or not self._encoder.is_large(tensor):
                 return _as_it_is(name, tensor)
-        elif self._bits(name) is not None:
+        elif self._bits(tensor, name) is not None:
             role = Role.ACTIVATION
         elif self._roles.remembered(tensor, name) is Role.BINARY:
             role = Role.BINARY

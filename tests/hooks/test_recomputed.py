@@ -16,6 +16,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.adaptation import adapter
+from gact_dist.hooks.handles import Stored
+from gact_dist.hooks.roles import Role
+from gact_dist.hooks.sinks import Captured, Store
 
 SETTINGS = Config(bits=4, min_numel=16, recomputed=True, noise_limit=0)
 DRAWS = 24
@@ -268,6 +272,31 @@ def test_it_is_measured_on_a_sixteenth_of_the_batch_at_a_time(inside):
         job.loss_fn(job.batch)
     assert job.gact.adaptation is not None
     assert (examples.count(2), min(examples)) == ((16, 2) if inside else (0, 8))
+
+
+def test_once_the_default_widths_were_compared_a_block_that_runs_again_has_them(monkeypatch):
+    """Where an adaptation is spread over steps the first of them have no plan, and would be the highest."""
+    monkeypatch.setattr(adapter, "_LEAST_BYTES", 1e-9)
+    widths: list[int] = []
+    take = Store.take
+
+    def noted(store: Store, captured: Captured) -> Stored:
+        stored = take(store, captured)
+        if "~" in captured.name and captured.role is Role.ACTIVATION:
+            widths.append(stored.payload.bits)
+        return stored
+
+    job = Job(around, replace(SETTINGS, noise_limit=100.0, calibration_samples=8))
+    with job.gact.step(job.loss_fn, job.batch):
+        loss = job.loss_fn(job.batch)
+    assert not job.gact.plan
+    monkeypatch.setattr(Store, "take", noted)
+    job.model.zero_grad()
+    loss.backward()
+    assert len(widths) >= 4
+    assert set(widths) == {SETTINGS.bits}
+    gradient = torch.cat([parameter.grad.flatten() for parameter in job.model.parameters()])
+    assert 0.0 < float((gradient - job.exact).square().sum()) < 0.1 * float(job.exact.square().sum())
 
 
 def test_the_setting_is_checked():
