@@ -112,11 +112,9 @@ def alias_of(tensor: Tensor, record: StorageRecord) -> View | None:
     if found is None:
         return None
     handle, offset, toggled = found
-    return (
-        handle.over(handle.base, tensor, offset)
-        if isinstance(handle, Repeated)
-        else View(handle, tensor, offset, toggled)
-    )
+    if isinstance(handle, Repeated):
+        return handle.over(handle.base, tensor, offset)
+    return View(handle, tensor, offset, toggled)
 
 
 def find_stored(tensor: Tensor, record: StorageRecord) -> tuple[Any, int, int] | None:

@@ -11,7 +11,7 @@ from .. import codec
 from ..offload import HostOffload
 from ..policies import Plan
 from .accounting import Account
-from .aliases import StorageRecord, has_gaps
+from .aliases import StorageRecord
 from .derived import Derived
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
@@ -63,7 +63,8 @@ class Sink(ABC):
         if captured.role not in (Role.ACTIVATION, Role.UNREAD) or captured.read is not None:
             return captured
         whole = origin(tensor)
-        repeats = repeats_of(whole) if tensor.numel() == whole.numel() and not has_gaps(tensor) else None
+        starts_there = whole is tensor or tensor.storage_offset() == whole.storage_offset()
+        repeats = repeats_of(whole) if starts_there and tensor.numel() == whole.numel() else None
         part = None if repeats is None else repeats.part_of(whole)
         if part is None or not self.wants_role(part):
             return captured

@@ -211,6 +211,25 @@ def test_what_is_changed_without_a_graph_after_it_was_repeated_is_stored_whole()
     assert repeats_of(tensor) is None
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_view_of_what_repeats_that_is_expanded_itself_is_what_it_was(number):
+    """It has as many elements as the whole, and in the second case lies elsewhere in it."""
+    x = torch.randn(1, 1, 2, 64, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        whole = (x * 2.0).expand(1, 4, 2, 64).clone()
+        return whole[:, :, number : number + 1].expand(1, 4, 2, 64).square().sum()
+
+    (exact,) = torch.autograd.grad(forward(x), x)
+    gact = gact_dist.attach(torch.nn.Identity(), config=Config(policy="uniform", bits=8, min_numel=16))
+    for _ in range(2):
+        with gact.step():
+            loss = forward(x)
+        (found,) = torch.autograd.grad(loss, x)
+    gact.detach()
+    assert (found - exact).abs().max() <= 2 * 2 * 8 * float(2 * (x.amax() - x.amin())) / 255
+
+
 def test_a_gradient_penalty_through_repeated_keys_has_the_predicted_error():
     job, draws = Job(SETTINGS, by_interleaving, by_products), 32
 
