@@ -11,7 +11,7 @@ from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
-from .handles import Content, Distributed, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded
+from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
@@ -26,7 +26,6 @@ __all__ = [
     "Calling",
     "Clock",
     "Content",
-    "Distributed",
     "Draw",
     "Encoder",
     "Footprint",
@@ -65,6 +64,7 @@ __all__ = [
     "recomputing",
     "replaying",
     "samples_of",
+    "stored_of",
     "tensors_of",
     "told_of_checkpoints",
 ]

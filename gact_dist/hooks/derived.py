@@ -32,7 +32,7 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, behind_reshapes, saved_handle
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View
+from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
 
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
@@ -215,11 +215,11 @@ def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> An
 
 
 def _is_stored(handle: Any) -> bool:
-    return isinstance(handle.base if isinstance(handle, View) else handle, (Stored, Replaceable))
+    return isinstance(base_of(handle), (Stored, Replaceable))
 
 
 def _is_rounded(handle: Any) -> bool:
-    base = handle.base if isinstance(handle, View) else handle
+    base = base_of(handle)
     payload = base.payload if isinstance(base, Stored) else None
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
 

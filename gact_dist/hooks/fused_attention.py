@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import node_in_backward, saved_handle
-from .handles import Recipe, Replaceable, Stored, View, decoded
+from .handles import Recipe, Replaceable, Stored, View, base_of, decoded
 
 _aten = torch.ops.aten
 _Operands = tuple[Tensor, Tensor, Tensor]
@@ -121,7 +121,7 @@ class AttentionResult:
 
 def output_again(node: Any) -> AttentionResult | None:
     """What makes the output of fused attention from queries, keys and values; None where it has to be stored."""
-    are_kept = all(isinstance(_whole(operand), (Stored, Replaceable)) for operand in _handles_of(node)[:3])
+    are_kept = all(isinstance(base_of(operand), (Stored, Replaceable)) for operand in _handles_of(node)[:3])
     if not are_kept or node._saved_dropout_p > 0.0:
         return None
     again = AttentionAgain(node)
@@ -158,7 +158,7 @@ class LogsumexpFit:
             exact = kept.payload
             kept.keep(Recipe(AttentionResult(again, again.logsumexp), exact), exact, None)
             return kept
-        operands = payloads.get(_whole(query)), payloads.get(_whole(key))
+        operands = payloads.get(base_of(query)), payloads.get(base_of(key))
         if None in operands or not any(map(_is_rounded, operands)) or not isinstance(kept, (Stored, Replaceable)):
             return None
         with torch.no_grad():
@@ -177,10 +177,6 @@ def _again_of(payload: Any) -> AttentionAgain | None:
     return getattr(payload.expression, "again", None) if isinstance(payload, Recipe) else None
 
 
-def _whole(handle: Any) -> Any:
-    return handle.base if isinstance(handle, View) else handle
-
-
 def _is_rounded(payload: Any) -> bool:
     if isinstance(payload, Recipe):
         return True
@@ -188,5 +184,5 @@ def _is_rounded(payload: Any) -> bool:
 
 
 def _decoded(handle: Any, payloads: dict[Stored | Replaceable, Any]) -> Tensor:
-    tensor = decoded(payloads[_whole(handle)])
+    tensor = decoded(payloads[base_of(handle)])
     return handle.within(tensor) if isinstance(handle, View) else tensor

@@ -297,6 +297,16 @@ class Distributed:
         return self.make(self.local.restore())
 
 
+def base_of(handle: Any) -> Any:
+    """What a view is a part of; any other handle is what it stands for itself."""
+    return handle.base if isinstance(handle, View) else handle
+
+
+def stored_of(handle: Any) -> Any:
+    """The same, of a distributed tensor on this rank's part."""
+    return base_of(handle.local if isinstance(handle, Distributed) else handle)
+
+
 class Kept:
     """A parameter, a tensor computed from parameters, or a kind of tensor that no codec knows.
 

@@ -44,7 +44,7 @@ from .backward_rules import (
     rule_of,
     rule_of_any,
 )
-from .handles import Distributed, Stored, View
+from .handles import Distributed, Stored, View, stored_of
 from .known_roles import KnownRoles, Place
 from .roles import Role, nodes_of
 from .sinks import Captured, Sink
@@ -296,7 +296,7 @@ class ReadInBackward:
         node = node_in_backward()
         if node is None:
             return
-        slots = [slot for slot, handle in saved_handles(node) if _whole(_inner(handle)) is stored]
+        slots = [slot for slot, handle in saved_handles(node) if stored_of(handle) is stored]
         if any(rule_of(node, slot) or multiplies_pole(node, slot) for slot in slots):
             self._roles.learn(self._name, self._place, Role.STATISTIC)
         elif self._is_view:
@@ -316,10 +316,6 @@ def _without_tensor(saved: Saved) -> Saved:
 
 def _key(node: Any) -> tuple[int, str]:
     return node._sequence_nr(), node.name()
-
-
-def _whole(handle: Any) -> Any:
-    return handle.base if isinstance(handle, View) else handle
 
 
 def _inner(handle: Any) -> Any:

@@ -32,14 +32,12 @@ from .._torch_internals import checkpoint_calls, next_sequence_number
 from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     STARTS,
-    Distributed,
     Noted,
     Recorded,
     Replay,
     Replayed,
     ReplayError,
     SavedTensorHooks,
-    View,
     kept_exactly,
     made_from_parameters,
     map_tensors,
@@ -47,6 +45,7 @@ from ..hooks import (
     origin,
     producer,
     replaying,
+    stored_of,
     tensors_of,
     told_of_checkpoints,
 )
@@ -135,9 +134,8 @@ class Visit:
 
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
-        handles = (outcome.local if isinstance(outcome, Distributed) else outcome for outcome in self.outcomes)
-        views = (handle.base for handle in handles if isinstance(handle, View))
-        return {*self.own, *views, *(kept.first for _, kept, _ in self.inputs if isinstance(kept, Replayed))}
+        saved = (stored_of(outcome) for outcome in self.outcomes if outcome is not None)
+        return {*self.own, *saved, *(kept.first for _, kept, _ in self.inputs if isinstance(kept, Replayed))}
 
 
 class BlockForward:

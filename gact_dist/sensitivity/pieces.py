@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch_internals import gradient_at, number_of, saved_handles
-from ..hooks import Distributed, Noted, ReplayError, Stored, StoredAgain, View
+from ..hooks import Noted, ReplayError, Stored, StoredAgain, stored_of
 from .autograd_graph import added, leading_to
 from .blocks import BlockForward, Visit
 from .parts import Part
@@ -55,7 +55,7 @@ def pieces_of_blocks(forward: BlockForward, fraction: float) -> dict[Visit, list
 
 def _pieces_of(outcomes: Sequence[Any], count: int) -> list[set[Any]]:
     """Shares of about equal size, in the order of saving. outcomes: of the run that was noted, see Visit."""
-    firsts = [_first_of(outcome) for outcome in outcomes]
+    firsts = [stored_of(outcome) for outcome in outcomes]
     sizes = {first: _nbytes_of(first) for first in firsts if first is not None}
     total, before = sum(sizes.values()), 0.0
     pieces: list[set[Any]] = [set() for _ in range(count)]
@@ -71,11 +71,6 @@ def _pieces_of(outcomes: Sequence[Any], count: int) -> list[set[Any]]:
 def _nbytes_of(first: Any) -> float:
     """Of a tensor that a block stored; none where it lies in the memory of another."""
     return first.numel * first.itemsize_bits / 8 if isinstance(first, Noted) else 0.0
-
-
-def _first_of(outcome: Any) -> Any:
-    outcome = outcome.local if isinstance(outcome, Distributed) else outcome
-    return outcome.base if isinstance(outcome, View) else outcome
 
 
 class _Kept:
@@ -95,7 +90,7 @@ class _Kept:
     def read_by(self, node: Any) -> Iterator[Any]:
         """What a node reads, by what stands for it."""
         for _, handle in saved_handles(node):
-            found = _first_of(handle)
+            found = stored_of(handle)
             if isinstance(found, Noted):
                 yield found
             elif found in self._firsts:
@@ -103,7 +98,7 @@ class _Kept:
 
     def has_all(self, node: Any) -> bool:
         """Whether all that a node reads is there."""
-        return not any(isinstance(_first_of(handle), Noted) for _, handle in saved_handles(node))
+        return not any(isinstance(stored_of(handle), Noted) for _, handle in saved_handles(node))
 
 
 class Pieces:

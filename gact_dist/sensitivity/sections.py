@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch_internals import saved_handles, storage_id
-from ..hooks import Distributed, Replaceable, Replayed, View, maker_of
+from ..hooks import Replaceable, Replayed, maker_of, stored_of
 from .blocks import Exit
 from .parts import Part, closed_to
 
@@ -109,8 +109,7 @@ def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[
     readers: dict[Any, list[Any]] = {item.first: [] for item in found}
     for node in nodes:
         for _, value in saved_handles(node):
-            handle = value.local if isinstance(value, Distributed) else value
-            handle = handle.base if isinstance(handle, View) else handle
+            handle = stored_of(value)
             if handle in memory:
                 readers[memory[handle]].append(node)
     return readers if all(readers.values()) else None
