@@ -108,7 +108,8 @@ class Config:
     """Compress the inputs of checkpointed blocks as well; false keeps them exactly."""
     recomputed: bool = False
     """Compress what a checkpointed block saves while it runs again in the backward, which with many layers is most of
-    what checkpointing leaves in memory. For non-reentrant checkpoints and policies that measure sensitivities."""
+    what checkpointing leaves in memory. For non-reentrant checkpoints and policies that measure sensitivities. The
+    average of bits is of what is there at once: the inputs of all blocks, and the elements of the largest block."""
     derive: bool | None = None
     """Do not store what backward can make again from other tensors by cheap operators (the output of a norm, of GELU or
     of fused attention, a product), where it would be rounded. None: where bits adapt. There what it is made of gets a

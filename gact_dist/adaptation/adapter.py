@@ -657,7 +657,8 @@ class Adapter:
             labels.append(_DERIVED)
         values = torch.zeros(len(labels), columns.width, dtype=torch.float64, device="cpu")
         for row, item in zip(values, found, strict=False):
-            row[columns.numel], row[columns.exact_bits] = item.numel, item.itemsize_bits
+            row[columns.numel] = self._hooks.elements_at_once(item.name, item.numel)
+            row[columns.exact_bits] = item.itemsize_bits
             row[columns.variance] = item.variance
             if item.examples is not None:
                 row[columns.examples] = torch.from_numpy(item.examples)

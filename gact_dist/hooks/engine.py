@@ -45,7 +45,7 @@ from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
 from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
-from .naming import ModuleScope, Namer
+from .naming import RECOMPUTED, ModuleScope, Namer
 from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
 from .readers import Readers, Saved
@@ -94,6 +94,7 @@ class SavedTensorHooks:
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
+        self._again: list[int] = []  # elements saved by each checkpointed block of the latest measurement
         self.clock: Clock | None = None
         """of the hooks' seconds, if anyone wants to know them"""
 
@@ -115,6 +116,13 @@ class SavedTensorHooks:
     def compresses_recomputed(self) -> bool:
         """Whether what a checkpointed block saves while it runs again is to be compressed as well."""
         return self.config.recomputed and self.policy.adapts and not self.policy.needs_step_bytes
+
+    def elements_at_once(self, name: str, numel: int) -> float:
+        """Of the elements of a tensor, those that count where the memory of a step is shared out.
+
+        Of what checkpointed blocks save when they run again, no more is there than of the largest of them.
+        """
+        return numel * max(self._again) / sum(self._again) if self._again and RECOMPUTED in name else float(numel)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -301,6 +309,7 @@ class SavedTensorHooks:
         record = Record(self.encoder, self.config.min_numel * fraction, rounded or {}, self._roles.derived)
         if again is not None:
             record.again, record.by_parts = again, True
+        self._again = []
         with self._instead_of_a_step(record, 0):
             readers = None if observer is None else Readers(self._roles, record)
             with self._observed(observer, readers), self._saved_tensors_hooks():
@@ -325,13 +334,15 @@ class SavedTensorHooks:
         record = self._sink
         if not isinstance(record, Record):
             raise ReplayError("tensors can be noted only while a forward is recorded")
-        before = record.notes, self._namer.recomputed
+        before, known = (record.notes, self._namer.recomputed), len(record.found)
         record.notes, self._namer.recomputed = True, recomputed
         try:
             with _hooked(pack, _unpack):
                 yield
         finally:
             record.notes, self._namer.recomputed = before
+        if recomputed:
+            self._again.append(sum(noted.numel for noted in record.found[known:]))
 
     @contextmanager
     def rehearsal(

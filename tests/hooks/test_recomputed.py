@@ -17,9 +17,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import gact_dist
 from gact_dist import Config
 from gact_dist.adaptation import adapter
+from gact_dist.hooks import SavedTensorHooks
 from gact_dist.hooks.handles import Stored
 from gact_dist.hooks.roles import Role
 from gact_dist.hooks.sinks import Captured, Store
+from gact_dist.policies.allocation import Allocation
+from gact_dist.policies.base import Costs
+from gact_dist.policies.gact import Gact
 
 SETTINGS = Config(bits=4, min_numel=16, recomputed=True, noise_limit=0)
 DRAWS = 24
@@ -297,6 +301,26 @@ def test_once_the_default_widths_were_compared_a_block_that_runs_again_has_them(
     assert set(widths) == {SETTINGS.bits}
     gradient = torch.cat([parameter.grad.flatten() for parameter in job.model.parameters()])
     assert 0.0 < float((gradient - job.exact).square().sum()) < 0.1 * float(job.exact.square().sum())
+
+
+def test_bits_are_shared_out_by_what_is_there_at_the_same_time(monkeypatch):
+    """Of four blocks that run again, alike, one is there with all that they keep."""
+    sizes: list[dict[str, float]] = []
+    allocate = Gact.allocate
+
+    def noted(policy: Gact, costs: Costs) -> Allocation:
+        sizes.append(dict(zip(costs.names, costs.sizes, strict=True)))
+        return allocate(policy, costs)
+
+    monkeypatch.setattr(Gact, "allocate", noted)
+    for at_once in (SavedTensorHooks.elements_at_once, lambda _, name, numel: float(numel)):
+        monkeypatch.setattr(SavedTensorHooks, "elements_at_once", at_once)
+        Job(lambda: (Around(layers=4), torch.randint(0, 37, (8, 33)))).calibrate()
+    found, whole = sizes[0], sizes[-1]
+    assert found.keys() == whole.keys()
+    assert len(recomputed(found)) >= 16
+    for name, size in found.items():
+        assert size == whole[name] / (4 if "~" in name else 1)
 
 
 def test_the_setting_is_checked():
