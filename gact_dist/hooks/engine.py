@@ -35,6 +35,7 @@ from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_stored
+from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
@@ -43,7 +44,7 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
-from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
+from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
 from .one_bit import OneBit, read_by
@@ -90,6 +91,7 @@ class SavedTensorHooks:
         self._bases = SharedBases()
         self._vectors: list[Kept] = []  # copies of small parameters that this forward has made for recipes
         self._functions = CustomFunctions(self._roles.by_name)
+        self._masks = BooleanMasks()
         self._readers: Readers | None = None  # in a forward that shows them
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
@@ -197,9 +199,11 @@ class SavedTensorHooks:
             # a compiled region is compiled anew under a function mode, and shows it no operator
             observer = None if self._namer.scope.compiled else OperatorObserver()
         told = told_of_checkpoints(self._at_checkpoint)
+        # what is compiled would be so anew for another function in the place of attention
+        watched = self._masks.watched() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
         try:
-            with self._observed(observer, readers, True), told, offered, self._saved_tensors_hooks():
+            with self._observed(observer, readers, True), told, offered, watched, self._saved_tensors_hooks():
                 yield
         finally:
             if readers is not None and not readers.is_done:
@@ -564,6 +568,8 @@ class SavedTensorHooks:
         own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
         role = self._role_in_function(target, name, own, site) if rounds else own
         captured = self._sink.without_repeats(Captured(target, name, role, record, None, read))
+        if role is Role.STATISTIC and self._masks.is_running and not self._sink.records:
+            captured = captured._replace(recipe=self._mask_again(target, name))
         handle = stored = self._take(captured)
         if captured.repeats is not None:
             handle = Repeated(stored, tensor, captured.repeats)
@@ -578,6 +584,19 @@ class SavedTensorHooks:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         self._sink.after(tensor.grad_fn)
         return handle
+
+    def _mask_again(self, tensor: Tensor, name: str) -> Recipe | None:
+        """How to make what attention keeps of a boolean mask. See [Note: boolean masks] in boolean_masks.py."""
+        mask = self._masks.behind(tensor, name, self._readers is not None) if self.encoder.is_large(tensor) else None
+        if mask is None:
+            return None
+        record = self._storages.of(mask)
+        handle: Any = alias_of(mask, record)
+        if handle is None:
+            record.seen_bytes = max(record.seen_bytes, mask.untyped_storage().nbytes())  # no operator saves it
+            handle = self._sink.take(Captured(mask, f"{name} of booleans", None, record))
+            note_stored(mask, record, handle)
+        return Recipe(MaskAgain(handle, tensor), tensor)
 
     def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
         """What a custom function that is saving makes of a tensor's role."""

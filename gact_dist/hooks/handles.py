@@ -50,7 +50,10 @@ class Recipe:
             if made.stride() == self.strides:
                 return made
             laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)
-            return laid_out.copy_(made)
+            repeats = [d for d, stride in enumerate(self.strides) if stride == 0]
+            once = tuple(slice(1) if d in repeats else slice(None) for d in range(len(self.strides)))
+            laid_out[once].copy_(made[once])
+            return laid_out
 
 
 Content = Tensor | codec.Packed | Recipe

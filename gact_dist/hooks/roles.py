@@ -34,6 +34,7 @@ from .._torch_internals import (
     storage_reference,
     without_modes,
 )
+from .boolean_masks import WRAPPER
 
 
 class Role(Enum):
@@ -47,9 +48,15 @@ class Role(Enum):
     UNREAD = "unread"  # an activation until it shows who reads it: see readers.py
 
 
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """What torch.nn.functional has now, which may be a wrapper."""
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
 def _with_interception(function: Callable) -> FunctionType:
     """A copy of a composite Python function of torch that does not dispatch to the mode, so that its parts do."""
-    scope = {**function.__globals__, "has_torch_function": lambda *_: False}
+    own = {"has_torch_function": lambda *_: False, "scaled_dot_product_attention": _attention}
+    scope = {**function.__globals__, **own}
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -60,6 +67,7 @@ _COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_a
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """what a call of a backward is to a function mode"""
 
+_ATTENTION = F.scaled_dot_product_attention  # itself: see [Note: boolean masks] in boolean_masks.py
 _NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
 
 
@@ -225,7 +233,7 @@ class OperatorObserver(TorchFunctionMode):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
-        if function is F.scaled_dot_product_attention:
+        if function is _ATTENTION:
             # its logsumexp may have as many numbers as a mask has, or few keys
             mask = _attention_mask(args, kwargs)
             converted = any(operand.shape == tensor.shape for operand in operands if operand is not mask)
@@ -234,17 +242,18 @@ class OperatorObserver(TorchFunctionMode):
         return Role.ACTIVATION if converted else Role.STATISTIC
 
 
-_OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__)
+_OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__, _attention.__code__)
 
 
 def instruction(frame: FrameType, observed: bool) -> Instruction:
     """Which instruction called the operator that is saving.
 
-    frame: of the pack hook's caller, which may be an observer's frame. observed: whether an observer is there.
+    frame: of the pack hook's caller, which may be an observer's frame or a wrapper's. observed: whether an observer is
+    there.
     In the same place of another step it shows another operator: on another branch in one line, or behind a call of a
     function of torch.nn.functional. Builtin operators that one instruction calls in turn look alike.
     """
-    while observed and frame.f_back is not None and frame.f_code in _OWN:
+    while frame.f_back is not None and (frame.f_code is WRAPPER or (observed and frame.f_code in _OWN)):
         frame = frame.f_back
     return id(frame.f_code), frame.f_lasti
 
@@ -292,7 +301,7 @@ def _has_mask_value(value: Any) -> bool:
 
 
 def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:
-    if function is not F.scaled_dot_product_attention:
+    if function is not _ATTENTION:
         return False
     mask = _attention_mask(args, kwargs)
     return isinstance(mask, Tensor) and storage_id(mask) == storage_id(tensor)
@@ -303,7 +312,7 @@ def _attention_mask(args: tuple, kwargs: dict) -> Any:
 
 
 def _draws_noise(function: Callable) -> bool:
-    return _is_dropout(function) or function is F.scaled_dot_product_attention
+    return _is_dropout(function) or function is _ATTENTION
 
 
 def _is_dropout(function: Callable) -> bool:

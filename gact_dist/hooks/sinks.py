@@ -15,7 +15,7 @@ from .aliases import StorageRecord
 from .derived import Derived
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
-from .handles import Content, Noted, Recorded, Replaceable, Stored, View
+from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
 from .naming import origin
 from .one_bit import OneBit
 from .repeated import Repeated, Repeats, repeats_of
@@ -37,6 +37,8 @@ class Captured(NamedTuple):
     """what is read of it, with Role.ONE_BIT"""
     repeats: Repeats | None = None
     """how the whole repeats it"""
+    recipe: Recipe | None = None
+    """what gives it back exactly"""
 
     @property
     def repeated(self) -> Tensor | None:
@@ -142,8 +144,8 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record, _, read, _ = captured
-        payload = self._content_of(tensor, name, role, read)
+        tensor, name, role, record, _, read, _, recipe = captured
+        payload = self._content_of(tensor, name, role, read) if recipe is None else recipe
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         on_host = 0 if stored.offloaded is None else stored.host_bytes

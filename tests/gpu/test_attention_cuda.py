@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
+from gact_dist.hooks.boolean_masks import BooleanMasks
 
 SAMPLES, LENGTH, WIDTH, HEADS = 4, 128, 256, 4
 BACKENDS = {
@@ -27,15 +28,17 @@ UNAVAILABLE = ("No available kernel", "No viable backend")
 
 
 class Attention(nn.Module):
-    """[samples, length, width] -> the same."""
+    """[samples, length, width] -> the same. mask: boolean, or None for a causal one."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Tensor | None = None) -> None:
         super().__init__()
+        self.mask = mask
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        causal = self.mask is None
+        return self.out(F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal).transpose(1, 2).flatten(2))
 
 
 def job() -> tuple[nn.Module, Tensor]:
@@ -87,3 +90,27 @@ def test_what_a_backend_saves_is_compressed_and_named_and_the_gradient_is_close(
     assert level == "L1" or {row.name for row in large} <= set(gact.plan)
     assert backend == "math" or any(":ScaledDotProductAttention@" in row.name for row in large)
     assert gact.report().ratio > 3  # bfloat16 in 4 bits and 4 bytes for 128 elements: 3.8
+
+
+def test_what_is_kept_of_a_boolean_mask_is_made_again_from_it(monkeypatch):
+    """By a backend that takes masks; without rounding a bit of it, in observed steps and in others."""
+    mask = torch.rand(SAMPLES, 1, LENGTH, LENGTH, device="cuda") < 0.7
+    found = []
+    for makes in (True, False):
+        if not makes:
+            monkeypatch.setattr(BooleanMasks, "behind", lambda *_: None)
+        torch.manual_seed(0)
+        model = nn.Sequential(Attention(mask), Attention(mask), nn.Linear(WIDTH, 10)).to("cuda", torch.bfloat16)
+        batch = torch.randn(SAMPLES, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
+        gact = gact_dist.attach(model, "L1")
+        steps = []
+        for _ in range(3):
+            with gact.step(), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                loss = model(batch).float().square().mean()
+            steps.append(torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))]))
+        rows = gact.report().rows
+        found.append((steps, [row.codec for row in rows if row.shape[-2:] == (LENGTH, LENGTH)]))
+        gact.detach()
+    (made, codecs), (stored, _) = found
+    assert sorted(codecs) == ["derived", "derived", "mask"]
+    assert all(torch.equal(one, other) for one, other in zip(made, stored, strict=True))
