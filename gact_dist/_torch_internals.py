@@ -220,6 +220,18 @@ def behind_reshapes(node: Any) -> Any:
     return node
 
 
+def repeated_dimensions(tensor: torch.Tensor) -> list[int]:
+    """Along which a tensor was expanded: its elements there are one in memory."""
+    return [n for n, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if size > 1 > stride]
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the elements that only repeat others in memory, since it was expanded."""
+    for dimension in repeated_dimensions(tensor):
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
 def next_sequence_number() -> int:
     """What the next node that this thread makes is numbered with; nodes are numbered in the order of their making."""
     return torch._C._autograd._get_sequence_nr()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._patches import SharedPatch
-from .._torch_internals import PLAIN, is_fake, storage_id
+from .._torch_internals import PLAIN, is_fake, once, storage_id
 
 
 class _Call(NamedTuple):
@@ -57,7 +57,7 @@ class BooleanMasks:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of attention begins; what is wrong with it is left to that."""
-        mask: Any = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+        mask = mask_given(args, kwargs)
         if type(mask) not in PLAIN or mask.dtype is not torch.bool or mask.dim() < 2:
             return
         if not (kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)):
@@ -87,9 +87,14 @@ class BooleanMasks:
         return mask if name in self._known else None
 
 
+def mask_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The mask of a call of scaled_dot_product_attention."""
+    return kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+
+
 def _is_made_of(mask: Tensor, tensor: Tensor) -> bool:
     """Whether a tensor is zero where the mask is true, and -inf elsewhere. Waits for the device."""
-    own = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+    own = once(tensor)
     allowed = mask.expand(tensor.shape)[tuple(map(slice, own.shape))]
     return torch.equal(own == 0, allowed) and torch.equal(own == -math.inf, ~allowed)
 

@@ -96,7 +96,7 @@ class SavedTensorHooks:
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
-        self._again: list[int] = []  # elements saved by each checkpointed block of the latest measurement
+        self._again: list[int] = []  # Record.recomputed of the latest that has some
         self.clock: Clock | None = None
         """of the hooks' seconds, if anyone wants to know them"""
 
@@ -313,12 +313,12 @@ class SavedTensorHooks:
         record = Record(self.encoder, self.config.min_numel * fraction, rounded or {}, self._roles.derived)
         if again is not None:
             record.again, record.by_parts = again, True
-        self._again = []
         with self._instead_of_a_step(record, 0):
             readers = None if observer is None else Readers(self._roles, record)
             with self._observed(observer, readers), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
+        self._again = record.recomputed or self._again
 
     @contextmanager
     def noting(self, outcomes: list[Any], recomputed: bool = False) -> Iterator[None]:
@@ -346,7 +346,7 @@ class SavedTensorHooks:
         finally:
             record.notes, self._namer.recomputed = before
         if recomputed:
-            self._again.append(sum(noted.numel for noted in record.found[known:]))
+            record.recomputed.append(sum(noted.numel for noted in record.found[known:]))
 
     @contextmanager
     def rehearsal(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view
+from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, once
 from ..offload import HostOffload, Payload
 from .roles import Role
 
@@ -50,9 +50,8 @@ class Recipe:
             if made.stride() == self.strides:
                 return made
             laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)
-            repeats = [d for d, stride in enumerate(self.strides) if stride == 0]
-            once = tuple(slice(1) if d in repeats else slice(None) for d in range(len(self.strides)))
-            laid_out[once].copy_(made[once])
+            place = once(laid_out)
+            place.copy_(made[tuple(map(slice, place.shape))])
             return laid_out
 
 

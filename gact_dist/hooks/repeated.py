@@ -80,10 +80,10 @@ class Repeated(View):
 
 def repeats_of(tensor: Tensor) -> Repeats | None:
     """How a tensor that was computed repeats itself; None if it does not, or only along its first dimension."""
-    if type(tensor) not in PLAIN or not tensor.is_floating_point() or tensor.dim() < 2 or tensor._version:
+    node = None if tensor._version else behind_reshapes(tensor.grad_fn)
+    if node is None or node.name() != "CloneBackward0":  # as of most
         return None
-    node = behind_reshapes(tensor.grad_fn)
-    if node is None or node.name() != "CloneBackward0":
+    if type(tensor) not in PLAIN or not tensor.is_floating_point() or tensor.dim() < 2:
         return None
     below: Any = node.next_functions[0][0]
     if below is None or below.name() != "ExpandBackward0" or not tensor.is_contiguous() or lazy_bits(tensor):

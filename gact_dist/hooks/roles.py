@@ -34,7 +34,7 @@ from .._torch_internals import (
     storage_reference,
     without_modes,
 )
-from .boolean_masks import WRAPPER
+from .boolean_masks import WRAPPER, mask_given
 
 
 class Role(Enum):
@@ -235,7 +235,7 @@ class OperatorObserver(TorchFunctionMode):
             return Role.STATISTIC
         if function is _ATTENTION:
             # its logsumexp may have as many numbers as a mask has, or few keys
-            mask = _attention_mask(args, kwargs)
+            mask = mask_given(args, kwargs)
             converted = any(operand.shape == tensor.shape for operand in operands if operand is not mask)
         else:
             converted = any(operand.is_floating_point() and operand.numel() == tensor.numel() for operand in operands)
@@ -303,12 +303,8 @@ def _has_mask_value(value: Any) -> bool:
 def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: dict) -> bool:
     if function is not _ATTENTION:
         return False
-    mask = _attention_mask(args, kwargs)
+    mask = mask_given(args, kwargs)
     return isinstance(mask, Tensor) and storage_id(mask) == storage_id(tensor)
-
-
-def _attention_mask(args: tuple, kwargs: dict) -> Any:
-    return kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
 
 
 def _draws_noise(function: Callable) -> bool:

@@ -65,10 +65,11 @@ class Sink(ABC):
         if captured.role not in (Role.ACTIVATION, Role.UNREAD) or captured.read is not None:
             return captured
         whole = origin(tensor)
-        starts_there = whole is tensor or tensor.storage_offset() == whole.storage_offset()
-        repeats = repeats_of(whole) if starts_there and tensor.numel() == whole.numel() else None
-        part = None if repeats is None else repeats.part_of(whole)
-        if part is None or not self.wants_role(part):
+        repeats = repeats_of(whole)
+        if repeats is None or tensor.numel() != whole.numel() or tensor.storage_offset() != whole.storage_offset():
+            return captured
+        part = repeats.part_of(whole)
+        if not self.wants_role(part):
             return captured
         return captured._replace(tensor=part, whole=whole, repeats=repeats)
 
@@ -255,6 +256,8 @@ class Record(Sink):
         """whether tensors are only noted: the block that saves them will run again"""
         self.again: list[Replayed] = []
         """of what was only noted, what something else saves as well"""
+        self.recomputed: list[int] = []
+        """elements that each checkpointed block saves when it runs again"""
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
         self.by_parts = False
         """whether the graph is differentiated twice, part by part: then what is derived moves what it is made of"""

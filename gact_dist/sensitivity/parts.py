@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._errors import first_line, is_out_of_memory
+from .._torch_internals import once, repeated_dimensions
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import Recorded, Replayed
 from .autograd_graph import backward, watched
@@ -106,26 +107,15 @@ def seen_through(record: Recorded, product: Tensor) -> Tensor:
     if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
         return product
     laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)
-    repeats = _repeats(origin)
+    repeats = repeated_dimensions(origin)
     once(laid_out).copy_(product.sum(repeats, keepdim=True) if repeats else product)
     return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
-
-
-def once(tensor: Tensor) -> Tensor:
-    """A tensor without the elements that only repeat others in memory, since it was expanded."""
-    for dimension in _repeats(tensor):
-        tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
 
 
 def repeated_as(values: Tensor, tensor: Tensor) -> Tensor:
     """Values of a tensor's shape, repeated in memory where it repeats its elements."""
     shape = once(tensor).shape
     return values if shape == values.shape else values[tuple(map(slice, shape))].expand(values.shape)
-
-
-def _repeats(tensor: Tensor) -> list[int]:
-    return [n for n, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if size > 1 > stride]
 
 
 def edge_of(item: Replayed) -> tuple[Any, int]:

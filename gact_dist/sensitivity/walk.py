@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
+from .._torch_internals import once
 from ..distributed import (
     any_rank,
     differentiable_twice,
@@ -55,7 +56,7 @@ from ..hooks import (
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
-from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, once, present, refused, repeated_as, seen_through
+from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
 from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
 from .sections import Section, divided, divided_open, note_gradients, passed_on
 from .surroundings import copied
