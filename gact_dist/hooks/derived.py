@@ -64,7 +64,7 @@ class Expression:
     def restore(self) -> Tensor:
         """Its value."""
         first, *others = self._operands
-        owns = first.is_private if isinstance(first, Expression) else _is_rounded(first)  # which is decoded anew
+        owns = first.is_private if isinstance(first, Expression) else _is_decoded_for_one(first)
         value = first.restore()
         function = self._function
         if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
@@ -222,6 +222,10 @@ def _is_rounded(handle: Any) -> bool:
     base = base_of(handle)
     payload = base.payload if isinstance(base, Stored) else None
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
+
+
+def _is_decoded_for_one(handle: Any) -> bool:
+    return _is_rounded(handle) and base_of(handle).readers < 2
 
 
 def _numel(handle: Any) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import node_in_backward, saved_handle
-from .handles import Recipe, Replaceable, Stored, View, base_of, decoded
+from .handles import Recipe, Replaceable, Stored, View, base_of, count_reader, decoded, restored_together
 
 _aten = torch.ops.aten
 _Operands = tuple[Tensor, Tensor, Tensor]
@@ -79,6 +79,8 @@ class AttentionAgain:
     def __init__(self, node: Any) -> None:
         """node: whose queries, keys and values are kept by handles."""
         self._handles = _handles_of(node)
+        for handle in self._handles[:3]:
+            count_reader(base_of(handle))
         self._run = partial(OPERATORS[node.name()].run, causal=node._saved_is_causal, scale=node._saved_scale)
         self._made: _Results | None = None
         self._left = [True, True]
@@ -99,8 +101,9 @@ class AttentionAgain:
         """Both results are kept until the backward of the attention itself has asked for both."""
         made = self._made
         if made is None:
-            *qkv, mask = (None if handle is None else handle.restore() for handle in self._handles)
-            made = self._made = self._run(qkv, mask)
+            *qkv, mask = self._handles
+            bias = None if mask is None else mask.restore()
+            made = self._made = self._run(restored_together(qkv), bias)
         reader = node_in_backward()
         if reader is not None and reader.name() in OPERATORS and self.is_of(reader):
             self._left[number] = False
@@ -114,6 +117,7 @@ class AttentionResult:
 
     __slots__ = ("again", "restore")
     nbytes = 0
+    keeps_what_it_made = True
 
     def __init__(self, again: AttentionAgain, restore: Callable[[], Tensor]) -> None:
         self.again, self.restore = again, restore

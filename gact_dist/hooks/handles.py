@@ -3,11 +3,19 @@
 [Note: lifetime] The graph owns a handle, a handle owns its payload, and the tables of a step know handles only weakly.
 A graph that is dropped frees everything, with or without a backward; restore changes nothing, so retain_graph, a second
 backward and a nested grad work.
+
+[Note: several readers] Queries, keys and values are projections of one tensor, and attention that runs again reads what
+its own backward reads next. Such backwards mostly follow one another, so what is decoded or made for one of several
+readers is kept until the last of them has it, or until another tensor is decoded. So no more than one tensor is there
+that nobody reads at the moment; of attention, its operands. Other recipes do not count as readers: they work in the
+memory of what they have decoded, and to keep a copy of it would raise the peak of a step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +43,13 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("dtype", "expression", "nbytes", "shape", "strides")
+    __slots__ = ("dtype", "expression", "keeps_what_it_made", "nbytes", "shape", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
         self.expression = expression
+        self.keeps_what_it_made: bool = getattr(expression, "keeps_what_it_made", False)
+        """for its next reader"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
 
@@ -69,10 +79,16 @@ def decoded(content: Content) -> Tensor:
 class Stored:
     """One tensor kept for backward: a codec's payload, on the device or in host memory, an alias, or a recipe."""
 
-    __slots__ = ("__weakref__", "name", "offloaded", "on_restore", "payload", "version", "witness")
+    __slots__ = (
+        "__weakref__", "_left", "_made", "name", "offloaded", "on_restore", "payload", "readers", "version", "witness"
+    )  # fmt: skip
 
     def __init__(self, name: str, tensor: Tensor, payload: Content, offload: HostOffload | None = None) -> None:
         self.name = name
+        self.readers = 1
+        """operators that have saved it or a view of it, and attention that runs again"""
+        self._made: Tensor | None = None  # what is restored, while some of them have not read it
+        self._left = 0  # how many
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
         self.keep(payload, tensor, offload)
@@ -82,7 +98,7 @@ class Stored:
         self.offloaded: Payload | None = None
         if offload is not None:
             payload = self._place(payload, offload)
-        self.payload = payload
+        self.payload, self._made = payload, None
         self.witness = payload if isinstance(payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
@@ -131,6 +147,7 @@ class Stored:
     def replace(self, tensor: Tensor) -> None:
         """Keep another tensor in place of an alias."""
         self.payload = self.witness = tensor
+        self._made = None
         self.version = tensor._version
 
     def restore(self) -> Tensor:
@@ -140,11 +157,71 @@ class Stored:
         if self.on_restore is not None:
             self.on_restore(self)
         payload = self.payload
+        if isinstance(payload, Tensor) or (isinstance(payload, Recipe) and payload.keeps_what_it_made):
+            return self._decoded()
+        if self.readers > 1:
+            return self._for_several()
+        forget_decoded()
+        return self._decoded()
+
+    def _for_several(self) -> Tensor:
+        """See [Note: several readers]."""
+        made = self._made
+        if made is None:
+            forget_decoded()
+            made, self._left = self._decoded(), self.readers
+            forget_decoded()  # what it was made of
+            _latest[get_ident()] = [ref(self)]
+        self._left -= 1
+        self._made = made if self._left > 0 else None
+        return made.detach()
+
+    def _decoded(self) -> Tensor:
+        payload = self.payload
         if self.offloaded is not None:
             fetched = self.offloaded.fetch()
             if fetched is not None and isinstance(payload, codec.Packed):
                 return codec.unpack(codec.with_payload(payload, fetched))
         return decoded(payload)
+
+    def forget_made(self) -> None:
+        """What is restored next is decoded or made anew."""
+        self._made = None
+
+
+_latest: dict[int, list[ref[Stored]]] = {}
+"""by thread, what was decoded last for several readers: each device has a thread that runs its backwards"""
+
+
+def forget_decoded() -> None:
+    """Keep nothing that this thread has decoded for several readers."""
+    if _latest:
+        _forget_of(get_ident())
+
+
+def forget_all_decoded() -> None:
+    """Keep nothing that any thread has: it is no longer what is stored."""
+    for thread in [*_latest]:
+        _forget_of(thread)
+
+
+def _forget_of(thread: int) -> None:
+    for reference in _latest.pop(thread, ()):
+        stored = reference()
+        if stored is not None:
+            stored.forget_made()
+
+
+def restored_together(handles: Iterable[Any]) -> list[Tensor]:
+    """What some handles stand for, kept as if it were one tensor. See [Note: several readers]."""
+    thread = get_ident()
+    found: list[Tensor] = []
+    kept: list[ref[Stored]] = []
+    for handle in handles:
+        found.append(handle.restore())
+        kept += _latest.pop(thread, ())
+    _latest[thread] = kept
+    return found
 
 
 class Replaceable:
@@ -268,10 +345,21 @@ class View:
 
     __slots__ = ("base", "offset", "size", "stride", "toggled")
 
-    def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int, toggled: int = 0) -> None:
-        """toggled: the lazy bits in which the tensor differs from its base."""
+    def __init__(
+        self,
+        base: Stored | Replaceable | Noted,
+        tensor: Tensor,
+        offset: int,
+        toggled: int = 0,
+        *,
+        is_first: bool = False,
+    ) -> None:
+        """toggled: the lazy bits in which the tensor differs from its base. is_first: whether nothing else has read
+        that."""
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
         self.toggled = toggled
+        if not is_first:
+            count_reader(base)
 
     def restore(self) -> Tensor:
         return self.within(self.base.restore())
@@ -302,6 +390,12 @@ class Distributed:
 def base_of(handle: Any) -> Any:
     """What a view is a part of; any other handle is what it stands for itself."""
     return handle.base if isinstance(handle, View) else handle
+
+
+def count_reader(base: Any) -> None:
+    """Of what base_of() gave. See [Note: several readers]."""
+    if type(base) is Stored:
+        base.readers += 1
 
 
 def stored_of(handle: Any) -> Any:

@@ -110,7 +110,8 @@ class Replay:
             target = tensor._base
         else:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
-        return View(self._take(target, first, None, whole), tensor, outcome.offset, outcome.toggled)
+        base = self._take(target, first, None, whole)
+        return View(base, tensor, outcome.offset, outcome.toggled, is_first=True)
 
     def _part(self, outcome: Repeated, tensor: Tensor, first: Any) -> Replaceable | Stored:
         """The handle of what a tensor repeats."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from ..hooks import SavedTensorHooks, Stored, decoded
+from ..hooks import SavedTensorHooks, Stored, decoded, forget_all_decoded
 from ..policies import Plan, one_width
 from .autograd_graph import backward, nodes_below, parameters_among, scalar
 from .checkpoint import measurable
@@ -105,10 +105,12 @@ class CompressedPerturbation:
         bits = widest_inexact((one_width(plan.bits_of(handle.name)) or codec.MAX_BITS) - 1, rounding)
         handle.payload = self._encoder.pack(tensor, bits, self._seed + len(self.found))
         del tensor
+        forget_all_decoded()
         try:
             yield float(rounding[bits - 1])
         finally:
             handle.payload = before
+            forget_all_decoded()
 
 
 def _is_rounded(handle: Stored) -> bool:
