@@ -111,7 +111,7 @@ def test_each_share_returns_what_the_allocator_kept_of_it(long_steps, monkeypatc
 
 def test_the_first_step_compares_the_default_widths_and_the_next_ones_measure(long_steps, monkeypatch):
     job = Watched(monkeypatch, lr=0.1).steps(1 + FIRST)
-    assert job.parts == [1, 1, 1, 1, 1, 0]  # the first ends when its forward has shown how long steps are
+    assert job.parts == [0, 1, 1, 1, 1, 0]
     assert job.comparisons == [1, 0, 0, 0, 0, 1]
     assert job.plans[:FIRST] == [{}] * FIRST
     assert job.plans[FIRST] == job.gact.adaptation.plan
@@ -151,14 +151,14 @@ def test_a_budget_in_bytes_holds_before_the_first_plan(long_steps, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "steps"),
     # shares of examples are seen in all of them at once, which takes two halves; an error bound is held by later steps
-    [({"policy": "actnn"}, [1, 1, 0, 0]), ({"policy": "acgc", "error": 0.25}, [1, 1, 1, 1, 1, 0])],
+    [({"policy": "actnn"}, [0, 1, 0, 0]), ({"policy": "acgc", "error": 0.25}, [0, 1, 1, 1, 1, 0])],
     ids=["actnn", "acgc"],
 )
 def test_other_policies_wait_for_their_first_plan_as_well(settings, steps, long_steps, monkeypatch):
     config = Config(**settings, adapt_interval=INTERVAL, adapt_tolerance=0, min_numel=16)
     job = Watched(monkeypatch, config, lr=0.1).steps(len(steps))
     assert job.parts == steps
-    assert sum(job.halves) == steps.count(0) - 1
+    assert sum(job.halves) == steps.count(0) - 2
     assert job.plans[:-1] == [{}] * (len(steps) - 1)
     assert len(job.plans[-1]) > 10
 
@@ -258,7 +258,7 @@ def single(monkeypatch, config=SPREAD, lr=0.0):
 
 def test_a_single_example_takes_two_steps_and_the_comparison_a_third(long_steps, monkeypatch):
     job = single(monkeypatch, lr=0.1).steps(4 + (INTERVAL - 1) + 3)
-    assert job.parts == [1, 1, 0, 0, *[0] * (INTERVAL - 1), 1, 0, 0]
+    assert job.parts == [0, 1, 0, 0, *[0] * (INTERVAL - 1), 1, 0, 0]
     assert job.halves == [0, 0, 1, 0, *[0] * (INTERVAL - 1), 0, 1, 0]
     assert job.comparisons[:4] == [1, 0, 0, 1]
     assert job.comparisons[-3:] == [0, 0, 1]
@@ -304,7 +304,7 @@ def test_another_forward_in_the_second_step_is_measured_anew_at_once(long_steps,
     with caplog.at_level("DEBUG", logger="gact_dist"):
         job.steps(2)
     assert "the loss function refuses examples of an earlier step: one label" in caplog.text
-    assert job.parts == [1, 1, 1, 0]
+    assert job.parts == [0, 1, 1, 0]
     assert job.comparisons == [1, 0, 0, 1]
     assert all(value > 0.0 for value in job.gact.adaptation.sensitivity.values())
 
@@ -350,7 +350,7 @@ def test_batches_that_cannot_be_kept_are_measured_in_one_step(long_steps, monkey
     job.loss = lambda _: torch.nn.functional.cross_entropy(job.model(tokens).flatten(0, -2), targets.flatten())
     job.batch = None
     job.steps(3)
-    assert job.parts == [1, 1, 0]
+    assert job.parts == [0, 1, 0]
     assert job.comparisons == [1, 0, 1]
 
 

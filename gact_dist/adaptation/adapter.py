@@ -8,9 +8,9 @@ copy of it is kept. In short steps, in which most of the time is that of the cal
 measured at once, but after the first plan in three steps. Ranks take as many steps as the one with the most parts. What
 was measured so far is in no state: a run whose state is asked for begins anew, as a resumed one does.
 
-[Note: first step] Whether steps are long is known from the steps of the job. Before the first one it is seen in the
-first forward of the measurement. If they are, the measurement ends there and begins anew in the second step. The first
-then runs under the default widths, and so it is these that are compared with the exact gradient in it.
+[Note: first step] Whether steps are long is known from the steps of the job. Before the first one a forward of part of
+the examples shows it, and what need not be stored. If they are, the measurement begins in the second step. The first
+runs under the default widths, and so it is these that are compared with the exact gradient in it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _WEIGHINGS = 3
 # After which a job that gives none is told so.
 _STEPS_WITHOUT_LOSS = 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
-_LOOKING = "finding what need not be stored"
+_LOOKING = "finding what a step keeps"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
 _FINER_INSIDE = 4
 """times more parts where what a checkpoint recomputes is measured as well: its own steps hold that of one block, and
@@ -141,10 +141,6 @@ class _PausedPart(NamedTuple):
     """of the batch"""
 
 
-class _SeenEnough(Exception):
-    """Ends a measurement whose forward has shown how long steps are."""
-
-
 @dataclass(eq=False)
 class _Progress:
     """How far an adaptation is."""
@@ -158,9 +154,7 @@ class _Progress:
     is_spread: bool = False
     """whether steps are long, so that it takes several"""
     is_first: bool = False
-    """whether that is to be seen; see [Note: first step]"""
-    has_seen: bool = False
-    """whether the measurement ended when it was seen"""
+    """whether no step of the job has shown that; see [Note: first step]"""
     is_short: bool = False
     """whether it takes several although steps are short"""
     pauses: bool | None = None
@@ -262,9 +256,8 @@ class Adapter:
             if not (now.is_spread or now.is_first or self.policy.follows_gradient) and self._hooks.plan.bits:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
-        if self._hooks.may_derive and not has_compiled_parts(self._model):  # what is derived has to be known
-            first_parts = chain.from_iterable(now.batch.divisions(now.batch.parts(), only=0))
-            self._footprint(now.batch.whole, ((part.forward, part.fraction) for part in first_parts), _LOOKING)
+        if (now.is_first or self._hooks.may_derive) and not has_compiled_parts(self._model):
+            self._look(now)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         costs, invalid, exact = yield from self._measured_without_faults(now)
         if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
@@ -427,10 +420,11 @@ class Adapter:
         on fewer examples at once, then without a second derivative; without it at once, if one meets a fault of ours.
         """
         estimator = self._config.estimator
-        first = (yield from self._in_first_step(now, estimator)) if now.is_first else []
+        if now.is_first and now.is_spread:
+            yield from self._in_first_step(now)
         while True:
             parts = self._parts(now, self._finer)
-            measured = first.pop() if first else (yield from self._in_shares(now, estimator, parts))
+            measured = yield from self._in_shares(now, estimator, parts)
             own = measured if isinstance(measured, Ending) else of_whole_batch(measured)
             costs, invalid, failed = self._reduced(own)
             if not failed:
@@ -462,22 +456,26 @@ class Adapter:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
 
-    def _in_first_step(self, now: _Progress, estimator: str) -> Generator[None, None, list[_Parts | Ending]]:
-        """What this rank measures before the first step of the job; nothing, if it is to be measured after this.
+    def _look(self, now: _Progress) -> None:
+        """At what a step keeps, before there was one: what need not be stored, and in the first whether steps are long.
 
-        See [Note: first step]. Ranks that gather parameters for one another end their measurement in any case to agree.
+        See [Note: first step].
         """
-        measured = self._measure(now, estimator, self._parts(now, self._finer))
-        now.is_first = False
-        now.is_spread, ended = distributed.any_rank([now.is_spread, now.has_seen], self._groups)
-        if not now.is_spread:
-            return [] if ended else [measured]
+        first_parts = chain.from_iterable(now.batch.divisions(now.batch.parts(), only=0))
+        parts = ((part.forward, part.fraction) for part in first_parts)
+        # other forwards would learn more of single tensors, but derive the same
+        seen = self._footprint(now.batch.whole, parts, _LOOKING, to_settle="store_base")
+        if now.is_first:
+            is_long = _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
+            (now.is_spread,) = distributed.any_rank([is_long], self._groups)
+
+    def _in_first_step(self, now: _Progress) -> Generator[None, None, None]:
+        """Where steps are long the first one runs under the default widths. See [Note: first step]."""
         if self._verifier is not None:
             plan = self._hooks.plan
             now.stored_exactly = self._verifier.verify(now.batch, plan, now.step, provisional=True).found
             self._hooks.plan = plan.updated(dict.fromkeys(now.stored_exactly))
         yield
-        return []
 
     def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | Ending]:
         """What this rank measures of its parts, one of them a step where steps are long, or why it cannot.
@@ -518,11 +516,7 @@ class Adapter:
             now.paused = None
             if isinstance(examples, _PausedPart):
                 return self._resumed(now, examples)
-            try:
-                measured = [(self._measure_part(now, estimator, part), part.fraction) for part in examples]
-            except _SeenEnough:
-                now.has_seen = True
-                return []
+            measured = [(self._measure_part(now, estimator, part), part.fraction) for part in examples]
             return [(part, fraction) for part, fraction in measured if part is not None]
 
         choices = self._paused_or_anew(now, now.batch.divisions(parts, only))
@@ -544,7 +538,7 @@ class Adapter:
         found = measure(
             self._hooks, self._model, part.forward, seed=self._seed(now.step) + part.number,
             fraction=part.fraction, probes=self._directions(now.haste, part), estimator=estimator, shares=shares,
-            in_steps=in_steps, on_saved=partial(self._look, now, part) if now.is_first else None,
+            in_steps=in_steps,
         )  # fmt: skip
         if isinstance(found, Paused):
             examples = None if part.fraction == 1.0 and not found.needs_examples else kept(part.examples)
@@ -572,12 +566,6 @@ class Adapter:
             return []
         return [(found, paused.fraction)]
 
-    def _look(self, now: _Progress, part: ProbePart, saved_bytes: int, tensors: int) -> None:
-        """At what the first forward saved of a part of the batch. See [Note: first step]."""
-        now.is_spread = _most_parts(saved_bytes / part.fraction, tensors) >= 1.0
-        if now.is_spread or distributed.sharding(self._model) is not None:
-            raise _SeenEnough
-
     def _directions(self, haste: Haste, part: ProbePart) -> int:
         """How many directions there is time for in a part of the examples.
 
@@ -599,26 +587,31 @@ class Adapter:
         doing: str = "counting the bytes of a step",
         *,
         derives: bool = True,
+        to_settle: str | None = None,
     ) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
 
         forward: runs the model on a step's examples. parts: to see fewer of them, forwards and the fractions that they
         see, as attempt() chooses from them. doing: what this is for, in messages. derives: whether it derives what it
-        can.
+        can. to_settle: the entry of SavedTensorHooks.state_dict() that a last forward is not to change; None for all.
         """
         footprint = Footprint()
         narrowest = Plan(default=1)
         blocks = blocks_of(self._model, self._config.blocks)
 
+        def learnt() -> Any:
+            state = self._hooks.state_dict()
+            return state if to_settle is None else state[to_settle]
+
         def work(part: tuple[Callable[[], Any], float]) -> None:
             nonlocal footprint
             run, fraction = part
             for _ in range(_WEIGHINGS):
-                known = self._hooks.state_dict()
+                known = learnt()
                 alone = untouched(self._model, blocks, forward_only=True)
                 with alone, self._hooks.rehearsal(narrowest, fraction=fraction, derives=derives) as footprint:
                     run()
-                (changed,) = on_any_sharing(self._model, [self._hooks.state_dict() != known], self._groups)
+                (changed,) = on_any_sharing(self._model, [learnt() != known], self._groups)
                 if not changed:
                     break
 

@@ -79,6 +79,10 @@ class Footprint:
         """masks, statistics, small tensors and all else whose size no plan changes"""
         self.exact_bytes = 0
         """what the untouched job would keep"""
+        self.count = 0
+        """of all that is kept"""
+        self.fraction = 1.0
+        """of a step's examples that were seen"""
 
     def add(self, name: str, tensor: Tensor, payload: Content, retained_bytes: int) -> None:
         """Note what was kept of one saved tensor."""

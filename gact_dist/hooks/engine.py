@@ -371,7 +371,7 @@ class SavedTensorHooks:
         sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
         with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
             yield footprint
-        footprint.exact_bytes = account.exact_bytes
+        footprint.exact_bytes, footprint.count, footprint.fraction = account.exact_bytes, account.count, fraction
 
     # -- state --------------------------------------------------------------------------------------------------
 

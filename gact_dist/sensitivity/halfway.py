@@ -109,8 +109,3 @@ def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> 
 
 def bytes_of(record: Any) -> int:
     return int(record.numel * record.itemsize_bits // 8)
-
-
-def saved_by(forward: BlockForward) -> tuple[int, int]:
-    """(the bytes of all that a forward saved, how many tensors these are)"""
-    return sum(bytes_of(record) for record in forward.found), len(forward.found)

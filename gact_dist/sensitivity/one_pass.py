@@ -42,7 +42,7 @@ from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
 from .compressed_perturbation import CompressedPerturbation
-from .halfway import Halfway, ResumeError, bytes_of, saved_by, stop_of
+from .halfway import Halfway, ResumeError, bytes_of, stop_of
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
@@ -137,7 +137,6 @@ def measure(
     estimator: str = "one-pass",
     shares: int = 1,
     in_steps: bool = False,
-    on_saved: Callable[[int, int], None] | None = None,
 ) -> list[Sensitivity] | Paused:
     """Sensitivity of every compressible saved tensor of one forward pass, in the order they are saved.
 
@@ -146,8 +145,7 @@ def measure(
     fraction: of a step's examples that forward sees. probes: random directions to average over, on this rank.
     estimator: see Config. shares: in how many calls it is done, if it can pause: this one returns what goes on with it;
     the same on all ranks where parameters are sharded. in_steps: whether it may also take several calls where it needs
-    no examples of an earlier one. on_saved(bytes, count): told, if the model is measured block by block, how much the
-    forward saved in how many tensors, before anything is measured; what it raises ends that.
+    no examples of an earlier one.
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
@@ -162,7 +160,7 @@ def measure(
         try:
             if shares > 1 and not way.perturbs:
                 return way.first_share(blocks, forward, shares)
-            return way.measured(blocks, forward, on_saved)
+            return way.measured(blocks, forward)
         except TooLargeError as error:
             _log.debug("%s", error)
             too_large = True
@@ -291,16 +289,9 @@ class _ByWalk:
     columns: Mapping[str, int] | None = None
     """for a model with compiled regions, by which these group some of the tensors, by name"""
 
-    def measured(
-        self,
-        blocks: list[nn.Module],
-        forward: Callable[[], Tensor | None],
-        on_saved: Callable[[int, int], None] | None = None,
-    ) -> list[Sensitivity]:
+    def measured(self, blocks: list[nn.Module], forward: Callable[[], Tensor | None]) -> list[Sensitivity]:
         """As measure(), at once."""
         with self._begun(blocks, forward) as (cut, walk):
-            if on_saved is not None:
-                on_saved(*saved_by(cut))
             self._refuse_large(cut)
             walk.first()
             return self._noted(walk.second(), cut, _Found()).in_order(cut)
@@ -336,7 +327,7 @@ class _ByWalk:
         is_split = cut.groups or sharding(self.model) is not None
         if self.perturbs or self.columns is not None or is_split or self.hooks.policy.example_columns:
             return
-        saved, _ = saved_by(cut)
+        saved = sum(bytes_of(record) for record in cut.found)
         tensors = sum(record.compressible for record in cut.found)
         if saved < _LEAST_BYTES or tensors > _MOST_TENSORS:
             return

@@ -339,7 +339,7 @@ def test_a_measurement_that_runs_out_of_memory_everywhere_leaves_the_uniform_pla
 def test_an_error_of_the_users_own_is_raised_on_every_rank_and_names_the_one_that_failed(ranks, error):
     first, second = ranks(trained_with_a_failing_measurement, [1], error)
     own = f"{error.__name__}: {error('as it happens')}"
-    pieces = ["finding what need not be stored", "measuring sensitivity", "measuring sensitivity"]
+    pieces = ["finding what a step keeps", "measuring sensitivity", "measuring sensitivity"]
     for doing, message in zip(pieces, first[-1], strict=True):
         assert message.startswith(f"RuntimeError: {doing} failed on other ranks")
         assert f"{own} on rank 1" in message

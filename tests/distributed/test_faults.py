@@ -422,7 +422,7 @@ def raised_by_a_loss_function(wrapper, error):
 def test_what_the_loss_function_of_one_rank_raises_is_named_on_all(ranks, wrapper, error):
     (first, warnings), (second, more) = ranks(raised_by_a_loss_function, wrapper, error)
     assert second == f"{error.__name__}: mine"
-    assert first.startswith("RuntimeError: finding what need not be stored failed on other ranks")
+    assert first.startswith("RuntimeError: finding what a step keeps failed on other ranks")
     assert f"{error.__name__}: mine on rank 1" in first
     assert warnings == more == []
 
