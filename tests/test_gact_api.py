@@ -126,9 +126,9 @@ def test_iterate_adapts_at_the_first_and_every_second_iteration(use):
         getattr(loop, use)(1)
         adapted.append(loop.controller.adaptation is not before)
     assert adapted == [True, False, True, False, True]
-    # each iteration once, forwards that show what is made from others unless the loop's own has, three measurements,
+    # each iteration once, a forward that shows what a step keeps unless the loop's own has, three measurements,
     # and a comparison of each plan with the exact gradient
-    shown = 2 if use == "closure_is_the_iteration" else 0
+    shown = 1 if use == "closure_is_the_iteration" else 0
     assert loop.closures == 5 + shown + 3 + 3
 
 

@@ -87,7 +87,7 @@ class Stored:
         self.name = name
         self.readers = 1
         """operators that have saved it or a view of it, and attention that runs again"""
-        self._made: Tensor | None = None  # what is restored, while some of them have not read it
+        self._made: tuple[Tensor, int] | None = None  # what is restored and its version, while some have not read it
         self._left = 0  # how many
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
@@ -166,14 +166,14 @@ class Stored:
 
     def _for_several(self) -> Tensor:
         """See [Note: several readers]."""
-        made = self._made
-        if made is None:
+        made, version = self._made or (None, 0)
+        if made is None or made._version != version:  # a reader has written to it
             forget_decoded()
             made, self._left = self._decoded(), self.readers
             forget_decoded()  # what it was made of
             _latest[get_ident()] = [ref(self)]
         self._left -= 1
-        self._made = made if self._left > 0 else None
+        self._made = (made, made._version) if self._left > 0 else None
         return made.detach()
 
     def _decoded(self) -> Tensor:

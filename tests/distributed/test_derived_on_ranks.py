@@ -72,7 +72,7 @@ def rehearsals_where_rank_1_keeps_learning() -> int:
     seen = []
 
     def state_dict(hooks: SavedTensorHooks) -> dict:
-        return original(hooks) | ({"learnt": next(learnt)} if dist.get_rank() == 1 else {})
+        return original(hooks) | ({"store_base": [next(learnt)]} if dist.get_rank() == 1 else {})
 
     def counted(*args, **options):
         seen.append(args)

@@ -168,3 +168,16 @@ def test_attention_and_its_own_backward_decode_its_operands_once(made):
     assert operands == [1, 1, 1], counts
     assert counts["query:LayerNorm@4"] == 1  # for three projections
     assert not any(ref() is not None for _, ref in made)
+
+
+def test_what_one_reader_writes_to_no_other_gets(made):
+    x = torch.randn(32, 64)
+    stored = handles.Stored("x", x, gact_dist.codec.pack(x, 4, 1))
+    first, second = (handles.View(stored, x, 0, is_first=number == 0) for number in range(2))
+    expected = first.restore()
+    assert torch.equal(second.restore(), expected)
+    assert len(made) == 1
+    first.restore().zero_()
+    assert expected.any()
+    assert torch.equal(second.restore(), expected)
+    assert len(made) == 3
