@@ -136,6 +136,29 @@ def test_what_the_default_widths_would_ruin_is_stored_exactly_from_the_first_ste
     assert [entry["stored_exactly"] for entry in job.gact.history] == [{name: "a fault"}]
 
 
+def test_a_measurement_that_is_made_again_does_not_wait_for_a_first_step_again(long_steps, monkeypatch):
+    """As where a plan made sensitivities infinite."""
+    job = Watched(monkeypatch)
+    reduced, verify = adapter_module.Adapter._reduced, Verifier.verify
+    faults, provisional = [{"blocks.0.up:Gelu": 1}], []
+
+    def faulty(adapter, measured):
+        costs, invalid, failed = reduced(adapter, measured)
+        return costs, faults.pop() if faults else invalid, failed
+
+    def found(verifier, batch, plan, step, **options):
+        verdict = verify(verifier, batch, plan, step, **options)
+        provisional.append(options.get("provisional", False))
+        is_fault = not options  # after the measurement
+        return verdict._replace(found={"blocks.0.up:Gelu": "a fault"}) if is_fault else verdict
+
+    monkeypatch.setattr(adapter_module.Adapter, "_reduced", faulty)
+    monkeypatch.setattr(Verifier, "verify", found)
+    job.steps(2 + 2 * PARTS)
+    assert provisional.count(True) == 1
+    assert job.gact.adaptation.plan["blocks.0.up:Gelu"] is None
+
+
 def test_a_budget_in_bytes_holds_before_the_first_plan(long_steps, monkeypatch):
     usual = Watched(monkeypatch, Config(bits=8, noise_limit=0)).steps(1)
     budget = usual.gact.report().retained_bytes // 2

@@ -66,7 +66,8 @@ def test_wherever_an_error_of_ours_is_met_the_job_goes_on(place, name, doing, se
     said = [record for record in caplog.records if WARNING in record.message and record.levelno == logging.WARNING]
     of_this = [record for record in said if record.message.startswith(f"{doing} ended with")]
     assert len(of_this) == 1
-    assert len(said) <= 3  # a step is rehearsed to see what it keeps, and by a comparison as well
+    # a comparison rehearses a step as well, and so does a look at what the first step keeps
+    assert len(said) <= (3 if name == "rehearsal" and not follow else 2)
     assert "Traceback (most recent call last)" in caplog.text
 
 

@@ -153,8 +153,6 @@ class _Progress:
     """how many parts of a batch are worth a measurement of their own; None where no step of this rank was seen"""
     is_spread: bool = False
     """whether steps are long, so that it takes several"""
-    is_first: bool = False
-    """whether no step of the job has shown that; see [Note: first step]"""
     is_short: bool = False
     """whether it takes several although steps are short"""
     pauses: bool | None = None
@@ -249,16 +247,21 @@ class Adapter:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         if self._heaviest_bytes:
             now.most_parts = _most_parts(self._heaviest_bytes, self._hooks.account.count)
+        was_seen = True
         if now.haste is Haste.NONE:
             conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
             now.is_spread, was_seen = distributed.any_rank(conditions, self._groups)
-            now.is_first = not was_seen
-            if not (now.is_spread or now.is_first or self.policy.follows_gradient) and self._hooks.plan.bits:
+            if was_seen and not (now.is_spread or self.policy.follows_gradient) and self._hooks.plan.bits:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
-        if (now.is_first or self._hooks.may_derive) and not has_compiled_parts(self._model):
-            self._look(now)
+        if (not was_seen or self._hooks.may_derive) and not has_compiled_parts(self._model):
+            is_long = self._look(now.batch)
+            if not was_seen:
+                (now.is_spread,) = distributed.any_rank([is_long], self._groups)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
+        if not was_seen and now.is_spread:
+            self._verify_first_step(now)
+            yield
         costs, invalid, exact = yield from self._measured_without_faults(now)
         if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
             # only now is it known what is stored because it lies in another block than what it could be made of
@@ -420,8 +423,6 @@ class Adapter:
         on fewer examples at once, then without a second derivative; without it at once, if one meets a fault of ours.
         """
         estimator = self._config.estimator
-        if now.is_first and now.is_spread:
-            yield from self._in_first_step(now)
         while True:
             parts = self._parts(now, self._finer)
             measured = yield from self._in_shares(now, estimator, parts)
@@ -456,26 +457,21 @@ class Adapter:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
 
-    def _look(self, now: _Progress) -> None:
-        """At what a step keeps, before there was one: what need not be stored, and in the first whether steps are long.
-
-        See [Note: first step].
-        """
-        first_parts = chain.from_iterable(now.batch.divisions(now.batch.parts(), only=0))
+    def _look(self, batch: ProbeBatch) -> bool:
+        """At what a step keeps, before there was one, for the hooks to learn what need not be stored. Whether steps are
+        long; see [Note: first step]."""
+        first_parts = chain.from_iterable(batch.divisions(batch.parts(), only=0))
         parts = ((part.forward, part.fraction) for part in first_parts)
         # other forwards would learn more of single tensors, but derive the same
-        seen = self._footprint(now.batch.whole, parts, _LOOKING, to_settle="store_base")
-        if now.is_first:
-            is_long = _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
-            (now.is_spread,) = distributed.any_rank([is_long], self._groups)
+        seen = self._footprint(batch.whole, parts, _LOOKING, to_settle="store_base")
+        return _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
 
-    def _in_first_step(self, now: _Progress) -> Generator[None, None, None]:
-        """Where steps are long the first one runs under the default widths. See [Note: first step]."""
+    def _verify_first_step(self, now: _Progress) -> None:
+        """It will run under the default widths. See [Note: first step]."""
         if self._verifier is not None:
             plan = self._hooks.plan
             now.stored_exactly = self._verifier.verify(now.batch, plan, now.step, provisional=True).found
             self._hooks.plan = plan.updated(dict.fromkeys(now.stored_exactly))
-        yield
 
     def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | Ending]:
         """What this rank measures of its parts, one of them a step where steps are long, or why it cannot.

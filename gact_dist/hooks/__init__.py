@@ -11,18 +11,7 @@ from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
-from .handles import (
-    Content,
-    Noted,
-    Recorded,
-    Replaceable,
-    ReplayError,
-    Stored,
-    View,
-    decoded,
-    forget_all_decoded,
-    stored_of,
-)
+from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
@@ -60,7 +49,6 @@ __all__ = [
     "check_inlined",
     "decoded",
     "fixes_rows",
-    "forget_all_decoded",
     "has_compiled_parts",
     "jumps",
     "kept_exactly",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
-from .handles import Distributed, Kept, Replaceable, View, lazy_bits
+from .handles import Distributed, Kept, Replaceable, View, base_of, count_reader, lazy_bits
 from .repeated import Repeated
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
@@ -112,6 +112,7 @@ def alias_of(tensor: Tensor, record: StorageRecord) -> View | None:
     if found is None:
         return None
     handle, offset, toggled = found
+    count_reader(base_of(handle))
     if isinstance(handle, Repeated):
         return handle.over(handle.base, tensor, offset)
     return View(handle, tensor, offset, toggled)

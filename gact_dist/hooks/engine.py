@@ -579,7 +579,7 @@ class SavedTensorHooks:
                 note_stored(target, record, stored)
             if target is not tensor:
                 offset = int(tensor.storage_offset() - target.storage_offset())
-                handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target), is_first=True)
+                handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
         if self._readers is not None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         self._sink.after(tensor.grad_fn)

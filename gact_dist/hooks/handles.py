@@ -43,15 +43,18 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("dtype", "expression", "keeps_what_it_made", "nbytes", "shape", "strides")
+    __slots__ = ("dtype", "expression", "nbytes", "shape", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
         self.expression = expression
-        self.keeps_what_it_made: bool = getattr(expression, "keeps_what_it_made", False)
-        """for its next reader"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
+
+    @property
+    def keeps_what_it_made(self) -> bool:
+        """For its next reader."""
+        return getattr(self.expression, "keeps_what_it_made", False)
 
     def make(self) -> Tensor:
         """The tensor, in memory of its own."""
@@ -87,7 +90,9 @@ class Stored:
         self.name = name
         self.readers = 1
         """operators that have saved it or a view of it, and attention that runs again"""
-        self._made: tuple[Tensor, int] | None = None  # what is restored and its version, while some have not read it
+        self._made: tuple[Tensor, int | None] | None = (
+            None  # what is restored and its version, while some have not read it
+        )
         self._left = 0  # how many
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
@@ -161,19 +166,21 @@ class Stored:
             return self._decoded()
         if self.readers > 1:
             return self._for_several()
-        forget_decoded()
+        if _latest:
+            self._forget_latest(get_ident())
         return self._decoded()
 
     def _for_several(self) -> Tensor:
         """See [Note: several readers]."""
-        made, version = self._made or (None, 0)
-        if made is None or made._version != version:  # a reader has written to it
-            forget_decoded()
+        made, version = self._made or (None, None)
+        if made is None or _version_of(made) != version:  # a reader has written to it
+            thread = get_ident()
+            self._forget_latest(thread)
             made, self._left = self._decoded(), self.readers
-            forget_decoded()  # what it was made of
-            _latest[get_ident()] = [ref(self)]
+            self._forget_latest(thread)  # what it was made of
+            _latest[thread] = [ref(self)]
         self._left -= 1
-        self._made = (made, made._version) if self._left > 0 else None
+        self._made = (made, _version_of(made)) if self._left > 0 else None
         return made.detach()
 
     def _decoded(self) -> Tensor:
@@ -184,32 +191,29 @@ class Stored:
                 return codec.unpack(codec.with_payload(payload, fetched))
         return decoded(payload)
 
-    def forget_made(self) -> None:
-        """What is restored next is decoded or made anew."""
-        self._made = None
+    def exchange(self, payload: Content) -> Content:
+        """Keep another payload of the same tensor; the one before. Nobody gets what was made with that any more."""
+        before, self.payload = self.payload, payload
+        for thread in [*_latest]:
+            self._forget_latest(thread)
+        return before
+
+    @staticmethod
+    def _forget_latest(thread: int) -> None:
+        """See [Note: several readers]."""
+        for reference in _latest.pop(thread, ()):
+            stored = reference()
+            if stored is not None:
+                stored._made = None
 
 
 _latest: dict[int, list[ref[Stored]]] = {}
 """by thread, what was decoded last for several readers: each device has a thread that runs its backwards"""
 
 
-def forget_decoded() -> None:
-    """Keep nothing that this thread has decoded for several readers."""
-    if _latest:
-        _forget_of(get_ident())
-
-
-def forget_all_decoded() -> None:
-    """Keep nothing that any thread has: it is no longer what is stored."""
-    for thread in [*_latest]:
-        _forget_of(thread)
-
-
-def _forget_of(thread: int) -> None:
-    for reference in _latest.pop(thread, ()):
-        stored = reference()
-        if stored is not None:
-            stored.forget_made()
+def _version_of(tensor: Tensor) -> int | None:
+    """None for one made under inference_mode(), where a backward may run."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def restored_together(handles: Iterable[Any]) -> list[Tensor]:
@@ -345,21 +349,10 @@ class View:
 
     __slots__ = ("base", "offset", "size", "stride", "toggled")
 
-    def __init__(
-        self,
-        base: Stored | Replaceable | Noted,
-        tensor: Tensor,
-        offset: int,
-        toggled: int = 0,
-        *,
-        is_first: bool = False,
-    ) -> None:
-        """toggled: the lazy bits in which the tensor differs from its base. is_first: whether nothing else has read
-        that."""
+    def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int, toggled: int = 0) -> None:
+        """toggled: the lazy bits in which the tensor differs from its base."""
         self.base, self.size, self.stride, self.offset = base, tensor.size(), tensor.stride(), offset
         self.toggled = toggled
-        if not is_first:
-            count_reader(base)
 
     def restore(self) -> Tensor:
         return self.within(self.base.restore())
@@ -393,8 +386,8 @@ def base_of(handle: Any) -> Any:
 
 
 def count_reader(base: Any) -> None:
-    """Of what base_of() gave. See [Note: several readers]."""
-    if type(base) is Stored:
+    """Another one, of what base_of() gave. See [Note: several readers]."""
+    if isinstance(base, Stored):
         base.readers += 1
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._torch_internals import PLAIN, behind_reshapes, shape_of_output
-from .handles import Noted, Replaceable, Stored, View, count_reader, lazy_bits
+from .handles import Noted, Replaceable, Stored, View, lazy_bits
 
 
 class Repeats(NamedTuple):
@@ -47,7 +47,7 @@ class Repeated(View):
     __slots__ = ("__weakref__", "repeats")
 
     def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, repeats: Repeats, offset: int = 0) -> None:
-        super().__init__(base, tensor, offset, is_first=True)
+        super().__init__(base, tensor, offset)
         self.repeats = repeats
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -75,7 +75,6 @@ class Repeated(View):
 
     def over(self, base: Any, tensor: Tensor, offset: int) -> Repeated:
         """The handle of a tensor that lies there in what repeats a part. base: the part's handle."""
-        count_reader(base)
         return Repeated(base, tensor, self.repeats, offset)
 
 

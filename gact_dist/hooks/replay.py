@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._torch_internals import in_backward
 from ..distributed import distributed_again, own_part
-from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View
+from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, count_reader
 from .naming import edge_to, origin
 from .repeated import Repeated, Repeats
 
@@ -101,6 +101,7 @@ class Replay:
             handle = self._handles[first]
             if isinstance(handle, Replaceable):  # a further input of the block may share the memory
                 self._find(tensor if whole is None else whole, Replaceable(tensor), first, outcome)
+            count_reader(handle)
             return View(handle, tensor, outcome.offset, outcome.toggled)
         if first not in self._own:
             return self._take(tensor, first, outcome, whole)
@@ -110,8 +111,7 @@ class Replay:
             target = tensor._base
         else:
             raise ReplayError(f"{first.name!r} is no view, as it was the first time")
-        base = self._take(target, first, None, whole)
-        return View(base, tensor, outcome.offset, outcome.toggled, is_first=True)
+        return View(self._take(target, first, None, whole), tensor, outcome.offset, outcome.toggled)
 
     def _part(self, outcome: Repeated, tensor: Tensor, first: Any) -> Replaceable | Stored:
         """The handle of what a tensor repeats."""
@@ -120,6 +120,7 @@ class Replay:
         handle = self._handles[first]
         if isinstance(handle, Replaceable):
             self._find(tensor, handle, first, None, outcome.repeats)
+        count_reader(handle)
         return handle
 
     def _take(

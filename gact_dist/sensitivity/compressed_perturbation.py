@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from ..hooks import SavedTensorHooks, Stored, decoded, forget_all_decoded
+from ..hooks import SavedTensorHooks, Stored, decoded
 from ..policies import Plan, one_width
 from .autograd_graph import backward, nodes_below, parameters_among, scalar
 from .checkpoint import measurable
@@ -100,17 +100,15 @@ class CompressedPerturbation:
     @contextmanager
     def _rounded_again(self, handle: Stored, plan: Plan) -> Iterator[float]:
         """Within the context a handle gives what it has rounded to a bit less; the variance of that."""
-        before, tensor = handle.payload, decoded(handle.payload)
+        tensor = decoded(handle.payload)
         rounding = self._rounding_of(tensor)
         bits = widest_inexact((one_width(plan.bits_of(handle.name)) or codec.MAX_BITS) - 1, rounding)
-        handle.payload = self._encoder.pack(tensor, bits, self._seed + len(self.found))
+        before = handle.exchange(self._encoder.pack(tensor, bits, self._seed + len(self.found)))
         del tensor
-        forget_all_decoded()
         try:
             yield float(rounding[bits - 1])
         finally:
-            handle.payload = before
-            forget_all_decoded()
+            handle.exchange(before)
 
 
 def _is_rounded(handle: Stored) -> bool:

@@ -170,14 +170,42 @@ def test_attention_and_its_own_backward_decode_its_operands_once(made):
     assert not any(ref() is not None for _, ref in made)
 
 
-def test_what_one_reader_writes_to_no_other_gets(made):
+@pytest.fixture
+def stored():
+    """A tensor of two readers, at 4 bits."""
     x = torch.randn(32, 64)
-    stored = handles.Stored("x", x, gact_dist.codec.pack(x, 4, 1))
-    first, second = (handles.View(stored, x, 0, is_first=number == 0) for number in range(2))
-    expected = first.restore()
-    assert torch.equal(second.restore(), expected)
+    handle = handles.Stored("x", x, gact_dist.codec.pack(x, 4, 1))
+    handles.count_reader(handle)
+    return handle
+
+
+def test_what_one_reader_writes_to_no_other_gets(stored, made):
+    expected = stored.restore()
+    assert torch.equal(stored.restore(), expected)
     assert len(made) == 1
-    first.restore().zero_()
+    stored.restore().zero_()
     assert expected.any()
-    assert torch.equal(second.restore(), expected)
+    assert torch.equal(stored.restore(), expected)
     assert len(made) == 3
+
+
+def test_another_payload_takes_the_place_of_what_was_made(stored):
+    four_bits = stored.restore()
+    eight_bits = gact_dist.codec.pack(torch.randn(32, 64), 8, 1)
+    before = stored.exchange(eight_bits)
+    assert torch.equal(stored.restore(), gact_dist.codec.unpack(eight_bits))
+    stored.exchange(before)
+    assert torch.equal(stored.restore(), four_bits)
+
+
+@pytest.mark.parametrize("derive", [False, True])
+def test_a_backward_may_run_under_inference_mode(derive):
+    """Where tensors have no versions."""
+    job = Job(Heads, derive)
+    loss = job.loss()
+    loss.backward(retain_graph=True)
+    expected = job.gradient()
+    job.model.zero_grad()
+    with torch.inference_mode():
+        loss.backward()
+    assert torch.equal(job.gradient(), expected)
