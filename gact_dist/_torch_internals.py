@@ -210,12 +210,13 @@ def node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-_RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+RESHAPES = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+"""nodes of operators that give a tensor another shape, in its memory"""
 
 
 def behind_reshapes(node: Any) -> Any:
     """The node that computed what a node gives in another shape; None stays None."""
-    while node is not None and node.name() in _RESHAPES:
+    while node is not None and node.name() in RESHAPES:
         node = node.next_functions[0][0]
     return node
 

@@ -24,17 +24,21 @@ from .fake_ranks import fake_ranks, real_meshes
 from .logs import say, say_once
 from .pipeline import learning_shapes
 from .tensor_parallel import (
+    CONVERSIONS,
     TENSOR_PARALLELISM,
+    Layout,
     differentiable_twice,
     distributed_again,
     distributed_as,
     fingerprint,
+    layout_of,
     local_part,
     own_part,
     part_of_gradient,
     ranks_sharing,
     sum_over_parts,
     tensor_parallel_groups,
+    whole_part,
     whole_value,
 )
 from .wrappers import (
@@ -55,8 +59,10 @@ from .wrappers import (
 )
 
 __all__ = [
+    "CONVERSIONS",
     "TENSOR_PARALLELISM",
     "Joins",
+    "Layout",
     "PeerFailedError",
     "PlanMismatchError",
     "all_ranks",
@@ -79,6 +85,7 @@ __all__ = [
     "gathered",
     "gathered_in_turn",
     "is_first",
+    "layout_of",
     "learning_shapes",
     "least_of_ranks",
     "leave",
@@ -105,6 +112,7 @@ __all__ = [
     "units",
     "unwrap",
     "user_path",
+    "whole_part",
     "whole_value",
     "world_size",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,62 @@ def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: its local part, or itself where it is a plain one."""
     local = local_part(tensor)
     return tensor if local is None else local
+
+
+class Layout(NamedTuple):
+    """How a distributed tensor lies on its ranks."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    """one for each dimension of the mesh"""
+    shape: tuple[int, ...]
+    """of the whole"""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its value is a reduction over ranks, so that no rank has an element of it."""
+        return any(placement.is_partial() for placement in self.placements)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank holds all of it."""
+        return all(placement.is_replicate() for placement in self.placements)
+
+    def fits(self, other: "Layout") -> bool:
+        """Whether what lies so can be multiplied with the other without communication, and the product lies as that.
+
+        The shape is that of the other, or can be broadcast to it.
+        """
+        if self.mesh != other.mesh:
+            return False
+        missing = len(other.shape) - len(self.shape)
+        for own, placement in zip(self.placements, other.placements, strict=True):
+            if placement.is_shard():
+                dimension = placement.dim - missing
+                size = self.shape[dimension] if dimension >= 0 else 1
+                if size == 1 and own.is_replicate():
+                    continue
+                if not own.is_shard(dimension) or type(own) is not type(placement):
+                    return False
+                if size != other.shape[placement.dim]:
+                    return False
+            elif not (own.is_replicate() and placement.is_replicate()):
+                return False
+        return True
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How a tensor lies on its ranks; None for one that is not distributed."""
+    if not _DTENSOR.made(tensor):
+        return None
+    like = cast(Any, tensor)
+    return Layout(like.device_mesh, tuple(like.placements), tuple(like.shape))
+
+
+def whole_part(tensor: Tensor) -> Tensor | None:
+    """What this rank holds of a tensor, if that is all of it; else None."""
+    layout = layout_of(tensor)
+    return own_part(tensor) if layout is None or layout.is_whole else None
 
 
 def distributed_again(tensor: Tensor) -> Callable[[Tensor], Tensor]:
@@ -146,6 +202,8 @@ def differentiable_twice(nodes: Sequence[Any]) -> Iterator[None]:
 
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
+CONVERSIONS = (_FROM_LOCAL, "_ToTorchTensorBackward")
+"""nodes of DTensor.from_local() and to_local(), whose results are in the memory of their operands"""
 _REDISTRIBUTE = OptionalClass("torch.distributed.tensor._redistribute", "Redistribute")
 _NESTED = OptionalClass("torch.distributed.tensor._redistribute", "NestedRedistribute")
 

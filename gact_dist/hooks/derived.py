@@ -12,6 +12,11 @@ in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias
 A recipe holds handles, never nodes or tensors with a graph: a handle that held its own node would never be freed. Small
 vectors of parameters are copied, as sharding may have taken them away when the recipe is used.
 
+[Note: derived parts] Of a distributed tensor the part of this rank is made from such parts, never by communication:
+what is pointwise, and a norm over dimensions that are not split, is the same on parts. That DTensor has not moved
+elements meanwhile follows from what it saved: operands that lie as the result does, none of them pending a reduction.
+from_local() and to_local() leave elements where they are, as do the nodes by which wrappers pass tensors on.
+
 The sensitivity of what a tensor is derived from has both paths: a measurement does not cut the graph at a tensor that
 an earlier forward has derived (KnownRoles.derived). Where there is no graph, as for an input of the model, there is no
 second path to follow: from what is rounded there nothing is derived.
@@ -22,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +35,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, behind_reshapes, saved_handle
+from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, RESHAPES, saved_handle
+from ..distributed import CONVERSIONS, Layout, forwarding_nodes, own_part
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
+from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
 
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
 _DEEPEST = 4
 """operators in a row, reshaping ones not counted"""
 _SAVE_NO_OPERAND = ("ToCopyBackward0", "ReluBackward0")
+_IN_THE_SAME_MEMORY = frozenset((*RESHAPES, *CONVERSIONS))
+_FORWARDING = forwarding_nodes()
 STARTS = "starts_a_graph"
 """attribute of nodes that stand for what lies elsewhere"""
 
@@ -88,18 +97,39 @@ class _Copy:
         return self._tensor
 
 
-def maker_of(node: Any) -> Any:
+_Edge = tuple[Any, int]
+"""(node, number of its output); None for one without a graph"""
+
+
+def _computed_by(edge: _Edge) -> Any:
+    """The node that computed what an edge gives, perhaps in another shape; None where there is no graph."""
+    node, number = edge
+    while node is not None:
+        name, below = node.name(), node.next_functions
+        if name in _IN_THE_SAME_MEMORY:
+            passed = 0
+        elif name in _FORWARDING and number < len(below):
+            passed = number
+        else:
+            break
+        if hasattr(node, STARTS):
+            break
+        node, number = below[passed]
+    return node
+
+
+def maker_of(edge: _Edge) -> Any:
     """The node that saved what the result of a node is derived from; None if the graph starts in between.
 
     Of a derived tensor, in a graph that is measured, whose operators may be replaced by others.
     """
     for _ in range(_DEEPEST):
-        node = behind_reshapes(node)
+        node = _computed_by(edge)
         if node is None or hasattr(node, STARTS):
             return None
         if node.name() not in _SAVE_NO_OPERAND:
             return node
-        node = node.next_functions[0][0]
+        edge = node.next_functions[0]
     return None
 
 
@@ -132,18 +162,22 @@ class Derived:
     def __init__(self) -> None:
         self.names = DerivedNames()
 
-    def recipe(self, name: str, tensor: Tensor, fraction: float) -> Recipe | None:
-        """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of()."""
-        found = None if name in self.names.stored_anyway else recipe_of(tensor, fraction)
+    def recipe(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
+        """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
+        tensor, or the distributed one whose part on this rank it is."""
+        found = None if name in self.names.stored_anyway else recipe_of(tensor, _edge_of(graph), fraction)
         if found is None:
             self.names.made.pop(name, None)
         else:
             self.names.made[name] = round(tensor.numel() / fraction)
         return found
 
-    def is_measured(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part."""
-        if name in self.names.made and maker_of(tensor.grad_fn) is None:
+    def is_measured(self, name: str, graph: Tensor) -> bool:
+        """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.
+
+        graph: as for recipe().
+        """
+        if name in self.names.made and maker_of(_edge_of(graph)) is None:
             self.store(name)
         return name in self.names.made
 
@@ -173,30 +207,35 @@ class Derived:
         )
 
 
-def recipe_of(tensor: Tensor, fraction: float = 1.0, record: Recorded | None = None) -> Recipe | None:
+def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0) -> Recipe | None:
     """How to make a tensor from what the graph holds of others; None where it has to be stored.
 
-    fraction: of the tensor's elements in a step, which are there. record: of a tensor that has no graph any more.
+    edge: that gives it, or the distributed tensor whose part it is. fraction: of the tensor's elements in a step, which
+    are there.
     """
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         return None
-    node: Any = tensor.grad_fn if record is None else _node_of(record)
     try:
-        return Recipe(_made_by(behind_reshapes(node), _Making(tensor.numel(), fraction), 0), tensor)
+        return Recipe(_made_by(edge, _Making(tensor.numel(), fraction), 0), tensor)
     except _NotDerivable:
         return None
 
 
-def _node_of(record: Recorded) -> Any:
-    """What computed a recorded tensor, in another shape perhaps; None for other views."""
-    tensor, whole = record.tensor, record.origin
+def _edge_of(tensor: Tensor) -> _Edge:
+    return tensor.grad_fn, tensor.output_nr
+
+
+def made_by(record: Recorded) -> _Edge:
+    """What computed a recorded tensor, in another shape perhaps; no graph for other views."""
+    tensor, whole = record.tensor, own_part(record.origin)
     same = tensor.shape == whole.shape and tensor.stride() == whole.stride()
     reshaped = tensor.numel() == whole.numel() and tensor.is_contiguous() and whole.is_contiguous()
-    return record.node if same or reshaped else None
+    return (record.node, record.output_number) if same or reshaped else (None, 0)
 
 
-def _made_by(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
-    """What a node computes as its first result."""
+def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | AttentionResult:
+    """What an edge gives, as the first result of a node."""
+    node = _computed_by(edge)
     known = node is not None and not hasattr(node, STARTS) and depth < _DEEPEST
     make = _OPERATORS.get(node.name()) if known else None
     if make is None:
@@ -206,12 +245,27 @@ def _made_by(node: Any, wanted: _Making, depth: int) -> Expression | AttentionRe
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
     """An operand with as many elements as the result: what the node saved, or what made it."""
-    handle, below = saved_handle(node, slot), node.next_functions[edge][0]
+    handle, below = _here(saved_handle(node, slot)), node.next_functions[edge]
     if handle is None:
-        return _made_by(behind_reshapes(below), wanted, depth + 1)
-    if not _is_stored(handle) or _numel(handle) != wanted.numel or below is None:
+        return _made_by(below, wanted, depth + 1)
+    if not _is_stored(handle) or _numel(handle) != wanted.numel or below[0] is None:
         raise _NotDerivable
     return handle
+
+
+def _here(handle: Any) -> Any:
+    """The handle of this rank's part of a distributed tensor; any other handle as it is."""
+    if not isinstance(handle, Distributed) or handle.layout is None:
+        return handle
+    if handle.layout.is_pending:
+        raise _NotDerivable
+    return handle.local
+
+
+def _layouts(node: Any, *slots: str) -> list[Layout]:
+    """Of what a node saved of distributed tensors."""
+    handles = (saved_handle(node, slot) for slot in slots)
+    return [handle.layout for handle in handles if isinstance(handle, Distributed) and handle.layout is not None]
 
 
 def _is_stored(handle: Any) -> bool:
@@ -233,7 +287,7 @@ def _numel(handle: Any) -> int:
 
 
 def _statistic(node: Any, slot: str) -> Any:
-    handle = saved_handle(node, slot)
+    handle = _here(saved_handle(node, slot))
     if handle is None or not _is_stored(handle):
         raise _NotDerivable
     return handle
@@ -294,6 +348,10 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    layouts = _layouts(node, "input", "result1", "result2")
+    if any(layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts):
+        raise _NotDerivable
+
     def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
         rows = _wide(x).reshape(mean.numel(), -1)
         y = _standardised(rows, mean, rstd, rows if owns else None)
@@ -304,6 +362,8 @@ def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
 
 
 def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    if _layouts(node, "input"):
+        raise _NotDerivable
     batch, channels = node._saved_N, node._saved_C
 
     def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
@@ -316,7 +376,7 @@ def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
 
 
 def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    if not node._saved_training:
+    if not node._saved_training or _layouts(node, "input"):
         raise _NotDerivable
 
     def normalised(
@@ -355,6 +415,16 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
     factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
     shape = node._input_metadata[0].shape
+    layouts = _layouts(node, "self", "other")
+    if layouts:
+        result = next((layout for layout in layouts if layout.shape == tuple(shape)), None)
+        if result is None or not all(layout.fits(result) for layout in layouts):
+            raise _NotDerivable
+        splits_last = any(placement.is_shard(len(shape) - 1) for placement in result.placements)
+        if splits_last and any(isinstance(factor, _Copy) for factor in factors):
+            raise _NotDerivable
+    if prod(shape) != wanted.numel and any(isinstance(factor, Expression) for factor in factors):
+        raise _NotDerivable  # a part, of a shape that is not known
     return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors), in_place=_multiplied)
 
 
@@ -373,7 +443,7 @@ def _in_shape(shape: Sequence[int], factor: Any) -> Any:
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
-    handle = saved_handle(node, slot)
+    handle = _here(saved_handle(node, slot))
     if isinstance(handle, Kept):
         return _small(handle.vector, wanted)
     if handle is not None and _is_stored(handle):
@@ -385,15 +455,15 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
 
 def _cast(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """The recipe knows the type that is asked for in the end, and intermediate ones make little difference."""
-    return _made_by(behind_reshapes(node.next_functions[0][0]), wanted, depth + 1)
+    return _made_by(node.next_functions[0], wanted, depth + 1)
 
 
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
-    mask = saved_handle(node, "result")
+    mask = _here(saved_handle(node, "result"))
     payload = mask.payload if isinstance(mask, Stored) else None
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
-    made = _made_by(behind_reshapes(node.next_functions[0][0]), wanted, depth + 1)
+    made = _made_by(node.next_functions[0], wanted, depth + 1)
     return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
-from .derived import recipe_of
+from .derived import made_by, recipe_of
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored
@@ -41,15 +41,17 @@ class Draw:
         finally:
             self.encoder.keys.begin(0)
 
-    def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted) -> Stored:
-        """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded."""
+    def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:
+        """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded. graph: as
+        for Replay."""
         if isinstance(first, Noted):
             name, role = first.name, first.role
         else:
             name = self._names.get(first, "")
             role = Role.ACTIVATION if first in self._names else Role.STATISTIC
         with self._keys():
-            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor)))
+            whole = None if graph is tensor else graph
+            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole))
         sink.after(tensor.grad_fn)
         return stored
 
@@ -63,7 +65,8 @@ class Draw:
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
                 derives = self.encoder.derives(handle.tensor, name, self.plan)
-                recipe = recipe_of(handle.tensor, self.encoder.fraction, item.record) if derives else None
+                edge = made_by(item.record)
+                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction) if derives else None
                 with self._keys(), torch.no_grad():
                     payload = recipe or self.encoder.encode(handle.tensor, name, Role.ACTIVATION, self.plan)
                 found[handle] = payload
@@ -84,11 +87,11 @@ class StoredAgain:
         self._sink = Store(draw.encoder, draw.plan, Account())
         self._known: WeakValueDictionary[tuple, Stored] = WeakValueDictionary()
 
-    def __call__(self, tensor: Tensor, first: Replaceable | Noted) -> Stored:
+    def __call__(self, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:
         key = first, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
         stored = self._known.get(key)
         if stored is None:  # memory of another block may be saved several times
-            stored = self._known[key] = self._draw.stored(self._sink, tensor, first)
+            stored = self._known[key] = self._draw.stored(self._sink, tensor, first, graph)
         return stored
 
     def forget(self) -> None:

@@ -29,7 +29,7 @@ from .._torch_internals import (
     without_subclass,
 )
 from ..config import Config
-from ..distributed import checkpoints_offering_inputs, distributed_again, local_part, own_part, unwrap
+from ..distributed import checkpoints_offering_inputs, distributed_again, layout_of, local_part, own_part, unwrap
 from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
@@ -651,7 +651,7 @@ class SavedTensorHooks:
         read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
         alias, again = None if read is not None else alias_of(local, record), distributed_again(tensor)
         if alias is not None:
-            return Distributed(self._pack_alias(local, record, site, alias, tensor), again)
+            return Distributed(self._pack_alias(local, record, site, alias, tensor), again, layout_of(tensor))
         name = self._namer.name(tensor, site)
         role = Role.ONE_BIT
         if read is None:
@@ -662,7 +662,7 @@ class SavedTensorHooks:
         stored = self._take(captured)
         if read is None:
             note_stored(local, record, stored)
-        handle = Distributed(stored, again)
+        handle = Distributed(stored, again, layout_of(tensor))
         if self._readers is not None:
             self._await_reader(self._readers, handle, stored, captured, site, role)
         return handle

@@ -14,7 +14,7 @@ memory of what they have decoded, and to keep a copy of it would raise the peak 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, once
+from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
 from .roles import Role
 
@@ -371,10 +372,11 @@ class View:
 class Distributed:
     """A saved DTensor: a handle on this rank's part, and the function that makes a DTensor of it again."""
 
-    __slots__ = ("local", "make")
+    __slots__ = ("layout", "local", "make")
 
-    def __init__(self, local: Any, make: Callable[[Tensor], Tensor]) -> None:
-        self.local, self.make = local, make
+    def __init__(self, local: Any, make: Callable[[Tensor], Tensor], layout: Layout | None = None) -> None:
+        """layout: of a DTensor; None for another subclass of Tensor."""
+        self.local, self.make, self.layout = local, make, layout
 
     def restore(self) -> Tensor:
         return self.make(self.local.restore())
@@ -409,8 +411,10 @@ class Kept:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
         it is a vector, for recipes: sharding may have taken the parameter away before one is made."""
         self.vector: Tensor | None = None
-        if copies and tensor.dim() == 1 and type(tensor) in PLAIN_OR_PARAMETER:
-            self.vector = tensor.detach().clone()
+        if copies and tensor.dim() == 1:
+            whole = tensor if type(tensor) in PLAIN_OR_PARAMETER else whole_part(tensor)
+            if type(whole) in PLAIN_OR_PARAMETER:
+                self.vector = cast(Tensor, whole).detach().clone()
         self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch_internals import in_backward
-from ..distributed import distributed_again, own_part
+from ..distributed import distributed_again, layout_of, own_part
 from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, count_reader
 from .naming import edge_to, origin
 from .repeated import Repeated, Repeats
@@ -53,12 +53,12 @@ class Replay:
     """Keeps what one further run of a block saves, under the names of its first run."""
 
     def __init__(
-        self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any], Replaceable | Stored]
+        self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any, Tensor], Replaceable | Stored]
     ) -> None:
         """outcomes: of the first run, from SavedTensorHooks.noting(). own: what the block itself stored in it.
 
-        keep(tensor, first): the handle that the graph is to hold. A tensor that is not stored but can be replaced is
-        recorded as well.
+        keep(tensor, first, graph): the handle that the graph is to hold; graph: the tensor, or the distributed one
+        whose part on this rank it is. A tensor that is not stored but can be replaced is recorded as well.
         """
         self.found: list[Replayed] = []
         """what was recorded"""
@@ -87,7 +87,8 @@ class Replay:
         if outcome is None:
             return Kept(tensor)
         if isinstance(outcome, Distributed):
-            return Distributed(self._again(own_part(tensor), outcome.local, tensor), distributed_again(tensor))
+            handle = self._again(own_part(tensor), outcome.local, tensor)
+            return Distributed(handle, distributed_again(tensor), layout_of(tensor))
         return self._again(tensor, outcome)
 
     def _again(self, tensor: Tensor, outcome: Any, whole: Tensor | None = None) -> Any:
@@ -130,7 +131,7 @@ class Replay:
             raise ReplayError(
                 f"{first.name!r} has the shape {tuple(tensor.shape)}, the first time {tuple(first.shape)}"
             )
-        handle = self._keep(tensor, first)
+        handle = self._keep(tensor, first, tensor if whole is None or repeats is not None else whole)
         if view is None:
             self._handles[first] = handle
         if isinstance(handle, Replaceable):

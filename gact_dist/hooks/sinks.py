@@ -41,6 +41,11 @@ class Captured(NamedTuple):
     """what gives it back exactly"""
 
     @property
+    def graph(self) -> Tensor:
+        """The tensor that shows what computed its elements: a slice of what repeats it has none of that."""
+        return self.tensor if self.whole is None or self.repeats is not None else self.whole
+
+    @property
     def repeated(self) -> Tensor | None:
         """What repeats it."""
         return None if self.repeats is None else self.whole
@@ -145,19 +150,20 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, role, record, _, read, _, recipe = captured
-        payload = self._content_of(tensor, name, role, read) if recipe is None else recipe
+        tensor, name, _, record, *_, recipe = captured
+        payload = self._content_of(captured) if recipe is None else recipe
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         on_host = 0 if stored.offloaded is None else stored.host_bytes
         self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
         return stored
 
-    def _content_of(self, tensor: Tensor, name: str, role: Role | None, read: OneBit | None = None) -> Content:
+    def _content_of(self, captured: Captured) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
+        tensor, name, role, _, _, read, *_ = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
-            recipe = self._derived.recipe(name, tensor, self._encoder.fraction)
+            recipe = self._derived.recipe(name, tensor, self._encoder.fraction, captured.graph)
             if recipe is not None:
                 return recipe
         return self._encoder.encode(tensor, name, role, self.plan, read)
@@ -186,11 +192,11 @@ class Store(Sink):
 
     def encode_held(self, handle: Stored, captured: Captured) -> None:
         """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
-        tensor, name, role, record, *_ = captured
+        tensor, name, _, record, *_ = captured
         payload: Content = tensor
         if not handle.is_modified:
             with torch.no_grad():
-                payload = self._content_of(tensor, name, role)
+                payload = self._content_of(captured)
             handle.keep(payload, tensor, self.offload)
         self._logsumexp.add(handle, payload)
         reserved = self._reserved.pop(handle)
@@ -270,24 +276,24 @@ class Record(Sink):
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
         if self.notes:
-            derived = self._is_derived(name, tensor)
+            derived = self._is_derived(name, captured.graph)
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived)
             self.found.append(noted)
             return noted
         handle = Replaceable(tensor, name)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
-        rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, tensor)
+        rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, captured.graph)
         record = recorded(handle, tensor if captured.whole is None else captured.whole, captured.repeats)
         record.compressible, record.derived = rounded and not derived, rounded and derived
         self.found.append(record)
         return handle
 
-    def _is_derived(self, name: str, tensor: Tensor) -> bool:
+    def _is_derived(self, name: str, graph: Tensor) -> bool:
         if not self.by_parts:
             self._derived.store(name)
             return False
-        return self._derived.is_measured(name, tensor)
+        return self._derived.is_measured(name, graph)
 
     def hold(self, captured: Captured) -> Replaceable | Noted:
         """See Sink.hold. Nothing is encoded; settle() asks for the roles."""

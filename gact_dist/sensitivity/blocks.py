@@ -491,16 +491,16 @@ class BlockForward:
 
     @contextmanager
     def again(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Any]
+        self, visit: Visit, keep: Callable[[Tensor, Any, Tensor], Any]
     ) -> Iterator[tuple[Part, Replay | None, list[Tensor]]]:
-        """Within the context the block has its graph. keep(tensor, first): what that holds of each saved tensor."""
+        """Within the context the block has its graph. keep: as for Replay, what that holds of each saved tensor."""
         with ExitStack() as stack:
             for module in visit.modules:
                 stack.enter_context(gathered(module))
             yield self.part_of(visit, keep)
 
     def part_of(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Any], opens: bool = True
+        self, visit: Visit, keep: Callable[[Tensor, Any, Tensor], Any], opens: bool = True
     ) -> tuple[Part, Replay | None, list[Tensor]]:
         """As again(), where what the block needs is there. opens: see [Note: open blocks]; false where its checkpoints
         are to make what they save again in every backward."""
@@ -518,7 +518,7 @@ class BlockForward:
         return Part(heads, tails, leaves, nodes, visit.is_open), replay, inputs
 
     def _run(
-        self, visit: Visit, keep: Callable[[Tensor, Any], Any], opens: bool
+        self, visit: Visit, keep: Callable[[Tensor, Any, Tensor], Any], opens: bool
     ) -> tuple[list[Tensor], list[Tensor], Replay | None]:
         values = {number: cut(value_of(kept)) for number, kept, _ in visit.inputs}
         args, kwargs = substituted(copied(visit.arguments), values)

@@ -80,10 +80,10 @@ class _Kept:
         self._keep, self._piece = keep, piece
         self._firsts: WeakKeyDictionary[Stored, Any] = WeakKeyDictionary()
 
-    def __call__(self, tensor: Tensor, first: Any) -> Any:
+    def __call__(self, tensor: Tensor, first: Any, graph: Tensor) -> Any:
         if isinstance(first, Noted) and first not in self._piece:
             return first  # holds no memory, and raises an error if a backward reads it
-        stored = self._keep(tensor, first)
+        stored = self._keep(tensor, first, graph)
         self._firsts[stored] = first
         return stored
 

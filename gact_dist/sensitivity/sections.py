@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .._torch_internals import saved_handles, storage_id
 from ..hooks import Replaceable, Replayed, maker_of, stored_of
 from .blocks import Exit
-from .parts import Part, closed_to
+from .parts import Part, closed_to, edge_of
 
 LEAST_BYTES = 2 << 20
 """saved by a section"""
@@ -73,7 +73,7 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     order = _in_forward_order(part)
     sizes = {item.first: item.record.tensor.nbytes for item in found}
     together = [
-        {maker_of(item.record.node), *nodes}
+        {maker_of(edge_of(item)), *nodes}
         for item in derived
         for nodes in [(_readers(part.nodes, [item]) or {}).get(item.first, ())]
     ]

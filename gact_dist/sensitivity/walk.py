@@ -226,7 +226,7 @@ class Walk:
         for end, gradient in zip(between.tails, found, strict=False):
             end.add(gradient)
 
-    def _keep(self, exact: bool, tensor: Tensor, first: Any) -> Replaceable:
+    def _keep(self, exact: bool, tensor: Tensor, first: Any, _: Tensor) -> Replaceable:
         number = self._forward.numbers.get(first)
         if number is None:
             return Replaceable(tensor)
