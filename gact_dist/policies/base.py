@@ -59,6 +59,11 @@ class StepBytes:
     other_bytes: float
     """masks, statistics and all else that has no choice"""
 
+    @property
+    def exact_bytes(self) -> float:
+        """Of a step that stores everything exactly."""
+        return self.other_bytes + sum(float(row[-1]) for row in self.tensors.values())
+
     def largest_uniform_bits(self, budget_bytes: int) -> int:
         """The most bits at which every tensor fits the budget, 1 where none does."""
         totals = self.other_bytes + sum(self.tensors.values(), np.zeros(WIDTHS + 1))[:WIDTHS]
@@ -156,6 +161,10 @@ class Policy:
     def first_plan_in(self, step: StepBytes) -> Plan:
         """The same where the bytes of a step are known."""
         return self.first_plan
+
+    def fits_exactly(self, step: StepBytes) -> bool:
+        """Whether a step that stores everything exactly keeps to the budget."""
+        return False
 
     def choose(self, costs: Costs, current: Plan, trial: Trial) -> Choice | None:
         """Bits for every tensor within the budget; None where nothing can be said.

@@ -103,8 +103,14 @@ class GactInBytes(Gact):
         return Plan(default=_UNKNOWN_BITS)
 
     def first_plan_in(self, step: StepBytes) -> Plan:
-        """The largest uniform width that fits."""
+        """The largest uniform width that fits; everything exactly if that does."""
+        if self.fits_exactly(step):
+            return Plan(default=None)
         return Plan(default=step.largest_uniform_bits(self._budget_bytes))
+
+    def fits_exactly(self, step: StepBytes) -> bool:
+        """See Policy.fits_exactly."""
+        return step.exact_bytes <= self._budget_bytes
 
     def allocate(self, costs: Costs) -> Allocation:
         """See Gact.allocate."""

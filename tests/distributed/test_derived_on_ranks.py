@@ -27,7 +27,14 @@ def norms_apart(model: nn.Module, blocks: wrapped.Blocks) -> nn.Module:
     return wrapped.fsdp2(model, blocks)
 
 
-WRAPPERS = {**wrapped.WRAPPERS, "FSDP2, norms apart": norms_apart}
+def layers_apart(model: nn.Module, blocks: wrapped.Blocks) -> nn.Module:
+    """Each layer is a unit: what enters it has passed a node that registers what comes after its backward."""
+    for layer in [module for module in model.modules() if isinstance(module, (nn.LayerNorm, nn.Linear))]:
+        fully_shard(layer)
+    return wrapped.fsdp2(model, blocks)
+
+
+WRAPPERS = {**wrapped.WRAPPERS, "FSDP2, norms apart": norms_apart, "FSDP2, layers apart": layers_apart}
 
 
 def trained(wrapper: str, derive: bool | None) -> tuple[dict, list[str], list[float], float]:

@@ -156,7 +156,7 @@ def test_parts_are_made_from_parts(ranks, layout, kind):
 
 
 def exact_and_ratios(layout: str, kind: str) -> tuple[bool, float, float]:
-    """(whether the exact policy gives the untouched gradients bit for bit, ratio of bytes when all is stored and not)."""
+    """(whether the exact policy gives the untouched gradients bit for bit, ratios of bytes: all stored, and not)."""
     job = Job(layout, kind)
     untouched, ratios = job.gradients(), []
     for config in (Config(policy="exact"), *(Config(policy="uniform", bits=4, derive=on) for on in (False, True))):
