@@ -10,6 +10,9 @@ from .hooks import ReportRow
 from .offload import OffloadStatistics
 from .policies import GradientError
 
+_SMALL = 10
+"""workspaces are named where they are more than one part in so many of what is kept"""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -36,6 +39,12 @@ class MemoryReport:
         return self.retained_bytes - self.host_bytes
 
     @property
+    def opaque_bytes(self) -> int:
+        """of retained_bytes, workspaces of operators: bytes of a meaning that only their backward knows"""
+        rows = (row for row in self.rows if row.dtype == torch.uint8 and len(row.shape) == 1 and row.codec == "exact")
+        return sum(row.bytes for row in rows)
+
+    @property
     def fixed_point_bytes(self) -> int:
         """what retained_bytes would be with AC-GC's other compressor; the same if no tensor is error-bounded"""
         return sum(row.one_width_bytes or row.bytes for row in self.rows)
@@ -53,6 +62,11 @@ class MemoryReport:
             f"activations: {self.exact_bytes / 2**20:.2f} MiB exact, {self.retained_bytes / 2**20:.2f} MiB retained, "
             f"ratio {self.ratio:.2f}"
         )
+        if self.opaque_bytes * _SMALL > self.retained_bytes:
+            lines.append(
+                f"of these {self.opaque_bytes / 2**20:.2f} MiB are bytes that operators keep for their own backward, as a "
+                "recurrent network on oneDNN or cuDNN does: no codec knows what they stand for"
+            )
         if self.gradient_error is not None:
             lines.append(
                 f"gradient's second moment: +{self.gradient_error.measured:.3g} measured, "

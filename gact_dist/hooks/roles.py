@@ -75,6 +75,9 @@ def _named(*names: str) -> frozenset[Callable]:
     return frozenset(getattr(owner, name) for owner in (torch, Tensor) for name in names if hasattr(owner, name))
 
 
+_RECURRENT = _named("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""a network of several layers, with dropout between them"""
+
 _MASK_VALUE = 1e4
 """what is at least so far from zero stands for "not at all" where it is written into a mask"""
 
@@ -229,7 +232,7 @@ class OperatorObserver(TorchFunctionMode):
         storage = storage_id(tensor)
         if any(storage_id(operand) == storage for operand in operands):
             return Role.STATISTIC if _is_attention_mask(tensor, function, args, kwargs) else Role.ACTIVATION
-        if _draws_noise(function) and (_is_dropout(function) if is_fake(tensor) else codec.is_binary(tensor)):
+        if _draws_noise(function) and (_is_dropout(function) if is_fake(tensor) else _is_noise(tensor)):
             return Role.BINARY
         if function in _NORMALISATIONS:
             return Role.STATISTIC
@@ -308,7 +311,12 @@ def _is_attention_mask(tensor: Tensor, function: Callable, args: tuple, kwargs: 
 
 
 def _draws_noise(function: Callable) -> bool:
-    return _is_dropout(function) or function is _ATTENTION
+    return _is_dropout(function) or function is _ATTENTION or function in _RECURRENT
+
+
+def _is_noise(tensor: Tensor) -> bool:
+    """Whether a tensor has the values of a dropout's noise; may wait for the device. All zeros may be a first state."""
+    return codec.is_binary(tensor) and bool(tensor.any())
 
 
 def _is_dropout(function: Callable) -> bool:
