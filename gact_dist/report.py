@@ -64,8 +64,8 @@ class MemoryReport:
         )
         if self.opaque_bytes * _SMALL > self.retained_bytes:
             lines.append(
-                f"of these {self.opaque_bytes / 2**20:.2f} MiB are bytes that operators keep for their own backward, as "
-                "recurrent networks on oneDNN or cuDNN do: no codec knows what they stand for"
+                f"of these {self.opaque_bytes / 2**20:.2f} MiB are workspaces that operators keep for their backward, "
+                "of which no codec knows what they hold"
             )
         if self.gradient_error is not None:
             lines.append(

@@ -52,9 +52,9 @@ def test_states_of_zeros_are_no_noise():
 
 def test_the_report_names_workspaces():
     _, report = trained(nn.LSTM, Config(policy="uniform", bits=4, min_numel=16))
-    assert ("keep for their own backward" in str(report)) is (report.opaque_bytes > report.retained_bytes / 10)
+    assert ("workspaces that operators keep" in str(report)) is (report.opaque_bytes > report.retained_bytes / 10)
     rows = [row for row in report.rows if row.dtype == torch.uint8]
     assert report.opaque_bytes == sum(row.bytes for row in rows)
     _, linear = trained(nn.RNN, Config(policy="uniform", bits=4, min_numel=16))
     assert linear.opaque_bytes == 0
-    assert "keep for their own backward" not in str(linear)
+    assert "workspaces that operators keep" not in str(linear)
