@@ -428,6 +428,19 @@ KeptMode: Any = torch_checkpoint._CachedTorchDispatchMode
 """of its recomputation"""
 
 
+def bypass_hooks(mode: Any) -> None:
+    """Have what a selective checkpoint keeps bypass hooks, unless the job says otherwise.
+
+    It does in torch 2.13. From 2.14 on a checkpoint has an argument for it (pytorch issue 191236); where a job leaves
+    that out, torch warns, and in a later version it is to be an error. mode: a KeepingMode.
+    """
+    if getattr(mode, _RESPECTS_HOOKS, False) is None:
+        setattr(mode, _RESPECTS_HOOKS, False)
+
+
+_RESPECTS_HOOKS = "respect_saved_tensors_hooks"
+
+
 @contextmanager
 def checkpoint_calls(replacement: Callable[..., Any]) -> Iterator[None]:
     """Within the context calls of torch.utils.checkpoint.checkpoint, whoever holds a reference to it, become calls of

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import distributed
-from .._torch_internals import KeepingMode, in_backward, innermost_hooks
+from .._torch_internals import KeepingMode, bypass_hooks, in_backward, innermost_hooks
 
 _FILES = (torch_checkpoint.__file__, *distributed.checkpoint_files())
 SAVERS = {
@@ -113,5 +113,6 @@ def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> No
         if isinstance(mode, KeepingMode):
             if not isinstance(mode.policy_fn, _WatchedPolicy):
                 mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
+            bypass_hooks(mode)
             return
         caller = caller.f_back

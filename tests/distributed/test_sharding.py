@@ -200,8 +200,9 @@ class SequenceParallelMLP(nn.Module):
         return self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def sequence_parallel(config: Config | None, exactly: bool) -> tuple[list[torch.Tensor], dict[str, tuple[int, ...]]]:
-    """Weights after four steps in which a rank holds half of the sequence, and the shapes of what was quantised."""
+def sequence_parallel(config: Config | None, exactly: bool) -> tuple[list[torch.Tensor], dict[str, tuple]]:
+    """Weights after four steps in which a rank holds half of the sequence, and the codecs and shapes of what was rounded
+    or derived."""
     torch.manual_seed(0)
     mesh = mesh_of((1, 2), ("dp", "tp"))
     sharded = Shard(1)
@@ -225,7 +226,8 @@ def sequence_parallel(config: Config | None, exactly: bool) -> tuple[list[torch.
     if gact is None:
         return weights, {}
     assert gact.adaptation is not None or config.policy == "exact"
-    return weights, {row.name.split(":")[0]: row.shape for row in gact.report().rows if row.codec == "quantised"}
+    kinds = ("quantised", "derived")
+    return weights, {row.name.split(":")[0]: (row.codec, row.shape) for row in gact.report().rows if row.codec in kinds}
 
 
 def test_sequence_parallelism_keeps_the_job_and_stores_what_a_rank_holds(ranks):
@@ -236,7 +238,12 @@ def test_sequence_parallelism_keeps_the_job_and_stores_what_a_rank_holds(ranks):
         assert all(torch.equal(a, b) for a, b in zip(before, adapting, strict=True))
         assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         # `up` sees the whole sequence, as its weight's gradient needs it, and gives half of its outputs
-        assert shapes == {"norm": (8, 20, 64), "up": (8 * 40, 64), "": (8, 40, 128), "down": (8 * 40, 128)}
+        assert shapes == {
+            "norm": ("quantised", (8, 20, 64)),
+            "up": ("quantised", (8 * 40, 64)),
+            "": ("quantised", (8, 40, 128)),
+            "down": ("derived", (8 * 40, 128)),
+        }
 
 
 def shapes_of_rows(row: str) -> set[tuple[int, ...]]:

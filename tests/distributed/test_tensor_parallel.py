@@ -26,8 +26,8 @@ SAMPLES, LENGTH = 8, 64  # on each of two ranks whole groups of tokens, so that 
 def calibrated(
     model: nn.Module, loss: Any, batch: Any, group: Any = None, estimator: str = "one-pass"
 ) -> tuple[dict[str, float], list[str]]:
-    """Sensitivities, and what was logged while they were measured; of tensors that are all stored, as what a parallel
-    module has computed is not derived."""
+    """Sensitivities, and what was logged while they were measured; of tensors that are all stored: what is gathered
+    in a parallel model cannot be derived."""
     config = Config(min_numel=16, estimator=estimator, derive=False)
     with Messages(logging.DEBUG) as messages:
         gact = gact_dist.attach(model, config=config, process_group=group)

@@ -384,3 +384,23 @@ def test_sensitivity_of_block_inputs_predicts_the_gradient_variance(reentrant):
     exact = gradient(loss_fn(batch))
     distances = [float((gradient(step(gact, loss_fn, batch)) - exact).square().sum()) for _ in range(12)]
     assert sum(distances) / 12 == pytest.approx(gact.adaptation.predicted_variance, rel=0.35)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, False), (True, True), (False, False)])
+def test_what_a_selective_checkpoint_keeps_bypasses_hooks_unless_the_job_says_otherwise(given, expected):
+    """From torch 2.14 on its mode has an attribute for that, and warns where it is None and there are hooks."""
+    model, loss_fn, batch = job(False)
+    contexts, seen = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]), []
+
+    def told():
+        keeping, kept = contexts()
+        keeping.respect_saved_tensors_hooks = given  # as checkpoint() of 2.14 does
+        seen.append(keeping)
+        return keeping, kept
+
+    model.forward = lambda tokens: model.head(
+        checkpoint(model.blocks[0], model.embedding(tokens), use_reentrant=False, context_fn=told)
+    )
+    gact = gact_dist.attach(model, config=UNIFORM)
+    step(gact, loss_fn, batch).backward()
+    assert [mode.respect_saved_tensors_hooks for mode in seen] == [expected]
