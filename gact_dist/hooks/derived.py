@@ -347,10 +347,15 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    layouts = _layouts(node, "input", "result1", "result2")
+def _check_rows(node: Any, *slots: str) -> None:
+    """What a norm over the last dimensions saved lies on the ranks alike."""
+    layouts = _layouts(node, *slots)
     if any(layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts):
         raise _NotDerivable
+
+
+def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    _check_rows(node, "input", "result1", "result2")
 
     def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
         rows = _wide(x).reshape(mean.numel(), -1)
@@ -359,6 +364,20 @@ def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
 
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
     return _either(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
+
+
+def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+    """What torch's own RMS norm computes, [rows, columns]. owns: whether it may write to x. rstd: of each row."""
+    rows = _wide(x).reshape(rstd.numel(), -1)
+    y = torch.mul(rows, rstd.to(rows.dtype).reshape(-1, 1), out=rows if owns else None)
+    return _scaled(y, None if weight is None else weight.reshape(-1), None)
+
+
+def _rms_norm(node: Any, wanted: _Making, depth: int) -> Expression:
+    """Of the fused operator of GPUs; on a CPU it is products."""
+    _check_rows(node, "input", "result1")
+    operands = _operand(node, "input", 0, wanted, depth), _statistic(node, "result1")
+    return _either(over_root_mean_square, *operands, _vector(node, "weight", wanted))
 
 
 def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
@@ -480,8 +499,10 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
     return again
 
 
+_ELU = {name: name for name in ("alpha", "scale", "input_scale")}
 _OPERATORS: dict[str, _Operator] = {
     "NativeLayerNormBackward0": _layer_norm,
+    "FusedRmsNormBackward0": _rms_norm,
     "NativeGroupNormBackward0": _group_norm,
     "NativeBatchNormBackward0": _batch_norm,
     "GeluBackward0": _pointwise(F.gelu, torch.ops.aten.gelu_, approximate="approximate"),
@@ -489,6 +510,8 @@ _OPERATORS: dict[str, _Operator] = {
     "MishBackward0": _pointwise(F.mish, torch.ops.aten.mish_),
     "SoftplusBackward0": _pointwise(F.softplus, beta="beta", threshold="threshold"),
     "HardswishBackward0": _pointwise(F.hardswish, torch.ops.aten.hardswish_),
+    "EluBackward0": _pointwise(torch._C._nn.elu, torch._C._nn.elu_, **_ELU),
+    "CeluBackward0": _pointwise(torch.celu, torch.celu_, alpha="alpha"),
     "MulBackward0": _product,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,

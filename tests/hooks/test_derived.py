@@ -14,7 +14,7 @@ from torch import nn
 import gact_dist
 from gact_dist import Config, codec
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.hooks.derived import Expression
+from gact_dist.hooks.derived import Expression, over_root_mean_square
 from gact_dist.hooks.handles import Recipe, Stored, View
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure, sections
@@ -84,6 +84,9 @@ OPERATORS = {
     "mish": (nn.Mish, 1),
     "softplus": (lambda: nn.Softplus(2.0, 5.0), 1),
     "hardswish": (nn.Hardswish, 1),
+    "elu": (lambda: nn.ELU(0.5), 1),
+    "selu": (nn.SELU, 1),
+    "celu": (lambda: nn.CELU(0.5), 1),
     "gated": (lambda: Lambda(gated, nn.Linear(WIDTH, WIDTH)), 2),
     "layer norm and dropout": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Dropout(0.5)), 1),
     "layer norm and relu": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.ReLU()), 1),
@@ -386,6 +389,20 @@ def test_what_was_learnt_is_in_the_state():
         "elements": {name: TOKENS * WIDTH},
         "stored_anyway": [],
     }
+
+
+@pytest.mark.parametrize("owns", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rms_norm_as_the_fused_operator_saves_it(owns, dtype, weighted):
+    """The operator itself is one of GPUs: tests/gpu."""
+    x = torch.randn(4, 8, WIDTH).to(dtype)
+    weight = (torch.rand(WIDTH) + 0.5).to(dtype) if weighted else None
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    expected = F.rms_norm(x, (WIDTH,), weight, 1e-6)
+    made = over_root_mean_square(owns, x.clone(), rstd, weight).to(dtype).view(x.shape)
+    rounding = 1e-6 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(made, expected, rtol=rounding, atol=rounding)
 
 
 def held_while_made(expression: Expression) -> tuple[torch.Tensor, int]:
