@@ -12,8 +12,9 @@ gives the output as well: what attends is the rounded q, k and v, so all that th
 The rows of the scores' gradient then sum to zero, as they do not even beside the true output. The first reader, mostly
 the projection after the attention, makes both; they are freed when the attention's own backward has read them.
 
-Neither is done inside what torch.compile has compiled, on queries and keys that are DTensors themselves (not their local
-parts), and by a torch whose graph does not show what it saved; nothing is fitted where q or k was kept long before, for another operator.
+Neither is done inside what torch.compile has compiled, on queries and keys that are DTensors (on their local parts it
+is), and by a torch whose graph does not show what it saved; nothing is fitted where q or k was kept long before, for
+another operator.
 """
 
 from __future__ import annotations

@@ -201,8 +201,7 @@ class SequenceParallelMLP(nn.Module):
 
 
 def sequence_parallel(config: Config | None, exactly: bool) -> tuple[list[torch.Tensor], dict[str, tuple]]:
-    """Weights after four steps in which a rank holds half of the sequence, and the codecs and shapes of what was rounded
-    or derived."""
+    """Weights after four steps in which a rank holds half of the sequence; codecs and shapes of what is not exact."""
     torch.manual_seed(0)
     mesh = mesh_of((1, 2), ("dp", "tp"))
     sharded = Shard(1)
