@@ -159,9 +159,8 @@ class LogsumexpFit:
         query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
         payloads = dict(self._latest)
         again = next((again for again in map(_again_of, payloads.values()) if again and again.is_of(node)), None)
-        if again is not None and isinstance(kept, Stored) and isinstance(kept.payload, Tensor):
-            exact = kept.payload
-            kept.keep(Recipe(AttentionResult(again, again.logsumexp), exact), exact, None)
+        if again is not None and isinstance(kept, Stored) and kept.is_exact:
+            kept.make_again(AttentionResult(again, again.logsumexp))
             return kept
         operands = payloads.get(base_of(query)), payloads.get(base_of(key))
         if None in operands or not any(map(_is_rounded, operands)) or not isinstance(kept, (Stored, Replaceable)):

@@ -108,6 +108,15 @@ class Stored:
         self.witness = payload if isinstance(payload, Tensor) else version_witness(tensor)
         self.version = tensor._version
 
+    def make_again(self, expression: Any) -> None:
+        """Keep a recipe in place of a payload that is exact, on the device or on its way to the host."""
+        payload = self.payload
+        if isinstance(payload, Tensor):
+            self.keep(Recipe(expression, payload), payload, None)
+        elif isinstance(payload, codec.Packed):
+            like = torch.empty_strided(payload.shape, payload.strides, dtype=payload.dtype, device="meta")
+            self.payload, self.offloaded, self._made = Recipe(expression, like), None, None
+
     def _place(self, payload: Content, offload: HostOffload) -> Content:
         """What to keep of a payload beside what is offloaded of it."""
         if isinstance(payload, Recipe):

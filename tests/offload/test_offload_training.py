@@ -353,7 +353,7 @@ def test_retained_bytes_are_those_without_offload(fast):
     found = []
     for level in ("L3", "L2"):
         model, batch = small_models.gpt()
-        gact = attached(model, level, derive=False)  # a logsumexp that leaves is not made again with the output
+        gact = attached(model, level)
         loss_fn = small_models.loss_of(model)
         with gact.step(loss_fn, batch):
             loss_fn(batch)
