@@ -41,7 +41,7 @@ class MemoryReport:
     @property
     def opaque_bytes(self) -> int:
         """of retained_bytes, workspaces of operators: bytes of a meaning that only their backward knows"""
-        rows = (row for row in self.rows if row.dtype == torch.uint8 and len(row.shape) == 1 and row.codec == "exact")
+        rows = (row for row in self.rows if row.dtype == torch.uint8 and len(row.shape) == 1)
         return sum(row.bytes for row in rows)
 
     @property

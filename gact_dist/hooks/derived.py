@@ -510,7 +510,7 @@ _OPERATORS: dict[str, _Operator] = {
     "MishBackward0": _pointwise(F.mish, torch.ops.aten.mish_),
     "SoftplusBackward0": _pointwise(F.softplus, beta="beta", threshold="threshold"),
     "HardswishBackward0": _pointwise(F.hardswish, torch.ops.aten.hardswish_),
-    "EluBackward0": _pointwise(torch._C._nn.elu, torch._C._nn.elu_, **_ELU),
+    "EluBackward0": _pointwise(torch.ops.aten.elu, torch.ops.aten.elu_, **_ELU),
     "CeluBackward0": _pointwise(torch.celu, torch.celu_, alpha="alpha"),
     "MulBackward0": _product,
     "ToCopyBackward0": _cast,
