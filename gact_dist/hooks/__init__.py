@@ -10,12 +10,13 @@ from .compiled import has_compiled_parts
 from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
-from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
+from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
+from .read_once import ReadOnce
 from .replay import Replay, Replayed
 from .roles import BACKWARDS, OperatorObserver
 
@@ -32,6 +33,7 @@ __all__ = [
     "LearntNames",
     "Noted",
     "OperatorObserver",
+    "ReadOnce",
     "Recorded",
     "Registration",
     "Replaceable",
@@ -61,6 +63,7 @@ __all__ = [
     "origin",
     "parts_of",
     "producer",
+    "read_once",
     "recomputing",
     "replaying",
     "samples_of",

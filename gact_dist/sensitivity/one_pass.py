@@ -372,6 +372,7 @@ class _ByWalk:
             found.by_name[name] = _measured(self.hooks, item, self.columns or {}, self.fraction)
             if cut.groups and item.tensor is not None and item.weight is not None:
                 found.fingerprints[name] = fingerprint(item.tensor)
+            del item  # which is as large as two saved tensors, before the walk goes on
         return found
 
 
