@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .accounting import LOG_SOFTMAX, Footprint, ReportRow, parts_of
-from .backward_rules import jumps
+from .backward_rules import exponent_of, jumps
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
@@ -50,6 +50,7 @@ __all__ = [
     "before_forward",
     "check_inlined",
     "decoded",
+    "exponent_of",
     "fixes_rows",
     "has_compiled_parts",
     "jumps",

@@ -301,6 +301,20 @@ class Branch(Stack):
         return x
 
 
+class Squared(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2)
+
+
+class Powers(Stack):
+    """Blocks end in powers, which are multiplied outside of them."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x) * (1.0 + x))
+        return x
+
+
 @dataclass
 class Hidden:
     state: Tensor
@@ -636,6 +650,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "stages": lambda: on_rows(Stages()),
     "expanded": lambda: on_rows(Expanded(*layers(3))),
     "skipped by a branch": lambda: on_rows(Branch(*layers(3))),
+    "powers": lambda: on_rows(Powers(*(Squared() for _ in range(3)))),
     "structures": lambda: on_rows(Wired()),
     "model outputs": lambda: on_rows(ModelOutputs()),
     "tables and masks": lambda: on_rows(RotaryModel()),
