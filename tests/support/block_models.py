@@ -552,6 +552,19 @@ class Bags(nn.Module):
         return x + self.table(words, per_sample_weights=torch.sigmoid(self.weigh(x)))
 
 
+class BesideBags(nn.Module):
+    """Rows of words -> logits: single layers, of which one has no second derivative, and no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bags, self.second = nn.Linear(WIDTH, WIDTH), Bags(), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bags(torch.tanh(self.first(x)))
+        return self.head(torch.tanh(self.second(F.gelu(x))))
+
+
 def beside_layers(block: nn.Module) -> Case:
     return on_rows(Stack(Layer(), block, Layer()))
 
