@@ -8,7 +8,6 @@ empty when another node reads after the one that has read them. A node may ask s
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from torch import Tensor, nn
 

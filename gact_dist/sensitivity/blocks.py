@@ -594,7 +594,7 @@ def _source(name: str, exponent: float | None) -> Any:
     Source._backward_cls.__name__ = name
     setattr(Source._backward_cls, STARTS, True)
     if exponent is not None:
-        setattr(Source._backward_cls, "_saved_exponent", exponent)
+        Source._backward_cls._saved_exponent = exponent
     return Source
 
 

@@ -568,7 +568,9 @@ class Walk:
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         entered: list[list[Tensor]] = [[] for _ in sources]
         with closed_to(closed):
-            leaving, held = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+            leaving, held = part.differentiable_gradients(
+                sources if entering is not None else None, self._forward.groups
+            )
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         for direction, known in enumerate(products):
             held.is_last = direction + 1 == self._directions
@@ -609,7 +611,9 @@ class Walk:
             found, through = through, ()
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         with closed_to(closed):
-            leaving, held = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+            leaving, held = part.differentiable_gradients(
+                sources if entering is not None else None, self._forward.groups
+            )
         wanted: dict[Any, list[Replayed]] = {}
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
