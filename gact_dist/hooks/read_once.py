@@ -12,6 +12,7 @@ import threading
 from torch import Tensor, nn
 
 from .._torch_internals import node_in_backward, number_of
+from .handles import ReplayError
 
 
 class _Held:
@@ -38,7 +39,7 @@ class ReadOnce:
         """The unpack hook."""
         tensor = held.tensor
         if tensor is None:
-            raise RuntimeError("a backward reads what an earlier one was to be the last to read")
+            raise ReplayError("a backward reads what an earlier one was to be the last to read")
         if self.is_last:
             self._note(held)
         return tensor

@@ -592,9 +592,10 @@ def _source(name: str, exponent: float | None) -> Any:
             return None, None
 
     Source._backward_cls.__name__ = name
-    setattr(Source._backward_cls, STARTS, True)
+    node: Any = Source._backward_cls
+    setattr(node, STARTS, True)
     if exponent is not None:
-        Source._backward_cls._saved_exponent = exponent
+        node._saved_exponent = exponent
     return Source
 
 

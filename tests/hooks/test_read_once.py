@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gact_dist.hooks import ReadOnce, read_once
+from gact_dist.hooks import ReadOnce, ReplayError, read_once
 
 SIZE = 64
 
@@ -18,8 +18,8 @@ SIZE = 64
 class Noted(Function):
     """x ** 2, which asks for what it has saved twice and notes how many others of a list are alive by then."""
 
-    alive: list[weakref.ref] = []
-    counts: list[int] = []
+    alive: ClassVar[list[weakref.ref]] = []
+    counts: ClassVar[list[int]] = []
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -36,7 +36,8 @@ class Noted(Function):
 
 def chain(count: int = 4) -> tuple[Tensor, Tensor, ReadOnce]:
     x = torch.full((SIZE,), 1.01, requires_grad=True)
-    Noted.alive, Noted.counts = [], []
+    Noted.alive.clear()
+    Noted.counts.clear()
     y = x
     with read_once() as held:
         for _ in range(count):
@@ -52,7 +53,8 @@ def test_the_last_backward_frees_what_it_has_read_and_gives_the_same():
     x, loss, held = chain()
     first = gradient(x, loss)
     assert sum(storage() is not None for storage in Noted.alive) == 4  # it was not the last
-    held.is_last, Noted.counts = True, []
+    held.is_last = True
+    Noted.counts.clear()
     assert torch.equal(gradient(x, loss), first)
     # what a node has read is there until another reads
     assert Noted.counts == [4, 4, 3, 2]
@@ -62,7 +64,7 @@ def test_what_was_read_last_is_not_read_again():
     x, loss, held = chain()
     held.is_last = True
     gradient(x, loss)
-    with pytest.raises(RuntimeError, match="the last to read"):
+    with pytest.raises(ReplayError, match="the last to read"):
         gradient(x, loss)
 
 
