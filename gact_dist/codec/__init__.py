@@ -28,6 +28,7 @@ from .packed import (
     to_tensors,
     unpack,
     with_payload,
+    without_gaps,
     without_payload,
 )
 
@@ -36,5 +37,5 @@ __all__ = [
     "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors",
     "is_binary", "isa", "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags",
     "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack",
-    "with_payload", "without_payload",
+    "with_payload", "without_gaps", "without_payload",
 ]  # fmt: skip

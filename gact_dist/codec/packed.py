@@ -448,6 +448,25 @@ def unpack(packed: Packed) -> Tensor:
     return negative_view(out) if packed.negated else out
 
 
+def without_gaps(packed: Packed) -> Packed:
+    """The same payload of a tensor that has gaps in its memory, to be decoded without them.
+
+    Its dimensions keep their order in memory. One of several heads that lie beside each other takes as much memory,
+    with its own strides, as all of them.
+    """
+    layout = packed.layout
+    if layout.fill is not Fill.SCATTERED:
+        return packed
+    strides = [0 if stride == 0 else 1 for stride in packed.strides]
+    dims = [dim for dim, size in enumerate(packed.shape) if size > 1 and strides[dim]]
+    span = 1
+    for dim in sorted(dims, key=lambda dim: packed.strides[dim]):
+        strides[dim] = span
+        span *= packed.shape[dim]
+    dense = Layout(Fill.SPAN, (span,), (1,), span, layout.row_numel)
+    return replace(packed, strides=tuple(strides), layout=dense)
+
+
 def _decode(packed: Packed) -> Tensor:
     """The stored elements in memory order, in a new tensor."""
     if packed.scheme is Scheme.EXACT:

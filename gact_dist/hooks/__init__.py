@@ -1,7 +1,7 @@
 """What autograd saves: its name, its role, what is kept of it, and the handle that gives it back."""
 
 from .accounting import LOG_SOFTMAX, Footprint, ReportRow, parts_of
-from .backward_rules import jumps
+from .backward_rules import exponent_of, jumps
 from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, samples_of, tensors_of
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
@@ -10,12 +10,13 @@ from .compiled import has_compiled_parts
 from .derived import STARTS, maker_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
-from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, replaying
+from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
 from .naming import origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
+from .read_once import ReadOnce
 from .replay import Replay, Replayed
 from .roles import BACKWARDS, OperatorObserver
 
@@ -32,6 +33,7 @@ __all__ = [
     "LearntNames",
     "Noted",
     "OperatorObserver",
+    "ReadOnce",
     "Recorded",
     "Registration",
     "Replaceable",
@@ -48,6 +50,7 @@ __all__ = [
     "before_forward",
     "check_inlined",
     "decoded",
+    "exponent_of",
     "fixes_rows",
     "has_compiled_parts",
     "jumps",
@@ -61,6 +64,7 @@ __all__ = [
     "origin",
     "parts_of",
     "producer",
+    "read_once",
     "recomputing",
     "replaying",
     "samples_of",

@@ -56,6 +56,14 @@ def _is_smooth_power(node: Any) -> bool:
     return node._saved_exponent in (1, 2, 3, 4)
 
 
+def exponent_of(node: Any) -> float | None:
+    """For what stands in a graph for a node that is not there any more: None unless that is a power; else an exponent
+    of the same rule."""
+    if node is None or operator_of(node.name()) != "Pow":
+        return None
+    return 1.0 if _is_smooth_power(node) else 0.5
+
+
 _COMPARES = "compares it with the result or with a limit: equal elements, or those within, get the gradient"
 _SIGN = "takes its sign, which jumps at zero"
 _DIVIDES = "divides by it"

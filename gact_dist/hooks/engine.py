@@ -49,6 +49,7 @@ from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
 from .one_bit import OneBit, read_by
 from .parameters import ParameterRecognition
+from .read_once import ReadOnce
 from .readers import Readers, Saved
 from .recomputed import BlockAgain, HandOver, keep_handles
 from .repeated import Repeated
@@ -740,6 +741,19 @@ def _only_shown(tensor: Tensor) -> Kept | Noted:
 def kept_exactly() -> AbstractContextManager[None]:
     """A context in which graphs keep all that is saved as it is, and nobody looks at it."""
     return _hooked(Replaceable, _unpack)
+
+
+@contextmanager
+def read_once() -> Iterator[ReadOnce]:
+    """Within the context graphs keep what is saved as it is, until the last backward has read it."""
+    held = ReadOnce()
+
+    def pack(tensor: Tensor) -> Any:
+        with without_modes():
+            return held.keep(tensor)
+
+    with _hooked(pack, held.restore):
+        yield held
 
 
 @contextmanager

@@ -241,12 +241,14 @@ def restored_together(handles: Iterable[Any]) -> list[Tensor]:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "is_block_input", "name", "on_restore", "replacement", "tensor")
+    __slots__ = ("__weakref__", "is_block_input", "leaves_gaps", "name", "on_restore", "replacement", "tensor")
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.name = tensor.detach(), name
         self.is_block_input = False
         """whether a checkpoint makes its block again from it"""
+        self.leaves_gaps = True
+        """whether what is decoded has the gaps between its elements that the tensor has in a larger one"""
         self.replacement: Tensor | codec.Packed | None = None
         self.on_restore: Callable[[], None] | None = None
         """told of every use"""
@@ -265,6 +267,14 @@ class Replaceable:
         self.replacement = tensor
 
     def restore(self) -> Tensor:
+        if isinstance(self.replacement, codec.Packed) and not self.leaves_gaps:
+            if self.on_restore is not None:
+                self.on_restore()
+            return codec.unpack(codec.without_gaps(self.replacement))
+        return self.restore_memory()
+
+    def restore_memory(self) -> Tensor:
+        """The same with its own strides, by which views find their place in it."""
         if self.on_restore is not None:
             self.on_restore()
         if isinstance(self.replacement, codec.Packed):
@@ -365,7 +375,8 @@ class View:
         self.toggled = toggled
 
     def restore(self) -> Tensor:
-        return self.within(self.base.restore())
+        base = self.base
+        return self.within(base.restore_memory() if isinstance(base, Replaceable) else base.restore())
 
     def behind(self, tensor: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
         """The tensor of which this is a view, in the memory that it shares with the one that the view stands for."""

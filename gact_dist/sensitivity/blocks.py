@@ -38,6 +38,7 @@ from ..hooks import (
     Replayed,
     ReplayError,
     SavedTensorHooks,
+    exponent_of,
     kept_exactly,
     made_from_parameters,
     map_tensors,
@@ -575,10 +576,10 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 @cache
-def _source(name: str) -> Any:
+def _source(name: str, exponent: float | None) -> Any:
     """A function that starts a graph anew at a tensor, under the name of the node that made the tensor before.
 
-    What it returns shares the tensor's memory; its node holds nothing.
+    exponent: see exponent_of(). What it returns shares the tensor's memory; its node holds nothing.
     """
 
     class Source(Function):
@@ -591,7 +592,10 @@ def _source(name: str) -> Any:
             return None, None
 
     Source._backward_cls.__name__ = name
-    setattr(Source._backward_cls, STARTS, True)
+    node: Any = Source._backward_cls
+    setattr(node, STARTS, True)
+    if exponent is not None:
+        node._saved_exponent = exponent
     return Source
 
 
@@ -600,7 +604,7 @@ def cut(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     made = tensor if like is None else like
     node = producer(origin(made)) if made.grad_fn is not None else None
     name = "Source" if node is None else node.name()
-    return _source(name).apply(torch.zeros((), requires_grad=True, device="cpu"), tensor.detach())
+    return _source(name, exponent_of(node)).apply(torch.zeros((), requires_grad=True, device="cpu"), tensor.detach())
 
 
 def _may_be_cut(tensor: Tensor) -> bool:

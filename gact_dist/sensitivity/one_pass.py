@@ -46,7 +46,7 @@ from .halfway import Halfway, ResumeError, bytes_of, stop_of
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
-from .partition import blocks_of
+from .partition import blocks_of, parts_of_block
 from .parts import OpaqueError
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .sections import MOST
@@ -155,7 +155,7 @@ def measure(
     blocks = blocks_of(model, hooks.config.blocks)
     whole = not blocks or _may_be_whole(model)
     way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")
-    too_large = False
+    too_large = in_parts = False
     while estimator == "one-pass" or not whole:
         try:
             if shares > 1 and not way.perturbs:
@@ -172,10 +172,16 @@ def measure(
         except (CutError, OpaqueError, ReplayError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
-            _log.debug("%s: measuring %s", error, "it with what is around it" if blocks else "by perturbation")
-            if not blocks:
+            is_opaque = isinstance(error, OpaqueError)
+            if blocks and not (is_opaque and in_parts):
+                _log.debug("%s: measuring it with what is around it", error)
+                blocks = _blocks_after(error, blocks)
+            elif is_opaque and not in_parts and (blocks := parts_of_block(model)):
+                _log.debug("%s: measuring the parts of the model", error)
+                in_parts = True
+            else:
+                _log.debug("%s: measuring by perturbation", error)
                 break
-            blocks = _blocks_after(error, blocks)
     if too_large:
         return PausedPerturbation(hooks, model, seed, fraction).share(forward, in_steps or shares > 1)
     mode = MeasuringMode()
@@ -372,6 +378,7 @@ class _ByWalk:
             found.by_name[name] = _measured(self.hooks, item, self.columns or {}, self.fraction)
             if cut.groups and item.tensor is not None and item.weight is not None:
                 found.fingerprints[name] = fingerprint(item.tensor)
+            del item  # which is as large as two saved tensors, before the walk goes on
         return found
 
 

@@ -27,6 +27,28 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
     return list(_below(model, wanted))
 
 
+def parts_of_block(model: nn.Module) -> list[nn.Module]:
+    """The modules that make up a model without blocks, in the order of its modules; none of a single module.
+
+    They serve where one of them has an operator without a second derivative: the others need not do without.
+    """
+    frame, found = unwrap(model), list[nn.Module]()
+    while len(found) < 2:
+        found = [part for part in _members(frame) if _has_parameters(part)]
+        if len(found) != 1:
+            break
+        frame = found[0]
+    return found
+
+
+def _members(frame: nn.Module) -> Iterator[nn.Module]:
+    for child in frame.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _members(child)
+        else:
+            yield child
+
+
 def _named(model: nn.Module, named: Sequence[str]) -> set[int]:
     modules = {user_path(path): module for path, module in model.named_modules()}
     unknown = [name for name in named if name not in modules]

@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._errors import first_line, is_out_of_memory
 from .._torch_internals import once, repeated_dimensions
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
-from ..hooks import Recorded, Replayed
+from ..hooks import ReadOnce, Recorded, Replayed, read_once
 from .autograd_graph import backward, watched
 
 
@@ -48,18 +48,35 @@ class Part:
 
     def differentiable_gradients(
         self, entering: Sequence[Tensor] | None, groups: Sequence[Any] = ()
-    ) -> list[Tensor | None]:
-        """The same with their graph. Raises OpaqueError if some backward leaves it or refuses, on all ranks of groups.
+    ) -> tuple[list[Gradient | None], ReadOnce]:
+        """The graph of the same, and what holds what that has saved. Raises OpaqueError if some backward leaves it or
+        refuses, on all ranks of groups.
 
         If it does not run at all, the plain backward of a perturbation raises the error.
         """
         opaque: list[str] = []
-        with watched(self.nodes, opaque), refused(), differentiable_twice(self.nodes):
-            found = self.gradients(entering, create_graph=True)
+        with watched(self.nodes, opaque), refused(), differentiable_twice(self.nodes), read_once() as held:
+            found = [_without_values(gradient) for gradient in self.gradients(entering, create_graph=True)]
         if any_rank([bool(opaque)], groups)[0]:
             names = ", ".join(sorted(set(opaque))) or "an operator on another rank"
             raise OpaqueError(f"backward of {names} has no derivative")
-        return found
+        return found, held
+
+
+class Gradient(NamedTuple):
+    """A gradient that can be differentiated."""
+
+    edge: GradientEdge
+    like: Tensor
+    """of its shape, type and device; the gradient itself where it is distributed"""
+
+
+def _without_values(gradient: Tensor | None) -> Gradient | None:
+    if gradient is None or not gradient.requires_grad:
+        return None
+    is_plain = type(gradient) is Tensor
+    like = gradient.new_empty(()).expand(gradient.shape) if is_plain else gradient.detach()
+    return Gradient(get_gradient_edge(gradient), like)
 
 
 def present(heads: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor] | None]:

@@ -56,7 +56,7 @@ from ..hooks import (
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
-from .parts import OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
+from .parts import Gradient, OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
 from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
 from .sections import Section, divided, divided_open, note_gradients, passed_on
 from .surroundings import copied
@@ -234,7 +234,7 @@ class Walk:
         if not exact:
             return Replaceable(tensor if rounded is None else codec.unpack(rounded))
         handle = Replaceable(tensor)
-        handle.replacement = rounded
+        handle.replacement, handle.leaves_gaps = rounded, False
         return handle
 
     def _name_of(self, key: Any) -> str:
@@ -568,9 +568,12 @@ class Walk:
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         entered: list[list[Tensor]] = [[] for _ in sources]
         with closed_to(closed):
-            leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+            leaving, held = part.differentiable_gradients(
+                sources if entering is not None else None, self._forward.groups
+            )
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         for direction, known in enumerate(products):
+            held.is_last = direction + 1 == self._directions
             with closed_to(closed), cut_off(cut_at):
                 found = self._products(part, leaving, tangents, inputs, direction)
             for place, tangent in zip(entered, found, strict=False):
@@ -608,7 +611,9 @@ class Walk:
             found, through = through, ()
         sources = [] if entering is None else [cut(gradient) for gradient in entering]
         with closed_to(closed):
-            leaving = part.differentiable_gradients(sources if entering is not None else None, self._forward.groups)
+            leaving, held = part.differentiable_gradients(
+                sources if entering is not None else None, self._forward.groups
+            )
         wanted: dict[Any, list[Replayed]] = {}
         for item in found:
             if item.first in self._tallies and item.record.node is not None:
@@ -619,13 +624,15 @@ class Walk:
         inputs = [*map(get_gradient_edge, sources), *(GradientEdge(*edge) for edge in edges)]
         entered: list[list[Tensor]] = [[] for _ in sources]
         for direction in range(self._directions):
-            taken = self._taking(passing, direction)
+            taken, is_last = self._taking(passing, direction), direction + 1 == self._directions
+            held.is_last = is_last and not through
             with taken, cut_off(() if alone else found):
                 products = self._products(
                     part, leaving, tangents, [*inputs, *part.tails] if passing else inputs, direction
                 )
+            held.is_last = is_last
             self._add_through(through, part, leaving, tangents, direction)
-            if direction + 1 == self._directions:
+            if is_last:
                 leaving = []  # with the graph of the backward
             for place, tangent in zip(entered, products, strict=False):
                 place.append(torch.zeros((), device="cpu") if tangent is None else tangent.detach())
@@ -644,7 +651,7 @@ class Walk:
         self,
         through: Sequence[Replayed],
         part: Part,
-        leaving: Sequence[Tensor | None],
+        leaving: Sequence[Gradient | None],
         tangents: Sequence[list[Tensor] | None],
         direction: int,
     ) -> None:
@@ -693,23 +700,23 @@ class Walk:
     def _products(
         self,
         part: Part,
-        leaving: Sequence[Tensor | None],
+        leaving: Sequence[Gradient | None],
         tangents: Sequence[list[Tensor] | None],
         inputs: Sequence[GradientEdge],
         direction: int,
     ) -> Sequence[Tensor | None]:
         outputs, weights = [], []
         for number, gradient in enumerate(leaving):
-            if gradient is None or not gradient.requires_grad:
+            if gradient is None:
                 continue
             if number < len(part.tails):
                 tangent = tangents[number]
                 weight = None if tangent is None or not tangent[direction].dim() else tangent[direction]
             else:
-                weight = self._direction(*part.leaves[number - len(part.tails)], gradient, direction)
+                weight = self._direction(*part.leaves[number - len(part.tails)], gradient.like, direction)
             if weight is not None:
-                outputs.append(gradient)
-                weights.append(weight.to(gradient.dtype).reshape(gradient.shape))
+                outputs.append(gradient.edge)
+                weights.append(weight.to(gradient.like.dtype).reshape(gradient.like.shape))
         if not outputs or not inputs:
             return [None] * len(inputs)
         with refused(), differentiable_twice(part.nodes):

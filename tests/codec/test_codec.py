@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from math import prod
 
 import pytest
 import torch
@@ -159,6 +160,23 @@ def test_gaps_are_neither_read_nor_stored() -> None:
     packed = codec.pack(x, bits=8)
     assert bool(torch.isfinite(codec.unpack(packed)).all())
     assert packed.nbytes == payload_format.sections(512, 8, codec.DEFAULT_GROUP_SIZE).total_bytes
+
+
+@pytest.mark.parametrize("bits", [3, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_what_has_gaps_can_be_decoded_without_them(dtype: torch.dtype, bits: int | None) -> None:
+    """Queries, keys and values in one tensor: each takes a third, its dimensions in the order that they have there."""
+    queries, keys, _ = torch.randn(2, 16, 3, 4, 8).to(dtype).permute(2, 0, 3, 1, 4)
+    for tensor in (queries, keys[:, :1], keys[:, :1].expand(-1, 4, -1, -1)):
+        packed = codec.pack(tensor, bits, seed=1)
+        found = codec.unpack(codec.without_gaps(packed))
+        assert torch.equal(found, codec.unpack(packed))
+        elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        assert found.untyped_storage().nbytes() == elements * dtype.itemsize
+        order = sorted(range(4), key=tensor.stride, reverse=True)
+        assert sorted(range(4), key=found.stride, reverse=True) == order
+    dense = codec.pack(torch.randn(4, 6), bits)
+    assert codec.without_gaps(dense) is dense
 
 
 def test_an_expanded_tensor_stores_its_base_only() -> None:

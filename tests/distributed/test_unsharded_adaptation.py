@@ -138,6 +138,7 @@ def test_24_layers_adapt_one_unit_at_a_time(ranks, row, config, follows):
         pytest.param("FSDP1", False, marks=large),
         pytest.param("FSDP1 use_orig_params", False, marks=large),
         ("HSDP", False),
+        ("FSDP2 CPU offload", False),
         pytest.param("HSDP", True, marks=large),
     ],
 )

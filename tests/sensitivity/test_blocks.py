@@ -46,6 +46,7 @@ VISITS = {
     "GCN": 3,
     **dict.fromkeys(
         (
+            "powers",
             "tables and masks",
             "model outputs",
             "expanded",

@@ -4,6 +4,7 @@ import logging
 
 import block_models
 import pytest
+import torch
 from gradients import variance_of_gradient
 
 import gact_dist
@@ -35,6 +36,22 @@ def test_the_variance_of_the_gradient_is_predicted(name, in_sections, caplog, mo
     assert ("its block saves is measured by perturbation" in caplog.text) is (name != "LSTM")
     assert perturbed
     assert len(perturbed) < len(found)
+    predicted = sum(float(item.variance[BITS - 1]) for item in found)
+    gact = gact_dist.attach(case.model, config=Config(policy="uniform", bits=BITS, min_numel=0))
+    measured = variance_of_gradient(case.model, case.loss_fn, case.batch, gact, draws=DRAWS)
+    assert predicted == pytest.approx(measured, rel=0.25)
+
+
+def test_of_a_model_without_blocks_the_other_modules_have_products():
+    """As above; what they save is not perturbed."""
+    torch.manual_seed(0)
+    case = block_models.on_rows(block_models.BesideBags())
+    hooks = SavedTensorHooks(case.model, Config(min_numel=0, bits=BITS, derive=False), 0)
+    found = measure(hooks, case.model, lambda: case.loss_fn(case.batch), seed=1, probes=DIRECTIONS)
+    hooks.close()
+    perturbed = {item.name for item in found if item.by_perturbation}
+    assert perturbed == {"first:Input@4", ":Tanh@1", "bags:Sigmoid@2"}  # the batch, what the bags read, their own
+    assert len(found) == 6
     predicted = sum(float(item.variance[BITS - 1]) for item in found)
     gact = gact_dist.attach(case.model, config=Config(policy="uniform", bits=BITS, min_numel=0))
     measured = variance_of_gradient(case.model, case.loss_fn, case.batch, gact, draws=DRAWS)

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +39,11 @@ from torch.utils._pytree import tree_iter
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.hooks import Replay
+from gact_dist.hooks import Noted, Replay, SavedTensorHooks
+from gact_dist.hooks.roles import Role
 from gact_dist.sensitivity import blocks as blocks_room
-from gact_dist.sensitivity import differentiable_attention, sections
+from gact_dist.sensitivity import differentiable_attention, one_pass, sections
+from gact_dist.sensitivity.walk import Measured
 
 WIDTH = 64
 Job = tuple[nn.Module, list[nn.Module], tuple[Tensor, Tensor]]
@@ -268,3 +271,24 @@ def test_the_graph_of_a_block_is_freed_when_its_visit_ends(name, monkeypatch):
     assert max(alive) <= 1  # the one before may go as the next begins
     assert not replays
     gact.detach()
+
+
+def test_what_was_measured_is_let_go_before_the_walk_goes_on():
+    """Of the largest saved tensor these are the tensor and its weights, beside which the next section is measured."""
+    hooks = SavedTensorHooks(nn.Linear(2, 2), Config(bits=4), 0)
+    alive: list[weakref.ref] = []
+
+    def walked() -> Iterator[Measured]:
+        for name in ("first", "second"):
+            assert not any(storage() is not None for storage in alive)
+            noted = Noted(name, torch.Size([64]), 32, Role.ACTIVATION)
+            values = torch.randn(64)
+            alive.append(weakref.ref(values.untyped_storage()))
+            made = [Measured(noted, values, torch.ones(64), None)]
+            del values
+            yield made.pop()
+
+    cut: Any = SimpleNamespace(groups=[])
+    found = one_pass._ByWalk(hooks, nn.Linear(2, 2), 0, 1.0, 1)._noted(walked(), cut, one_pass._Found())
+    hooks.close()
+    assert list(found.by_name) == ["first", "second"]

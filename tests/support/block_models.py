@@ -301,6 +301,20 @@ class Branch(Stack):
         return x
 
 
+class Squared(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2)
+
+
+class Powers(Stack):
+    """Blocks end in powers, which are multiplied outside of them."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x) * (1.0 + x))
+        return x
+
+
 @dataclass
 class Hidden:
     state: Tensor
@@ -538,6 +552,19 @@ class Bags(nn.Module):
         return x + self.table(words, per_sample_weights=torch.sigmoid(self.weigh(x)))
 
 
+class BesideBags(nn.Module):
+    """Rows of words -> logits: single layers, of which one has no second derivative, and no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bags, self.second = nn.Linear(WIDTH, WIDTH), Bags(), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bags(torch.tanh(self.first(x)))
+        return self.head(torch.tanh(self.second(F.gelu(x))))
+
+
 def beside_layers(block: nn.Module) -> Case:
     return on_rows(Stack(Layer(), block, Layer()))
 
@@ -636,6 +663,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "stages": lambda: on_rows(Stages()),
     "expanded": lambda: on_rows(Expanded(*layers(3))),
     "skipped by a branch": lambda: on_rows(Branch(*layers(3))),
+    "powers": lambda: on_rows(Powers(*(Squared() for _ in range(3)))),
     "structures": lambda: on_rows(Wired()),
     "model outputs": lambda: on_rows(ModelOutputs()),
     "tables and masks": lambda: on_rows(RotaryModel()),
