@@ -579,7 +579,8 @@ class SavedTensorHooks:
         captured = sink.without_repeats(Captured(target, name, role, record, None, read))
         if role is Role.STATISTIC and self._masks.is_running and not sink.records:
             captured = captured._replace(recipe=self._mask_again(target, name))
-        handle = stored = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
+        stored: Any = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
+        handle = stored
         if captured.repeats is not None:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
