@@ -99,6 +99,12 @@ class Packed:
             return sum(width * count for width, count in enumerate(self.counts)) / sum(self.counts)
         return 8.0 * self.dtype.itemsize if self.bits is None else float(self.bits)
 
+    def described(self) -> tuple[str, float, int, int]:
+        """(kind, average_bits, nbytes, one_width_bytes), as reports have them."""
+        if self.bits is None or self.constant is not None:
+            return self.kind, self.average_bits, self.nbytes, self.one_width_bytes
+        return _KINDS[self.scheme], float(self.bits), self.payload.nbytes, self.one_width_bytes
+
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers that this object owns."""

@@ -174,8 +174,7 @@ class Account:
             new_bytes = 0
         kind, one_width = "exact", 0
         if isinstance(payload, Packed):
-            kind, retained, bits = payload.kind, payload.nbytes, payload.average_bits
-            one_width = payload.one_width_bytes
+            kind, bits, retained, one_width = payload.described()
         elif isinstance(payload, Recipe):
             kind, retained, bits = "derived", payload.nbytes, 0.0
         elif host_bytes:

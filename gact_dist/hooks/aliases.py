@@ -158,13 +158,12 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
     """
     stored = record.stored
     is_contiguous = tensor.is_contiguous()
-    if with_gaps or is_contiguous or not has_gaps(tensor):
+    if is_contiguous or with_gaps or not has_gaps(tensor):
         length = tensor.numel() if is_contiguous else span(tensor)
-        first = int(tensor.storage_offset())
-        part = len(stored), first, first + length, tensor._version, tensor.dtype, lazy_bits(tensor), ref(handle)
-        stored.append(part)
+        first, bits = int(tensor.storage_offset()), lazy_bits(tensor)
+        stored.append((len(stored), first, first + length, tensor._version, tensor.dtype, bits, ref(handle)))
         if record.cells is not None:
-            _place(part, record.cells)
+            _place(stored[-1], record.cells)
         elif len(stored) > _FEW:
             record.cells = {}
             for known in stored:

@@ -81,6 +81,11 @@ def site_in_backward(frame: FrameType | None, thread: int) -> CallSite | None:
     return _site_above(call)._replace(in_backward=True)
 
 
+def is_users(code: CodeType) -> bool:
+    """Whether a function is the user's, or a module's of torch, and no plumbing between these and an operator."""
+    return _kind(code) is _Kind.USERS
+
+
 def current_line() -> str | None:
     """The line of the user's code that is running, as CallSite has it."""
     return _site_above(sys._getframe(1)).line

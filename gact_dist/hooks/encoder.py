@@ -86,6 +86,9 @@ class Encoder:
             return tensor.detach()
         if tensor.numel() < self._min_numel:
             return codec.exact(tensor)
+        if role is Role.ACTIVATION and read is None and tensor.is_floating_point():  # most
+            bits = plan.bits_of(name)
+            return codec.exact(tensor) if bits is None else self.pack(tensor, bits, self.keys.seed(name))
         if tensor.dtype == torch.bool or role is Role.SIGN:
             return codec.pack_mask(tensor)
         if read is not None:
@@ -102,6 +105,8 @@ class Encoder:
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
         """Round a tensor, on a stream of its own if there is one."""
         if self._stream is None or not self._stream.takes(tensor):
+            if type(bits) is int:
+                return self._pack(tensor, bits, seed, self.group_size, self._by_column)
             return self._rounded(tensor, bits, seed)
         packed, ready = self._stream.run(tensor, partial(self._rounded, tensor, bits, seed), attrgetter("payload"))
         return replace(packed, ready=ready)

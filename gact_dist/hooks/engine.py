@@ -266,7 +266,7 @@ class SavedTensorHooks:
                 if frame is None or _without_codec(tensor) or self._is_of_model(tensor) or type(tensor) not in PLAIN:
                     handle: Any = Kept(tensor)
                 else:
-                    handle = block.pack(tensor, frame)
+                    handle = self._namer.scope.within(frame, block.pack, tensor)
             hand_over(tensor, None if isinstance(handle, Kept) else handle)
             return handle
 
@@ -332,7 +332,7 @@ class SavedTensorHooks:
         def pack(tensor: Tensor) -> Any:
             frame = caller()
             with without_modes():
-                handle = self._pack_from(tensor, frame)
+                handle = self._namer.scope.within(frame, self._pack_from, tensor)
             outcomes.append(None if isinstance(handle, Kept) else handle)
             return handle
 
@@ -395,11 +395,14 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         frame = sys._getframe().f_back  # as caller(), without the call
+        scope = self._namer.scope
         if self.clock is None:
             with without_modes():
-                return self._pack_from(tensor, frame)
+                return (
+                    scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
+                )
         with self.clock, without_modes():
-            return self._pack_from(tensor, frame)
+            return scope.within(frame, self._pack_from, tensor)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
@@ -515,7 +518,12 @@ class SavedTensorHooks:
     def _is_of_model(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
         scope = self._namer.scope
-        if self._parameters.is_parameter(tensor, scope.innermost) or scope.makes_a_weight:
+        stack = scope.stack
+        if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
+            return True
+        if not scope.parametrized:
+            return False
+        if scope.makes_a_weight:
             return True
         return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made
 
@@ -566,12 +574,14 @@ class SavedTensorHooks:
             target = self._bases.what_to_store(tensor, name, record)
             if self._bases.grew:
                 self._bases.grew, self._roles.observe_next = False, True
+        sink = self._sink
         own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
         role = self._role_in_function(target, name, own, site) if rounds else own
-        captured = self._sink.without_repeats(Captured(target, name, role, record, None, read))
-        if role is Role.STATISTIC and self._masks.is_running and not self._sink.records:
+        captured = sink.without_repeats(Captured(target, name, role, record, None, read))
+        if role is Role.STATISTIC and self._masks.is_running and not sink.records:
             captured = captured._replace(recipe=self._mask_again(target, name))
-        handle = stored = self._take(captured)
+        stored: Any = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
+        handle = stored
         if captured.repeats is not None:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
@@ -583,7 +593,7 @@ class SavedTensorHooks:
                 handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
         if self._readers is not None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
-        self._sink.after(tensor.grad_fn)
+        sink.after(tensor.grad_fn)
         return handle
 
     def _mask_again(self, tensor: Tensor, name: str) -> Recipe | None:
@@ -681,9 +691,11 @@ class SavedTensorHooks:
         return self._sink.take_in_graph(Captured(tensor, name, self._role(tensor, name, site), record))
 
     def _role(self, tensor: Tensor, name: str, site: CallSite) -> Role | None:
-        if not self._sink.wants_role(tensor):
+        sink, stack = self._sink, self._namer.scope.stack
+        if not sink.wants_role(tensor):
             return None
-        return self._roles.role(tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction)
+        module = stack[-1][1] if stack else None
+        return self._roles.role(tensor, name, site, module, sink.records, self._instruction)
 
     def _note_bypassing(self, tensor: Tensor, operator: str, part: tuple[int, int]) -> None:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""

@@ -88,13 +88,10 @@ class Stored:
     )  # fmt: skip
 
     def __init__(self, name: str, tensor: Tensor, payload: Content, offload: HostOffload | None = None) -> None:
-        self.name = name
+        self.name, self._left = name, 0  # of the readers, those that have not read what is made
         self.readers = 1
         """operators that have saved it or a view of it, and attention that runs again"""
-        self._made: tuple[Tensor, int | None] | None = (
-            None  # what is restored and its version, while some have not read it
-        )
-        self._left = 0  # how many
+        self._made: tuple[Tensor, int | None] | None = None  # that is kept for them, and its version
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
         self.keep(payload, tensor, offload)

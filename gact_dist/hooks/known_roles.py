@@ -55,6 +55,7 @@ class KnownRoles:
         self.derived = Derived()
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
         self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
+        self._settled: dict[str, tuple[Any, ...]] = {}  # all that role() looked at when it found an activation
         self.observe_next = True
         """whether the next step should be observed: a tensor without a known role was met"""
         self._compresses_block_inputs = config.checkpoint_inputs
@@ -114,7 +115,13 @@ class KnownRoles:
             return Role.STATISTIC
         if self._keeps_batch_norm_inputs and isinstance(module, BatchNorm):
             return Role.STATISTIC
-        if site.region is not None and tensor.grad_fn is None:
+        node = tensor.grad_fn
+        about = None
+        if observer is None and node is not None and site.region is None:
+            about = (node.name(), tensor.output_nr, tensor.dtype, tensor.shape, site.line, module is None, instruction)
+            if self._settled.get(name) == about and self.by_name.get(name) is Role.ACTIVATION:
+                return Role.ACTIVATION
+        if site.region is not None and node is None:
             return self._regions.role(site.region, name, tensor)
         if observer is not None and observer.holds_mask(tensor):
             return self._found(tensor, name, Role.STATISTIC)
@@ -131,7 +138,10 @@ class KnownRoles:
         if observer is not None and known is not Role.STATISTIC and known is not Role.ACTIVATION:
             known = None  # of another tensor: the observer would have found the role again
         if known is not None:
+            if known is Role.ACTIVATION and about is not None:
+                self._settled[name] = about
             return known
+        self._settled.pop(name, None)
         self._kinds[name] = tensor.dtype, tensor.dim()
         if instruction is not None:
             self._instructions[name] = instruction
@@ -141,6 +151,7 @@ class KnownRoles:
         return Role.STATISTIC
 
     def _found(self, tensor: Tensor, name: str, role: Role) -> Role:
+        self._settled.pop(name, None)
         self._kinds[name] = tensor.dtype, tensor.dim()
         self.by_name[name] = role
         return role
@@ -249,6 +260,7 @@ class KnownRoles:
         self.derived.names = learnt.derived
         self._kinds.clear()
         self._instructions.clear()
+        self._settled.clear()
         self._alias_roles.clear()
         self._restored_aliases, self._top_level = dict(learnt.aliases), set(learnt.top_level)
         self.observe_next = True

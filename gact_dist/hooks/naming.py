@@ -9,18 +9,22 @@ steps, or one of two, then shifts no other name. A job's loop and its loss funct
 """
 
 import re
+from collections.abc import Callable
 from functools import cache
+from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.compiler import is_dynamo_compiling
+from torch.jit import RecursiveScriptModule
+from torch.nn.modules import activation
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._torch_internals import storage_id, storage_reference
 from ..distributed import forwarding_nodes, modules_by_path, operator_aliases, own_part
 from .accounting import parts_of
-from .call_stack import CallSite, current_line
+from .call_stack import CallSite, current_line, is_users
 from .own_hooks import Calling, OwnHook, after_forward, before_forward
 
 _ALIASES = {
@@ -33,6 +37,15 @@ _ALIASES = {
     **operator_aliases(),
 }
 
+_OTHER, _PLUMBING, _ACTIVATION = range(3)
+_ACTIVATIONS = frozenset(
+    kind.forward.__code__
+    for kind in vars(activation).values()
+    if isinstance(kind, type)
+    and issubclass(kind, nn.Module)
+    and kind.__module__ == activation.__name__
+    and kind.forward.__code__.co_varnames == ("self", "input")  # a frame that is looked into holds its variables longer
+)
 _FORWARDING = forwarding_nodes()
 _RESHAPE, _LINEAR = "UnsafeViewBackward0", "AddmmBackward0"
 RECOMPUTED = "~"
@@ -48,6 +61,13 @@ def operator_name(node_name: str) -> str:
     return _ALIASES.get(operator, operator)
 
 
+def _is_plain_activation(module: nn.Module) -> bool:
+    """Whether a module is an activation function of torch.nn, with nothing in it and its class's own forward."""
+    if module._modules or module._parameters or "forward" in vars(module):
+        return False
+    return type(module).__module__ == activation.__name__ and type(module).forward.__code__ in _ACTIVATIONS
+
+
 class _Enter(OwnHook):
     """Before a module's forward."""
 
@@ -57,7 +77,7 @@ class _Enter(OwnHook):
         self._stack, self._entry = stack, entry
 
     def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
+        if not is_dynamo_compiling():
             self._stack.append(self._entry)
 
 
@@ -70,12 +90,13 @@ class _Leave(OwnHook):
         self._scope, self._entry = scope, entry
 
     def __call__(self, *call: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return
-        if self._scope.readers is not None:
-            self._scope.readers.examine(call[-1])
+        scope = self._scope
+        if scope.readers is not None:
+            scope.readers.examine(call[-1])
         # pop to this module's own entry: a child whose forward raised and was caught may have left some behind
-        stack = self._scope.stack
+        stack = scope.stack
         while stack and stack.pop() is not self._entry:
             continue
 
@@ -83,6 +104,8 @@ class _Leave(OwnHook):
 class ModuleScope:
     """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
 
+    An activation function of torch.nn has no hooks, whose time would fall on one saved tensor: within() finds it in the
+    frame of its forward. What a user's hook on it saves has its parent's name.
     In a compiled region the hooks are not there: nothing breaks its graph, and what it saves has the region's name.
     compiled: the model has such regions. The compiler would then guard on hooks that also run after an exception, and
     recompile every module; without them a name may be off in a step in which a module raised and its caller went on.
@@ -96,21 +119,56 @@ class ModuleScope:
         self.paths: dict[int, str] = {}
         self.made: dict[int, Any] = {}
         """storages that parametrizations have made weights in, in this step, with a reference to each"""
+        self.parametrized = False
+        """whether any module is a parametrization"""
+        self.unhooked: dict[int, tuple[str, nn.Module]] = {}
+        """activation functions without hooks, by id"""
+        self._codes: dict[int, tuple[CodeType, int]] = {}
         self._handles = []
         for path, module in modules_by_path(model):
             entry = (path, module)
             self.paths[id(module)] = entry[0]
-            if isinstance(module, torch.jit.RecursiveScriptModule):
+            self.parametrized |= "parametrizations." in path
+            if isinstance(module, RecursiveScriptModule):
                 continue  # takes no hooks; what it saves has its caller's name
+            if not compiled and _is_plain_activation(module):
+                self.unhooked[id(module)] = entry
+                continue
             if isinstance(module, ParametrizationList):
                 self._handles.append(after_forward(module, Calling(self._note_made)))
             self._handles.append(before_forward(module, _Enter(self.stack, entry)))
             self._handles.append(after_forward(module, _Leave(self, entry), always_call=not compiled))
 
     def _note_made(self, _: nn.Module, __: Any, weight: Any) -> None:
-        if isinstance(weight, Tensor) and not torch.compiler.is_dynamo_compiling():
+        if isinstance(weight, Tensor) and not is_dynamo_compiling():
             for part in parts_of(own_part(weight)):
                 self.made[storage_id(part)] = storage_reference(part)
+
+    def within(self, frame: FrameType | None, pack: Callable[[Tensor, Any], Any], tensor: Tensor) -> Any:
+        """What pack(tensor, frame) returns, in the module whose forward is saving. frame: of the pack hook's caller."""
+        entry = self._unhooked_at(frame) if self.unhooked else None
+        if entry is None:
+            return pack(tensor, frame)
+        self.stack.append(entry)
+        try:
+            return pack(tensor, frame)
+        finally:
+            self.stack.pop()
+
+    def _unhooked_at(self, frame: FrameType | None) -> tuple[str, nn.Module] | None:
+        """The activation function without hooks whose forward is running."""
+        while frame is not None:
+            code = frame.f_code
+            known = self._codes.get(id(code))
+            if known is None:
+                kind = _PLUMBING if not is_users(code) else _ACTIVATION if code in _ACTIVATIONS else _OTHER
+                known = self._codes[id(code)] = (code, kind)
+            if known[1] is _OTHER:
+                return None
+            if known[1] is _ACTIVATION:
+                return self.unhooked.get(id(frame.f_locals.get("self")))
+            frame = frame.f_back
+        return None
 
     @property
     def makes_a_weight(self) -> bool:
@@ -126,6 +184,7 @@ class ModuleScope:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.unhooked.clear()
         self.stack.clear()
         self.made.clear()
 
@@ -171,11 +230,14 @@ class Namer:
             # of parameters), and what produced its inputs, differs between wrappers.
             last = tensor.shape[-1] if tensor.dim() else 1
             return self._numbered(self.scope.paths.get(id(site.region)), f"Compiled{tensor.dim()}D{last}", None)
-        node, path = producer(origin(tensor)), self._path
+        node, name = _producer_with_name(origin(tensor))
         # the input of a pipeline stage, or of a gradient penalty, takes no number from the others
         given = "Leaf" if tensor.requires_grad else "Input"
-        operator = given if node is None else operator_name(node.name())
-        return self._numbered(path, operator, None if path is None and not site.in_backward else site.line)
+        operator = given if node is None else operator_name(name)
+        stack = self.scope.stack
+        if stack:
+            return self._numbered(stack[-1][0], operator, site.line)
+        return self._numbered(None, operator, site.line if site.in_backward else None)
 
     def name_in_graph(self, region: nn.Module | None, label: str) -> str:
         """The name of a tensor that the graph of a compiled region packs itself. label: its own within that graph."""
@@ -204,14 +266,27 @@ def producer(tensor: Tensor) -> Any:
 
     The result of a linear layer of more than two dimensions is no view of the product in every torch (2.15).
     """
-    node, number = tensor.grad_fn, tensor.output_nr
-    while node is not None and node.name() in _FORWARDING:
-        below = node.next_functions
-        node, number = below[number] if number < len(below) else below[-1]
-    if node is not None and node.name() == _RESHAPE:
+    return _producer_with_name(tensor)[0]
+
+
+def _producer_with_name(tensor: Tensor) -> tuple[Any, str]:
+    node = tensor.grad_fn
+    if node is None:
+        return None, ""
+    name = node.name()
+    if name in _FORWARDING:
+        number = tensor.output_nr
+        while name in _FORWARDING:
+            below = node.next_functions
+            node, number = below[number] if number < len(below) else below[-1]
+            if node is None:
+                return None, ""
+            name = node.name()
+    if name == _RESHAPE:
         product: Any = node.next_functions[0][0]
-        return product if product is not None and product.name() == _LINEAR else node
-    return node
+        if product is not None and product.name() == _LINEAR:
+            return product, _LINEAR
+    return node, name
 
 
 def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:

@@ -170,8 +170,9 @@ class ParameterRecognition:
         kind = type(tensor)
         if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
             return True
-        if tensor.grad_fn is not None:
-            return made_from_parameters(tensor.grad_fn)
+        node = tensor.grad_fn
+        if node is not None:
+            return operator_name(node.name()) in _MAY_KEEP_PARAMETERS and made_from_parameters(node)
         base = tensor._base
         if base is not None and isinstance(base, nn.Parameter):
             return True

@@ -124,8 +124,9 @@ def role_of_itself(tensor: Tensor) -> Role | None:
     if node is None:
         return None
     operator = node.name()
-    statistic = operator == _NEXT_TO_LOSS or (tensor.output_nr > 0 and operator in _NORMALISATION_NODES)
-    return Role.STATISTIC if statistic else Role.ACTIVATION
+    if operator == _NEXT_TO_LOSS or (operator in _NORMALISATION_NODES and tensor.output_nr > 0):
+        return Role.STATISTIC
+    return Role.ACTIVATION
 
 
 def is_own_relu_save(tensor: Tensor) -> bool:

@@ -66,8 +66,8 @@ class Sink(ABC):
 
         See [Note: repeated] in repeated.py. The graph is then to hold a Repeated over the handle.
         """
-        tensor = captured.tensor
-        if captured.role not in (Role.ACTIVATION, Role.UNREAD) or captured.read is not None:
+        tensor, role = captured.tensor, captured.role
+        if (role is not Role.ACTIVATION and role is not Role.UNREAD) or captured.read is not None:
             return captured
         whole = origin(tensor)
         repeats = repeats_of(whole)

@@ -125,3 +125,47 @@ def test_a_child_whose_forward_raised_does_not_lend_its_name_to_others():
 
     model = Guarded()
     assert not [n for n in names(attach(model), lambda: model(torch.randn(8, 64)).sum()) if n.startswith("fragile")]
+
+
+class Activations(nn.Module):
+    """Two activation functions of torch.nn, one of them called by another module as well, and one of a user's own."""
+
+    class Own(nn.GELU):
+        pass
+
+    class Caller(nn.Module):
+        def __init__(self, activation):
+            super().__init__()
+            self.activation = activation
+
+        def forward(self, x):
+            return self.activation(x) * 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.gelu, self.silu, self.own = nn.GELU(), nn.SiLU(), self.Own()
+        self.caller = self.Caller(self.gelu)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x):
+        return self.norm(self.own(self.silu(self.caller(self.gelu(x * 2.0)))))
+
+
+def test_what_an_activation_function_saves_has_its_path_though_it_has_no_hooks():
+    model = Activations()
+    gact = attach(model)
+    found = names(gact, lambda: model(torch.randn(32, 64, requires_grad=True)).sum())
+    assert [name.split("@")[0] for name in found[:4]] == ["gelu:Mul", "gelu:Gelu", "silu:Mul", "own:Silu"]
+    assert found[4].startswith("norm:Gelu")
+    assert names(gact, lambda: model(torch.randn(32, 64, requires_grad=True)).sum()) == found
+    hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
+    assert hooked == ["", "own", "caller", "norm"]
+
+
+def test_an_activation_function_whose_forward_was_replaced_keeps_its_path():
+    model = Activations()
+    before = model.gelu.forward
+    gact = attach(model)
+    model.gelu.forward = lambda x: before(x + 1.0)
+    found = names(gact, lambda: model(torch.randn(32, 64, requires_grad=True)).sum())
+    assert found[0].split("@")[0] == "gelu:Add"
