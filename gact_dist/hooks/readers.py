@@ -232,9 +232,10 @@ class Readers:
 
     def _decide(self, read: _Read) -> None:
         for saved, rule in read.saved:
-            if rule is not None:
+            role = self._roles.role_for(read.node, saved.captured.name, rule)
+            if rule is not None and role is Role.STATISTIC:
                 self._roles.reasons[saved.captured.name] = rule.reason
-            self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
+            self._decide_one(saved, role)
         self._sink.after(read.node)
 
     def _decide_known(self, read: _Read) -> None:
@@ -297,12 +298,16 @@ class ReadInBackward:
         if node is None:
             return
         slots = [slot for slot, handle in saved_handles(node) if stored_of(handle) is stored]
-        if any(rule_of(node, slot) or multiplies_pole(node, slot) for slot in slots):
-            self._roles.learn(self._name, self._place, Role.STATISTIC)
+        rule = next((rule for slot in slots if (rule := rule_of(node, slot)) is not None), None)
+        if rule is None and any(multiplies_pole(node, slot) for slot in slots):
+            rule = BESIDE
+        role = self._roles.role_for(node, self._name, rule)
+        if role is Role.STATISTIC:
+            self._roles.learn(self._name, self._place, role)
         elif self._is_view:
-            self._roles.learn_alias(self._name, self._place, Role.ACTIVATION)
+            self._roles.learn_alias(self._name, self._place, role)
         elif slots and self._roles.by_name.get(self._name) is not Role.STATISTIC:
-            self._roles.learn(self._name, self._place, Role.ACTIVATION)
+            self._roles.learn(self._name, self._place, role)
 
 
 def _of_any_instruction(place: Place) -> Place:
