@@ -62,7 +62,7 @@ class Packed:
         layout: how its elements were laid out in memory.
         group_size: elements that share a scale and an offset (QUANTISED, MIXED).
         columns: of the rows whose columns are grouped, 1 for groups in memory order (QUANTISED, MIXED).
-        seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED, SAMPLED).
+        seed: of the rounding noise, part of which is subtracted again (QUANTISED, MIXED).
         counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
         one_width_bytes: what one width of the same rounding variance would take, 0 unless made by pack_error_bounded.
         constant: 0-d tensor, the value other than zero (BINARY).
@@ -410,7 +410,7 @@ def pack_log_probabilities(tensor: Tensor, seed: int = 0) -> Packed | None:
     else:
         payload = sampled.pack(rows, seed)
     about = data.dtype, data.shape, data.stride(), layout_of(data)
-    return Packed(payload, Scheme.SAMPLED, None, *about, seed=seed)
+    return Packed(payload, Scheme.SAMPLED, None, *about)
 
 
 _WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch finds no minimum of these
@@ -495,7 +495,7 @@ def _unpack_sampled(packed: Packed) -> Tensor:
     rows = packed.shape.numel() // words
     if is_fake(packed.payload):
         return packed.payload.new_empty((rows, words), dtype=packed.dtype)
-    return sampled.unpack(packed.payload, rows, words, packed.dtype, packed.seed)
+    return sampled.unpack(packed.payload, rows, words, packed.dtype)
 
 
 def _dequantise(packed: Packed, numel: int) -> Tensor:

@@ -7,18 +7,17 @@ bias, and one bit a word. The chances of a group are drawn together, by systemat
 Mathematical Statistics, 1949): with c the running sum of p / m and one random number u for the group, those words are
 chosen in which c + u passes an integer. Thus the sum of a group is off by less than m.
 
-The squared error of a group is the sum of p (m - p) on average. Where that is largest, in one of 32 groups, every word
-has eight bits for its logarithm in place of the one. Which these are is found by ranking the groups of some rows at a
-time; how many there are is fixed, so no size waits for a device.
+The squared error of a group is the sum of p (m - p) on average. Where that is largest, in one of 64 groups, the
+logarithm of every word is a float16, in place of the one bit: of a probability near one, whose distance from one is the
+gradient, that is as good as exact. Which groups these are is found by ranking those of some rows at a time; how many
+there are is fixed, so no size waits for a device.
 
--inf stays, and what is more than exp(20) times less likely than the most likely of an eight-bit group becomes -inf: one
-very unlikely word would take the precision of all others. A group with NaN is NaN.
-
-Sums are of integers, in units of 2^-24 of m, so they are the same in whatever order a device adds.
+-inf stays, and a group with NaN is NaN. Sums are of integers, in units of 2^-24 of m, so they are the same in whatever
+order a device adds.
 
 A payload holds, in this order: one bit for each word of each group (uint8); the logarithm of m of each group, rounded up
-(float16); the numbers of the eight-bit groups (int32), and their words as ops.pack stores them, for some rows each.
-Everything is done for some rows at a time, so nothing of the size of the tensor is there beside it.
+(float16); and for some rows each the numbers of the groups of float16 (int32), and their words. Everything is done for
+some rows at a time, so nothing of the size of the tensor is there beside it.
 """
 
 from __future__ import annotations
@@ -30,21 +29,18 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .format import sections
 from .philox import philox
 
 GROUP = 128
 """words"""
 MIN_WORDS = 1024
 """of a row: of fewer, most groups would have likely words"""
-AVERAGE_BITS = 1 + 8 / 32
+_SHARE = 64  # one of so many groups has a float16 for each word
+AVERAGE_BITS = 1 + 16 / _SHARE
 """for a word"""
-_SHARE = 32  # one of so many groups has eight bits for each word
-_BITS = 8
 _CHUNK_NUMEL = 2**17  # of which a few copies are in the caches of a processor
 _CHUNK_NUMEL_ELSEWHERE = 2**22  # of an accelerator, whose kernels take longer to start
 _ONE = 24  # a probability of m is 2**_ONE
-_RANGE = 20.0  # see [Note: sampled]
 _WORD = 0xFFFFFFFF
 
 
@@ -74,8 +70,8 @@ class _Form:
     def chunks(self) -> Iterator[_Chunk]:
         """In order."""
         start = self.wide_start
-        for number, first in enumerate(range(0, self.rows, self.rows_at_once)):
-            chunk = _Chunk(number, first, min(self.rows_at_once, self.rows - first), self.groups, start)
+        for first in range(0, self.rows, self.rows_at_once):
+            chunk = _Chunk(first, min(self.rows_at_once, self.rows - first), self.groups, start)
             start += chunk.wide_bytes
             yield chunk
 
@@ -84,7 +80,6 @@ class _Form:
 class _Chunk:
     """Some rows."""
 
-    number: int
     first: int
     rows: int
     groups: int
@@ -93,12 +88,12 @@ class _Chunk:
 
     @property
     def wide(self) -> int:
-        """How many groups have eight bits for each word."""
+        """How many groups have a float16 for each word."""
         return -(-self.rows * self.groups // _SHARE)
 
     @property
     def wide_bytes(self) -> int:
-        return 4 * self.wide + sections(self.wide * GROUP, _BITS, GROUP).total_bytes
+        return (4 + 2 * GROUP) * self.wide
 
     @property
     def in_rows(self) -> slice:
@@ -114,12 +109,13 @@ class _Chunk:
         return payload[groups.start * (GROUP // 8) : groups.stop * (GROUP // 8)]
 
     def numbers_of(self, payload: Tensor) -> Tensor:
-        """int32: of the eight-bit groups, within the chunk."""
+        """int32: of the groups of float16, within the chunk."""
         return payload[self.wide_start : self.wide_start + 4 * self.wide].view(torch.int32)
 
     def wide_of(self, payload: Tensor) -> Tensor:
-        """uint8."""
-        return payload[self.wide_start + 4 * self.wide : self.wide_start + self.wide_bytes]
+        """float16 [wide, GROUP]."""
+        nbytes = payload[self.wide_start + 4 * self.wide : self.wide_start + self.wide_bytes]
+        return nbytes.view(torch.float16).view(-1, GROUP)
 
 
 def _form(rows: int, words: int, device: torch.device) -> _Form:
@@ -152,7 +148,7 @@ def pack(x: Tensor, seed: int) -> Tensor:
         largest = logarithms[chunk.in_groups]
         largest.copy_(_rounded_up(values.amax(1, True).float()))
         shares = torch.sub(values, largest.float(), out=work.shares[: len(values)]).exp_()  # p / m
-        _pack_likely(values, largest, shares, chunk, seed, payload)
+        _pack_wide(values, largest, shares, chunk, payload)
         passed = work.passed[: len(values)].copy_(shares.mul_(2.0**_ONE).round_())
         torch.cumsum(passed, 1, out=passed).add_(starts[chunk.in_groups])  # wraps around, as it may
         passed.bitwise_right_shift_(_ONE)
@@ -163,15 +159,13 @@ def pack(x: Tensor, seed: int) -> Tensor:
     return payload
 
 
-def _pack_likely(values: Tensor, largest: Tensor, shares: Tensor, chunk: _Chunk, seed: int, payload: Tensor) -> None:
-    """The groups that have eight bits for each word. values: [groups, GROUP]. largest: of each, as it is stored."""
+def _pack_wide(values: Tensor, largest: Tensor, shares: Tensor, chunk: _Chunk, payload: Tensor) -> None:
+    """The groups that have a float16 for each word. values: [groups, GROUP]. largest: of each, as it is stored."""
     spread = shares.sum(1) - torch.linalg.vector_norm(shares, dim=1).square_()
     variance = spread.mul_(largest.float().squeeze(1).mul_(2.0).exp_())
     numbers = variance.topk(chunk.wide, sorted=False).indices
     chunk.numbers_of(payload).copy_(numbers)
-    wide = values[numbers].float()
-    wide.masked_fill_(wide < largest[numbers].float() - _RANGE, -torch.inf)
-    ops.pack_out(wide.view(-1), _BITS, GROUP, _seed_of(chunk, seed), chunk.wide_of(payload))
+    chunk.wide_of(payload).copy_(values[numbers])
 
 
 class _Work:
@@ -195,8 +189,8 @@ class _Work:
         return x.view(-1, GROUP)
 
 
-def unpack(payload: Tensor, rows: int, words: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """What pack() made of log-probabilities with this seed: [rows, words] of ``dtype``."""
+def unpack(payload: Tensor, rows: int, words: int, dtype: torch.dtype) -> Tensor:
+    """What pack() made of log-probabilities: [rows, words] of ``dtype``."""
     form = _form(rows, words, payload.device)
     logarithms = _logarithms(payload, form)
     whole = words == form.groups * GROUP
@@ -204,14 +198,12 @@ def unpack(payload: Tensor, rows: int, words: int, dtype: torch.dtype, seed: int
     work = out if whole else out.new_empty(form.rows_at_once, form.groups * GROUP)
     for chunk in form.chunks():
         largest = logarithms[chunk.in_groups].to(dtype)
-        zero = torch.where(largest.isnan(), torch.nan, -torch.inf)
+        zero = torch.full_like(largest, -torch.inf).masked_fill_(largest.isnan(), torch.nan)
         count = chunk.rows * form.groups
         chosen = ops.unpack_mask(chunk.bits_of(payload), count * GROUP, torch.bool).view(count, GROUP)
         values = (work[chunk.in_rows] if whole else work[: chunk.rows]).view(count, GROUP)
         torch.where(chosen, largest, zero, out=values)
-        form_of_wide = _BITS, GROUP, chunk.wide * GROUP, torch.float32, _seed_of(chunk, seed)
-        decoded = ops.unpack(chunk.wide_of(payload), *form_of_wide)
-        values[chunk.numbers_of(payload).long()] = decoded.view(-1, GROUP).to(dtype)
+        values[chunk.numbers_of(payload).long()] = chunk.wide_of(payload).to(dtype)
         if not whole:
             out[chunk.in_rows] = work[: chunk.rows, :words]
     return out
@@ -231,8 +223,3 @@ def _starts(groups: int, seed: int, device: torch.device) -> Tensor:
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox([counter & _WORD, counter >> 32, zero, zero + 1], seed)
     return torch.stack(words, 1).view(-1)[:groups].bitwise_right_shift_(32 - _ONE).to(torch.int32).unsqueeze(1)
-
-
-def _seed_of(chunk: _Chunk, seed: int) -> int:
-    """Of the rounding to eight bits."""
-    return seed ^ (chunk.number + 1)

@@ -1,8 +1,10 @@
 """Which results of a log-softmax are stored by the chances of their words, in about 1.4 bits each.
 
-[Note: log-softmax] The backward of log_softmax takes exp() of its result and nothing else, and that of nll_loss reads
-only its shape. So where these alone have saved it, it is sampled (codec/sampled.py). Everything else that reads it (an
-entropy, a distillation from it, a backward of the backward) needs the logarithms themselves: then it is exact.
+[Note: log-softmax] The backward of log_softmax takes exp() of its result and nothing else, and those of nll_loss and
+gather read only its shape. So where these alone have saved it, it is sampled (codec/sampled.py). Everything else that
+reads it (an entropy, a backward of the backward) needs the logarithms themselves: then it is exact. It is exact as well
+where no target is picked from it: the gradient at the logits is p less the targets, and with targets that are
+probabilities themselves (a distillation) it may be far smaller than p, and than its error.
 
 Whether it pays depends on what comes next. The backward of log_softmax holds its result, the gradient of that and its
 own result, three tensors of one size, however it was stored. A loss whose backward is the next thing to happen has its
@@ -28,7 +30,7 @@ from .accounting import Account
 from .handles import Stored
 
 _MAKER = "LogSoftmaxBackward0"
-_READERS = (_MAKER, "NllLossBackward0", "NllLoss2DBackward0")
+_PICKS_TARGETS = ("NllLossBackward0", "GatherBackward0")
 _WORTHWHILE = 0.5  # of its own bytes, see [Note: log-softmax]
 _MOST_BITS = 4.0  # of a level: beside the errors of 8 bits those of sampling would count
 
@@ -63,7 +65,7 @@ class LogSoftmaxes:
 
     def allows(self, node: Any) -> bool:
         """Whether the backward of a node reads nothing but probabilities, or nothing."""
-        return node.name() in _READERS
+        return node.name() == _MAKER or node.name() in _PICKS_TARGETS
 
     def samples(self, name: str) -> bool:
         """Whether to sample a result that nothing else reads."""

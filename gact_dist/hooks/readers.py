@@ -94,6 +94,7 @@ class Readers:
         self._finished = False
         self._seen: set[tuple[int, str]] = set()
         self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
+        self._without_target: dict[int, Saved] = {}  # log-softmaxes of which nothing is picked yet, by what is stored
         self._new_aliases: set[tuple[str, Place]] = set()  # that no earlier forward has shown
 
     def wait(self, saved: Saved, held: bool = False) -> None:
@@ -196,6 +197,7 @@ class Readers:
         """
         self._finished = True
         self.decide_all()
+        self._waiting.update(self._without_target)
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
@@ -235,7 +237,10 @@ class Readers:
             role = self._roles.role_for(read.node, saved.captured.name, rule)
             if rule is not None and role is Role.STATISTIC:
                 self._roles.reasons[saved.captured.name] = rule.reason
-            self._decide_one(saved, role)
+            if role is Role.LOG_SOFTMAX and saved.view is None:
+                self._without_target[id(saved.stored)] = saved
+            else:
+                self._decide_one(saved, role)
         self._sink.after(read.node)
 
     def _decide_known(self, read: _Read) -> None:
@@ -278,6 +283,9 @@ class Readers:
     def _decide_alias(self, saved: Saved, view: View, role: Role) -> None:
         captured = saved.captured
         self._roles.learn_alias(captured.name, saved.place, role)
+        base = self._without_target.pop(id(view.base), None)
+        if base is not None:
+            self._settle(base, self._with_others(base, role))
         if role is Role.STATISTIC:
             self._roles.by_name[captured.name] = Role.STATISTIC
             if id(saved.stored) not in self._held:  # else it is kept exactly when its own reader shows
@@ -302,6 +310,10 @@ class ReadInBackward:
         if rule is None and any(multiplies_pole(node, slot) for slot in slots):
             rule = BESIDE
         role = self._roles.role_for(node, self._name, rule)
+        if role is Role.LOG_SOFTMAX and not self._is_view:
+            return  # whether anything is picked from it, its other reader tells
+        if role is Role.LOG_SOFTMAX and self._roles.by_name.get(self._name) is not Role.STATISTIC:
+            self._roles.learn(self._name, self._place, role)
         if role is Role.STATISTIC:
             self._roles.learn(self._name, self._place, role)
         elif self._is_view:
