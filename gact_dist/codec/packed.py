@@ -519,7 +519,13 @@ def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
 
     Raises ValueError for BINARY, MIXED, SAMPLED, conjugated and negated tensors, which hold more than that.
     """
-    if packed.scheme is Scheme.SAMPLED or packed.constant is not None or packed.conjugate or packed.negated or packed.counts:
+    if (
+        packed.scheme is Scheme.SAMPLED
+        or packed.constant is not None
+        or packed.conjugate
+        or packed.negated
+        or packed.counts
+    ):
         raise ValueError(
             f"got {packed.scheme} (conjugate: {packed.conjugate}, negated: {packed.negated}), "
             "expected one buffer and its format"

@@ -15,9 +15,10 @@ there are is fixed, so no size waits for a device.
 -inf stays, and a group with NaN is NaN. Sums are of integers, in units of 2^-24 of m, so they are the same in whatever
 order a device adds.
 
-A payload holds, in this order: one bit for each word of each group (uint8); the logarithm of m of each group, rounded up
-(float16); and for some rows each the numbers of the groups of float16 (int32), and their words. Everything is done for
-some rows at a time, so nothing of the size of the tensor is there beside it.
+A payload holds, in this order: one bit for each word of each group (uint8); the logarithm of m of each group, rounded
+up (float16); and for some rows each the numbers of the groups of float16 (int32), and their words. Everything is done
+for some rows at a time, so nothing of the size of the tensor is there beside it. An accelerator takes more rows at a
+time, and so ranks more groups together: its payloads are not those of a CPU.
 """
 
 from __future__ import annotations

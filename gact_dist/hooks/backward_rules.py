@@ -262,7 +262,9 @@ RULES: dict[str, Rule] = {
 }
 """By the autograd node's name without `Backward` and its number."""
 
-RULES["LogSoftmax"] = Rule(("result",), _STEEP, condition="where nothing else reads it, Config.log_softmax may have it sampled")
+RULES["LogSoftmax"] = Rule(
+    ("result",), _STEEP, condition="where nothing else reads it, Config.log_softmax may have it sampled"
+)
 
 _NOT_EUCLIDEAN = "compares it with the result, or takes its sign"
 CONDITIONAL: dict[str, tuple[Rule, ...]] = {

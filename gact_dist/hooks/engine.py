@@ -375,9 +375,9 @@ class SavedTensorHooks:
         encoder.may_derive = encoder.may_derive and derives
         what = encoder, plan, account, None, self._roles.derived  # it need not leave the device
         sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
-        with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
-            with self._log_softmaxes.rehearsing():
-                yield footprint
+        no_step = self._instead_of_a_step(sink, -draw)  # none of the job has these keys
+        with no_step, self.hooks(), self._log_softmaxes.rehearsing():
+            yield footprint
         footprint.exact_bytes, footprint.count, footprint.fraction = account.exact_bytes, account.count, fraction
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ probabilities themselves (a distillation) it may be far smaller than p, and than
 Whether it pays depends on what comes next. The backward of log_softmax holds its result, the gradient of that and its
 own result, three tensors of one size, however it was stored. A loss whose backward is the next thing to happen has its
 peak there; storing it in fewer bits takes time and gains nothing. Where other tensors are saved before its backward
-begins (another head, another micro-batch, another stage's turn in a pipeline) it waits beside them, and the peak is when
-theirs are there too. These take, with their gradients and what is decoded of them, about three times their own size. So
-with "auto" a log-softmax is sampled once a forward or a backward has shown that tensors of half its size and more were
-saved after it and before it was read. A rank finds that out alone: payloads are its own, and no plan holds it.
+begins (another head, another micro-batch, another stage's turn in a pipeline) it waits beside them, and the peak is
+when theirs are there too. These take, with their gradients and what is decoded of them, about three times their own
+size. So with "auto" a log-softmax is sampled once a forward or a backward has shown that tensors of half its size and
+more were saved after it and before it was read. A rank finds that out alone: payloads are its own, and no plan holds it.
 """
 
 from __future__ import annotations

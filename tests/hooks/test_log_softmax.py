@@ -83,8 +83,8 @@ LOSSES = {
         model, batch, weight=torch.linspace(0.5, 2, WORDS), label_smoothing=0.1
     ),
     "nll_loss": lambda model, batch: sum(F.nll_loss(F.log_softmax(logits, 1), batch[1]) for logits in model(batch[0])),
-    "gathered": lambda model, batch: -sum(
-        logits.log_softmax(-1).gather(1, batch[1][:, None]).mean() for logits in model(batch[0])
+    "gathered": lambda model, batch: (
+        -sum(logits.log_softmax(-1).gather(1, batch[1][:, None]).mean() for logits in model(batch[0]))
     ),
 }
 
@@ -101,7 +101,8 @@ def test_the_gradient_is_nearly_the_exact_one_whatever_the_loss(loss):
         # 64 rows of nearly equal probabilities: p (m - p) is about (e - 1) p^2, and p^2 is 1/4096 of a target's 1
         assert 0 < (found - expected).square().sum() < 1e-3 * expected.square().sum()
     (row,) = rows_of(gact)
-    assert row.bits == 1.25 and row.bytes < 1.5 * BATCH * LENGTH * WORDS / 8
+    assert row.bits == 1.25
+    assert row.bytes < 1.5 * BATCH * LENGTH * WORDS / 8
 
 
 def test_the_mean_of_many_gradients_is_the_exact_one():
@@ -333,7 +334,9 @@ def test_a_verification_sees_it_and_can_store_it_exactly(monkeypatch, caplog):
 def test_offload_takes_the_payload(monkeypatch):
     def train(offload):
         model, batch = job(heads=2)
-        gact = attached(model, offload={"enabled": offload, "min_bytes": 1024, "max_device_bytes": 1} if offload else {})
+        gact = attached(
+            model, offload={"enabled": offload, "min_bytes": 1024, "max_device_bytes": 1} if offload else {}
+        )
         found = []
         for _ in range(3):
             loss = step(gact, lambda: cross_entropy(model, batch))
