@@ -118,7 +118,7 @@ class Config:
     estimator "perturbation", which does not see what a tensor does by way of others."""
     log_softmax: str = "auto"
     """How the log-softmax of a cross entropy is stored where bits are at most 4 on average, rows have at least 1,024
-    words and no other operator reads it (docs/memory.md, A large vocabulary): sampled: in about 1.4 bits a word,
+    words and no other operator reads it (docs/memory.md, A large vocabulary): sampled: in about 1.8 bits a word,
     without bias; exact: as it is; auto: sampled where much is saved after it and before its backward, as with several
     heads, losses or micro-batches: there this lowers the peak. Exact with policy acgc."""
     batch_norm_inputs: bool = True

@@ -393,7 +393,7 @@ def pack_log_probabilities(tensor: Tensor, seed: int = 0) -> Packed | None:
     """Store the result of a log-softmax over the last dimension for a backward that takes nothing but exp() of it.
 
     exp() of what comes back is exp() of the tensor on average, and each element is either very near its own or one of
-    two values, -inf and the largest of 128 neighbours: see [Note: sampled] in sampled.py. -inf and NaN survive.
+    two values, -inf and the largest of 32 neighbours: see [Note: sampled] in sampled.py. -inf and NaN survive.
     None where rows are short, or do not follow each other in memory.
 
     Args:

@@ -1,7 +1,7 @@
-"""Log-probabilities in about 1.4 bits each: of a log-softmax, from which its backward takes nothing but exp().
+"""Log-probabilities in about 1.8 bits each: of a log-softmax, from which its backward takes nothing but exp().
 
 [Note: sampled] The gradient at the logits is the softmax minus the targets, so what counts is exp() of what is stored.
-Groups are 128 words of a row. A word of a group comes back with the largest probability m of the group, or with
+Groups are 32 words of a row. A word of a group comes back with the largest probability m of the group, or with
 probability zero: with m by a chance of p / m, which makes p of it on average, whatever the others do. So there is no
 bias, and one bit a word. The chances of a group are drawn together, by systematic sampling (Madow, The Annals of
 Mathematical Statistics, 1949): with c the running sum of p / m and one random number u for the group, those words are
@@ -32,8 +32,8 @@ from torch import Tensor
 from . import ops
 from .philox import philox
 
-GROUP = 128
-"""words"""
+GROUP = 32
+"""words; of more the error grows faster than bytes fall (benchmarks/results/README.md)"""
 MIN_WORDS = 1024
 """of a row: of fewer, most groups would have likely words"""
 _SHARE = 64  # one of so many groups has a float16 for each word
@@ -151,7 +151,7 @@ def pack(x: Tensor, seed: int) -> Tensor:
         shares = torch.sub(values, largest.float(), out=work.shares[: len(values)]).exp_()  # p / m
         _pack_wide(values, largest, shares, chunk, payload)
         passed = work.passed[: len(values)].copy_(shares.mul_(2.0**_ONE).round_())
-        torch.cumsum(passed, 1, out=passed).add_(starts[chunk.in_groups])  # wraps around, as it may
+        torch.cumsum(passed, 1, out=passed).add_(starts[chunk.in_groups])
         passed.bitwise_right_shift_(_ONE)
         chosen = work.chosen[: len(values)]
         torch.ne(passed[:, 1:], passed[:, :-1], out=chosen[:, 1:])

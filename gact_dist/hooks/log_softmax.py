@@ -1,4 +1,4 @@
-"""Which results of a log-softmax are stored by the chances of their words, in about 1.4 bits each.
+"""Which results of a log-softmax are stored by the chances of their words, in about 1.8 bits each.
 
 [Note: log-softmax] The backward of log_softmax takes exp() of its result and nothing else, and those of nll_loss and
 gather read only its shape. So where these alone have saved it, it is sampled (codec/sampled.py). Everything else that
@@ -12,7 +12,7 @@ peak there; storing it in fewer bits takes time and gains nothing. Where other t
 begins (another head, another micro-batch, another stage's turn in a pipeline) it waits beside them, and the peak is
 when theirs are there too. These take, with their gradients and what is decoded of them, about three times their own
 size. So with "auto" a log-softmax is sampled once a forward or a backward has shown that tensors of half its size and
-more were saved after it and before it was read. A rank finds that out alone: payloads are its own, and no plan holds it.
+more were saved after it and before it was read. A rank finds that out alone: payloads are its own, no plan holds it.
 """
 
 from __future__ import annotations

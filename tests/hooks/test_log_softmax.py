@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from live_storages import StorageCount
 from simulated_device import Simulated, simulate
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
 from gact_dist import Config
@@ -102,7 +104,7 @@ def test_the_gradient_is_nearly_the_exact_one_whatever_the_loss(loss):
         assert 0 < (found - expected).square().sum() < 1e-3 * expected.square().sum()
     (row,) = rows_of(gact)
     assert row.bits == 1.25
-    assert row.bytes < 1.5 * BATCH * LENGTH * WORDS / 8
+    assert row.bytes < 1.8 * BATCH * LENGTH * WORDS / 8
 
 
 def test_the_mean_of_many_gradients_is_the_exact_one():
@@ -293,9 +295,9 @@ def test_the_peak_of_several_heads_falls_by_those_that_wait(mode):
     with StorageCount(model) as count:
         training_step()
     above = (count.peak_bytes - sum(p.nbytes for p in model.parameters())) / one
-    # four results beside the gradient of the last one and its own result; or that one, and three at 1.4 of 32 bits.
+    # four results beside the gradient of the last one and its own result; or that one, and three at 1.8 of 32 bits.
     # Gradients of the heads' weights, hidden states and the temporaries of a chunk are less than half of one
-    expected = {"exact": 4 + 2, "auto": 1 + 2 + 3 * 1.4 / 32}[mode]
+    expected = {"exact": 4 + 2, "auto": 1 + 2 + 3 * 1.8 / 32}[mode]
     assert expected - 0.1 < above < expected + 0.6
 
 
@@ -374,3 +376,40 @@ def test_a_llama_with_its_own_loss():
     expected = gradient(model, loss_fn(words))
     assert (found - expected).square().sum() < 0.2 * expected.square().sum()  # most of it by the 4 bits of all else
     assert gact.report().ratio > 6
+
+
+def train_on_rank() -> tuple[list[str], Tensor, dict[str, object]]:
+    """How the last step stored its log-softmaxes, the gradient that DDP reduced, and the plan."""
+    model, _ = job(heads=2)
+    torch.manual_seed(1 + dist.get_rank())
+    words = torch.randint(WORDS, (BATCH, LENGTH + 1))
+    batch = words[:, :-1], words[:, 1:].flatten()
+    parallel = DistributedDataParallel(Summed(model))
+    gact = attached(parallel, "auto", policy="gact")
+    for _ in range(3):
+        parallel.zero_grad()
+        with gact.step(lambda batch: parallel(*batch), batch):
+            loss = parallel(*batch)
+        loss.backward()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    result = codecs(gact), found, dict(gact.plan)
+    gact.detach()
+    return result
+
+
+class Summed(nn.Module):
+    def __init__(self, model: Speaker) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.model, (words, targets))
+
+
+def test_two_ranks_share_a_plan_and_each_samples_its_own(ranks):
+    (how, found, plan), (how_1, found_1, plan_1) = ranks(train_on_rank)
+    assert how == how_1 == ["sampled", "exact"]
+    assert torch.equal(found, found_1)
+    assert found.isfinite().all()
+    assert plan == plan_1
+    assert not any("LogSoftmax" in name for name in plan)
