@@ -404,11 +404,12 @@ def pack_log_probabilities(tensor: Tensor, seed: int = 0) -> Packed | None:
     rows_in_memory = data.dim() > 0 and data.numel() > 0 and data.is_contiguous() and not data.is_neg()
     if not rows_in_memory or data.dtype not in BINARY_DTYPES or data.shape[-1] < sampled.MIN_WORDS:
         return None
-    rows = data.view(-1, data.shape[-1])
+    words = data.shape[-1]
     if is_fake(data):
-        payload = data.new_empty(sampled.total_bytes(*rows.shape, data.device), dtype=torch.uint8)
+        total_bytes = sampled.total_bytes(data.numel() // words, words, data.device)
+        payload = data.new_empty(total_bytes, dtype=torch.uint8)
     else:
-        payload = sampled.pack(rows, seed)
+        payload = sampled.pack(data.view(-1, words), seed)
     about = data.dtype, data.shape, data.stride(), layout_of(data)
     return Packed(payload, Scheme.SAMPLED, None, *about)
 

@@ -138,7 +138,8 @@ def _logarithms(payload: Tensor, form: _Form) -> Tensor:
 
 def pack(x: Tensor, seed: int) -> Tensor:
     """Sample log-probabilities [rows, words], contiguous and of a float type, into one uint8 buffer."""
-    form = _form(*x.shape, x.device)
+    rows, words = x.shape
+    form = _form(rows, words, x.device)
     payload = x.new_empty(form.total_bytes, dtype=torch.uint8)
     logarithms = _logarithms(payload, form)
     payload[form.logarithms_start + logarithms.nbytes : form.wide_start] = 0

@@ -66,7 +66,8 @@ class ReportRow:
 
 LOG_SOFTMAX = ":LogSoftmax"
 """in the names of what a cross entropy saves"""
-_BYTES = [field.name for field in fields(ReportRow)].index("bytes")
+_CODEC, _BYTES = map([field.name for field in fields(ReportRow)].index, ("codec", "bytes"))
+_SAMPLED = Scheme.SAMPLED.name.lower()
 
 
 class Footprint:
@@ -145,7 +146,7 @@ class Account:
     @property
     def log_softmax_bytes(self) -> int:
         """Of these, what a cross entropy keeps exactly, which grows with the number of classes."""
-        return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0] and row[3] == "exact")
+        return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0] and row[_CODEC] != _SAMPLED)
 
     def begin(self) -> None:
         """Start empty."""

@@ -40,9 +40,9 @@ class LogSoftmaxes:
 
     def __init__(self, config: Config) -> None:
         self._mode = config.log_softmax
-        bits = _MOST_BITS if config.bits is None else config.bits
-        compresses = config.policy in ("gact", "actnn", "uniform") and bits <= _MOST_BITS
-        self.may_sample = compresses and config.log_softmax != "exact"
+        has_few_bits = config.bits is not None and config.bits <= _MOST_BITS
+        compresses = has_few_bits or config.retained_bytes is not None
+        self.may_sample = compresses and config.log_softmax in ("auto", "sampled")
         self.waits: set[str] = set()
         """those after which much is saved before they are read"""
         self._rehearsed: list[FirstRead] | None = None  # what was saved in a rehearsal
