@@ -15,6 +15,7 @@ ESTIMATORS = ("one-pass", "perturbation")
 COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
 LAYOUTS = ("columns", "memory")
+LOG_SOFTMAX = ("auto", "sampled", "exact")
 _DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies
 
 
@@ -115,6 +116,11 @@ class Config:
     of fused attention, a product), where it would be rounded. None: where bits adapt. There what it is made of gets a
     bit more for each of its elements: fewer bytes and mostly less error (docs/policies.md). Without effect with the
     estimator "perturbation", which does not see what a tensor does by way of others."""
+    log_softmax: str = "auto"
+    """How the log-softmax of a cross entropy is stored where bits are at most 4 on average, rows have at least 1,024
+    words and no other operator reads it (docs/memory.md, A large vocabulary): sampled: in about 1.8 bits a word,
+    without bias; exact: as it is; auto: sampled where much is saved after it and before its backward, as with several
+    heads, losses or micro-batches: there this lowers the peak. Exact with policy acgc."""
     batch_norm_inputs: bool = True
     """Compress the inputs that batch normalisation saves; false keeps them exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"
@@ -171,6 +177,11 @@ class Config:
         if self.layout not in LAYOUTS:
             raise ValueError(
                 f"layout is {self.layout!r}, expected one of {', '.join(LAYOUTS)}{_nearest(self.layout, LAYOUTS)}"
+            )
+        if self.log_softmax not in LOG_SOFTMAX:
+            raise ValueError(
+                f"log_softmax is {self.log_softmax!r}, expected one of {', '.join(LOG_SOFTMAX)}"
+                f"{_nearest(self.log_softmax, LOG_SOFTMAX)}"
             )
         if self.compile_hooks not in COMPILE_HOOKS:
             raise ValueError(

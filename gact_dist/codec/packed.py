@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_internals import is_fake, negative_view
-from . import mixed_widths, ops
+from . import mixed_widths, ops, sampled
 from .format import (
     BINARY_DTYPES,
     DEFAULT_GROUP_SIZE,
@@ -44,6 +44,7 @@ class Scheme(Enum):
     BINARY = auto()  # one bit each: zero or `constant`
     NARROW = auto()  # integers in a smaller integer type
     MIXED = auto()  # as QUANTISED, with a width for each example or group: see mixed_widths.py
+    SAMPLED = auto()  # log-probabilities, mostly one bit each: see sampled.py
 
 
 _KINDS = {scheme: scheme.name.lower() for scheme in Scheme}  # Enum's own properties are slow
@@ -56,7 +57,7 @@ class Packed:
     Attributes:
         payload: uint8 buffer, or for EXACT the elements in memory order.
         scheme: how to read ``payload``.
-        bits: bits for each element, None when exact and for MIXED.
+        bits: bits for each element, None when exact, for MIXED and SAMPLED.
         dtype, shape, strides: of the tensor that was packed.
         layout: how its elements were laid out in memory.
         group_size: elements that share a scale and an offset (QUANTISED, MIXED).
@@ -95,6 +96,8 @@ class Packed:
     @property
     def average_bits(self) -> float:
         """Payload bits for an element."""
+        if self.scheme is Scheme.SAMPLED:
+            return sampled.AVERAGE_BITS
         if self.counts:
             return sum(width * count for width, count in enumerate(self.counts)) / sum(self.counts)
         return 8.0 * self.dtype.itemsize if self.bits is None else float(self.bits)
@@ -392,6 +395,31 @@ def is_binary(tensor: Tensor) -> bool:
     return not ops.binary_value(_flat_values(data, layout)).isnan().item()
 
 
+def pack_log_probabilities(tensor: Tensor, seed: int = 0) -> Packed | None:
+    """Store the result of a log-softmax over the last dimension for a backward that takes nothing but exp() of it.
+
+    exp() of what comes back is exp() of the tensor on average, and each element is either very near its own or one of
+    two values, -inf and the largest of 32 neighbours: see [Note: sampled] in sampled.py. -inf and NaN survive.
+    None where rows are short, or do not follow each other in memory.
+
+    Args:
+        tensor: [..., words], float32, float16, bfloat16 or float64.
+        seed: 64-bit integer that selects the random numbers.
+    """
+    data = _plain(tensor)
+    rows_in_memory = data.dim() > 0 and data.numel() > 0 and data.is_contiguous() and not data.is_neg()
+    if not rows_in_memory or data.dtype not in BINARY_DTYPES or data.shape[-1] < sampled.MIN_WORDS:
+        return None
+    words = data.shape[-1]
+    if is_fake(data):
+        total_bytes = sampled.total_bytes(data.numel() // words, words, data.device)
+        payload = data.new_empty(total_bytes, dtype=torch.uint8)
+    else:
+        payload = sampled.pack(data.view(-1, words), seed)
+    about = data.dtype, data.shape, data.stride(), layout_of(data)
+    return Packed(payload, Scheme.SAMPLED, None, *about)
+
+
 _WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch finds no minimum of these
 _NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
 
@@ -477,6 +505,8 @@ def _decode(packed: Packed) -> Tensor:
     """The stored elements in memory order, in a new tensor."""
     if packed.scheme is Scheme.EXACT:
         return packed.payload.clone()
+    if packed.scheme is Scheme.SAMPLED:
+        return _unpack_sampled(packed).view(-1)
     if packed.scheme is Scheme.NARROW:
         return packed.payload.to(packed.dtype)
     if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
@@ -484,6 +514,14 @@ def _decode(packed: Packed) -> Tensor:
     if packed.constant is not None:
         return ops.unpack_binary(packed.payload, packed.layout.stored_numel, packed.constant)
     return ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
+
+
+def _unpack_sampled(packed: Packed) -> Tensor:
+    words = packed.shape[-1]
+    rows = packed.shape.numel() // words
+    if is_fake(packed.payload):
+        return packed.payload.new_empty((rows, words), dtype=packed.dtype)
+    return sampled.unpack(packed.payload, rows, words, packed.dtype)
 
 
 def _dequantise(packed: Packed, numel: int) -> Tensor:
@@ -505,9 +543,15 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
 def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
     """(buffer, header) for from_tensors(): uint8 [bytes] on the device, int64 [4] on the CPU.
 
-    Raises ValueError for BINARY, MIXED, conjugated and negated tensors, which hold more than that.
+    Raises ValueError for BINARY, MIXED, SAMPLED, conjugated and negated tensors, which hold more than that.
     """
-    if packed.constant is not None or packed.conjugate or packed.negated or packed.counts:
+    if (
+        packed.scheme is Scheme.SAMPLED
+        or packed.constant is not None
+        or packed.conjugate
+        or packed.negated
+        or packed.counts
+    ):
         raise ValueError(
             f"got {packed.scheme} (conjugate: {packed.conjugate}, negated: {packed.negated}), "
             "expected one buffer and its format"

@@ -51,7 +51,7 @@ class ReportRow:
     shape: tuple[int, ...]
     dtype: torch.dtype
     codec: str
-    """quantised, mixed, mask, binary, narrow, exact, or derived: made again from others"""
+    """quantised, mixed, mask, binary, narrow, sampled, exact, or derived: made again from others"""
     bits: float
     """payload bits for an element"""
     bytes: int
@@ -66,7 +66,8 @@ class ReportRow:
 
 LOG_SOFTMAX = ":LogSoftmax"
 """in the names of what a cross entropy saves"""
-_BYTES = [field.name for field in fields(ReportRow)].index("bytes")
+_CODEC, _BYTES = map([field.name for field in fields(ReportRow)].index, ("codec", "bytes"))
+_SAMPLED = Scheme.SAMPLED.name.lower()
 
 
 class Footprint:
@@ -83,11 +84,15 @@ class Footprint:
         """of all that is kept"""
         self.fraction = 1.0
         """of a step's examples that were seen"""
+        self.sampled: list[str] = []
+        """names of the log-softmaxes that were sampled"""
 
     def add(self, name: str, tensor: Tensor, payload: Content, retained_bytes: int) -> None:
         """Note what was kept of one saved tensor."""
         if not isinstance(payload, Packed) or payload.scheme is not Scheme.QUANTISED:
             self.other_bytes += retained_bytes
+            if isinstance(payload, Packed) and payload.scheme is Scheme.SAMPLED:
+                self.sampled.append(name)
             return
         widths = [payload.nbytes_at(bits) for bits in range(1, MAX_BITS + 1)]
         # stored exactly it may keep all of its storage alive
@@ -115,6 +120,7 @@ class Account:
         self._rows: list[tuple[Any, ...]] = []  # the fields of each row: few steps are asked for their rows
         self.exact_bytes = 0
         """what the untouched job would keep"""
+        self._earlier_bytes = 0
         self._footprint = footprint
 
     @property
@@ -133,12 +139,18 @@ class Account:
         return sum(row[_BYTES] for row in self._rows)
 
     @property
+    def untouched_bytes(self) -> int:
+        """What the untouched job would have kept in all of the steps so far."""
+        return self._earlier_bytes + self.exact_bytes
+
+    @property
     def log_softmax_bytes(self) -> int:
         """Of these, what a cross entropy keeps exactly, which grows with the number of classes."""
-        return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0])
+        return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0] and row[_CODEC] != _SAMPLED)
 
     def begin(self) -> None:
         """Start empty."""
+        self._earlier_bytes += self.exact_bytes
         self._rows = []
         self.exact_bytes = 0
 

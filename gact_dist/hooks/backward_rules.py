@@ -178,7 +178,6 @@ RULES: dict[str, Rule] = {
         _STEEP,
         """
         CtcLoss: log_probs result0 result1
-        LogSoftmax: result
         Logcumsumexp: self result
         Logsumexp: self result
         SpecialLogNdtr: self result
@@ -270,6 +269,10 @@ RULES: dict[str, Rule] = {
     ),
 }
 """By the autograd node's name without `Backward` and its number."""
+
+RULES["LogSoftmax"] = Rule(
+    ("result",), _STEEP, condition="where nothing else reads it, Config.log_softmax may have it sampled"
+)
 
 _NOT_EUCLIDEAN = "compares it with the result, or takes its sign"
 CONDITIONAL: dict[str, tuple[Rule, ...]] = {

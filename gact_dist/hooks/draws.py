@@ -27,11 +27,11 @@ class Draw:
     def __init__(
         self, encoder: Encoder, plan: Plan, number: int, firsts: Mapping[Replaceable | Noted, Recorded | Noted]
     ) -> None:
-        """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the tensors that a step rounds
-        or derives, by what the graph holds of each; they are not kept alive."""
+        """number: names the random numbers, as for SavedTensorHooks.rehearsal(). firsts: the tensors that a step
+        rounds, derives or samples, by what the graph holds of each; they are not kept alive."""
         self.plan = plan
         self.encoder, self._number = encoder, number
-        self._names = WeakKeyDictionary({handle: record.name for handle, record in firsts.items()})
+        self._names = WeakKeyDictionary({handle: (record.name, record.role) for handle, record in firsts.items()})
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
@@ -47,8 +47,7 @@ class Draw:
         if isinstance(first, Noted):
             name, role = first.name, first.role
         else:
-            name = self._names.get(first, "")
-            role = Role.ACTIVATION if first in self._names else Role.STATISTIC
+            name, role = self._names.get(first, ("", Role.STATISTIC))
         with self._keys():
             whole = None if graph is tensor else graph
             stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole))
@@ -61,14 +60,14 @@ class Draw:
         found: WeakKeyDictionary[Replaceable, Content] = WeakKeyDictionary()
         fit = LogsumexpFit()
         for item in between:
-            handle, name = item.record.handle, self._names.get(item.first)
+            handle, (name, role) = item.record.handle, self._names.get(item.first, (None, None))
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
-                derives = self.encoder.derives(handle.tensor, name, self.plan)
+                derives = role is Role.ACTIVATION and self.encoder.derives(handle.tensor, name, self.plan)
                 edge = made_by(item.record)
                 recipe = recipe_of(handle.tensor, edge, self.encoder.fraction) if derives else None
                 with self._keys(), torch.no_grad():
-                    payload = recipe or self.encoder.encode(handle.tensor, name, Role.ACTIVATION, self.plan)
+                    payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)

@@ -16,6 +16,7 @@ from .. import codec
 from ..config import Config
 from ..offload import PackStream
 from ..policies import Bits, Plan, Policy, one_width
+from .log_softmax import LogSoftmaxes
 from .naming import RECOMPUTED
 from .one_bit import OneBit
 from .per_example import Examples
@@ -26,10 +27,16 @@ class Encoder:
     """Encodes the saved tensors of one model."""
 
     def __init__(
-        self, model: nn.Module, config: Config, policy: Policy, rank: int, stream: PackStream | None = None
+        self,
+        model: nn.Module,
+        config: Config,
+        policy: Policy,
+        rank: int,
+        log_softmaxes: LogSoftmaxes,
+        stream: PackStream | None = None,
     ) -> None:
         """stream: what tensors are rounded on; None for that which computes."""
-        self._stream = stream
+        self._stream, self._log_softmaxes = stream, log_softmaxes
         self.group_size = config.group_size
         self._by_column = config.layout == "columns"
         self.examples = Examples(model, config.group_size, policy.example_columns > 0, self._by_column)
@@ -97,10 +104,18 @@ class Encoder:
             return codec.pack_narrow(tensor) or codec.exact(tensor)
         if role is Role.BINARY:
             return codec.pack_binary(tensor)
+        if role is Role.LOG_SOFTMAX:
+            return self._sampled(tensor, name, plan) or codec.exact(tensor)
         bits = plan.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return codec.exact(tensor)
         return self.pack(tensor, bits, self.keys.seed(name))
+
+    def _sampled(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packed | None:
+        """None where a log-softmax is to be exact. A plan may say so too: its bits are None then."""
+        if not self._log_softmaxes.samples(name) or plan.bits_of(name) is None:
+            return None
+        return codec.pack_log_probabilities(tensor, self.keys.seed(name))
 
     def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
         """Round a tensor, on a stream of its own if there is one."""

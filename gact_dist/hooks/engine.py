@@ -79,8 +79,9 @@ class SavedTensorHooks:
         self._model, self.config = model, config
         self.policy = policy_of(config) if policy is None else policy
         stream = open_pack_stream(model) if config.pack_stream else None
-        self.encoder = Encoder(model, config, self.policy, rank, stream)
         self._roles = KnownRoles(config)
+        self._log_softmaxes = self._roles.log_softmaxes
+        self.encoder = Encoder(model, config, self.policy, rank, self._log_softmaxes, stream)
         self._job = Store(self.encoder, self.policy.first_plan, Account(), offload, self._roles.derived)
         self._sink: Sink = self._job
         self._offloaded: OffloadStatistics | None = None
@@ -146,6 +147,10 @@ class SavedTensorHooks:
     def derived_names(self) -> list[str]:
         """Of what a step of this rank makes from others, as far as forwards have shown."""
         return [*self._roles.derived.names.made]
+
+    def samples(self, record: Recorded | Noted) -> bool:
+        """Whether steps sample a log-softmax. See log_softmax.py."""
+        return record.is_log_softmax and self._log_softmaxes.samples(record.name)
 
     def store(self, names: Iterable[str]) -> None:
         """From now on store tensors that were derived."""
@@ -311,7 +316,8 @@ class SavedTensorHooks:
         again: given where a graph is differentiated part by part; receives what is saved a second time outside of the
         block that was noted to save it; see noting().
         """
-        record = Record(self.encoder, self.config.min_numel * fraction, rounded or {}, self._roles.derived)
+        least = self.config.min_numel * fraction
+        record = Record(self.encoder, least, rounded or {}, self._roles.derived, self._log_softmaxes)
         if again is not None:
             record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):
@@ -370,7 +376,8 @@ class SavedTensorHooks:
         encoder.may_derive = encoder.may_derive and derives
         what = encoder, plan, account, None, self._roles.derived  # it need not leave the device
         sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
-        with self._instead_of_a_step(sink, -draw), self.hooks():  # no step of the job has these keys
+        no_step = self._instead_of_a_step(sink, -draw)  # none of the job has these keys
+        with no_step, self.hooks(), self._log_softmaxes.rehearsing():
             yield footprint
         footprint.exact_bytes, footprint.count, footprint.fraction = account.exact_bytes, account.count, fraction
 
@@ -500,7 +507,7 @@ class SavedTensorHooks:
         """
         name, readers = view.base.name, self._readers
         captured = Captured(tensor, name, Role.ACTIVATION, record, whole)
-        rounded = self._roles.by_name.get(name) is Role.ACTIVATION
+        rounded = self._roles.by_name.get(name) in (Role.ACTIVATION, Role.LOG_SOFTMAX)
         if readers is not None:
             handle = self._sink.alias(tensor, view, whole)
             if rounded or readers.holds(view.base):
@@ -582,6 +589,8 @@ class SavedTensorHooks:
             captured = captured._replace(recipe=self._mask_again(target, name))
         stored: Any = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
         handle = stored
+        if self._log_softmaxes.is_one(name) and isinstance(stored, Stored) and isinstance(sink, Store):
+            self._log_softmaxes.watch(stored, tensor.nbytes, sink.account, role is Role.UNREAD)
         if captured.repeats is not None:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
@@ -629,7 +638,7 @@ class SavedTensorHooks:
 
         role: that the tensor has outside of a custom function, which may keep it exactly until it is judged.
         """
-        if role in (Role.UNREAD, Role.ACTIVATION):
+        if role in (Role.UNREAD, Role.ACTIVATION, Role.LOG_SOFTMAX):
             waiting = Saved(handle, stored, captured._replace(role=Role.ACTIVATION), self._place(site))
             readers.wait(waiting, held=captured.role is Role.UNREAD)
 

@@ -297,6 +297,15 @@ class Recorded:
     compressible: bool
     derived: bool = False
     """whether a step makes it from others: what it is made of moves it"""
+    is_log_softmax: bool = False
+    """whether a step may sample it; see log_softmax.py"""
+
+    @property
+    def role(self) -> Role:
+        """As a step would store it."""
+        if self.is_log_softmax:
+            return Role.LOG_SOFTMAX
+        return Role.ACTIVATION if self.compressible or self.derived else Role.STATISTIC
 
     @property
     def tensor(self) -> Tensor:
@@ -322,7 +331,7 @@ class Recorded:
 
     def keep_exactly(self) -> None:
         """It turned out that it must not be rounded."""
-        self.compressible = self.derived = False
+        self.compressible = self.derived = self.is_log_softmax = False
 
 
 class ReplayError(RuntimeError):
@@ -348,6 +357,11 @@ class Noted:
     @property
     def compressible(self) -> bool:
         return self.role is Role.ACTIVATION and not self.derived
+
+    @property
+    def is_log_softmax(self) -> bool:
+        """See Recorded."""
+        return self.role is Role.LOG_SOFTMAX
 
     @property
     def numel(self) -> int:

@@ -20,10 +20,12 @@ from .. import _fields, codec
 from .._torch_internals import BatchNorm, is_fake
 from ..config import Config
 from ..distributed import say
+from .backward_rules import Rule
 from .call_stack import CallSite
 from .checkpoint import running_checkpoints
 from .compiled import RegionRoles
 from .derived import Derived, DerivedNames
+from .log_softmax import LogSoftmaxes
 from .roles import Instruction, OperatorObserver, Role, role_of_itself
 
 _log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class LearntRoles(NamedTuple):
     derived: DerivedNames
     aliases: dict[_Spot, Role]
     top_level: set[tuple[str, str | None]]
+    log_softmax_waits: set[str]
 
 
 class KnownRoles:
@@ -53,6 +56,7 @@ class KnownRoles:
         self.reasons: dict[str, str] = {}
         """why a backward must not read a tensor rounded, as far as a rule says so"""
         self.derived = Derived()
+        self.log_softmaxes = LogSoftmaxes(config)
         self._kinds: dict[str, tuple[torch.dtype, int]] = {}  # what had the role
         self._instructions: dict[str, Instruction] = {}  # that saved it in a step of the job
         self._settled: dict[str, tuple[Any, ...]] = {}  # all that role() looked at when it found an activation
@@ -126,6 +130,9 @@ class KnownRoles:
         if observer is not None and observer.holds_mask(tensor):
             return self._found(tensor, name, Role.STATISTIC)
         found = role_of_itself(tensor)
+        if found is Role.STATISTIC and site.region is None and self.log_softmaxes.meets(tensor, name):
+            is_new = module is None and (name, site.line) not in self._top_level
+            return self._role_of_log_softmax(tensor, name, recording, instruction, is_new)
         if found is Role.STATISTIC or (found is not None and site.region is not None):
             return found
         if found is None and observer is not None:
@@ -146,6 +153,21 @@ class KnownRoles:
         if instruction is not None:
             self._instructions[name] = instruction
         if found is not None and (self._shows_readers or recording):
+            return Role.UNREAD
+        self.observe_next = True
+        return Role.STATISTIC
+
+    def _role_of_log_softmax(
+        self, tensor: Tensor, name: str, recording: bool, instruction: Instruction | None, is_new: bool
+    ) -> Role:
+        """is_new: no forward has shown who reads it."""
+        known = None if is_new else self.remembered(tensor, name, instruction)
+        if known is not None:
+            return known if known is Role.LOG_SOFTMAX else Role.STATISTIC
+        self._kinds[name] = tensor.dtype, tensor.dim()
+        if instruction is not None:
+            self._instructions[name] = instruction
+        if self._shows_readers or recording:
             return Role.UNREAD
         self.observe_next = True
         return Role.STATISTIC
@@ -180,6 +202,12 @@ class KnownRoles:
         self.by_name[name] = role
         if place[1] is None:
             self._top_level.add((name, place[0]))
+
+    def role_for(self, node: Any, name: str, rule: Rule | None) -> Role:
+        """What a node may make of a tensor that it has saved. rule: for what it saved there."""
+        if self.log_softmaxes.is_one(name):
+            return Role.LOG_SOFTMAX if self.log_softmaxes.allows(node) else Role.STATISTIC
+        return Role.ACTIVATION if rule is None else Role.STATISTIC
 
     def alias_role(self, name: str, place: Place) -> Role | None:
         """What an operator that saves memory which is stored already, as a tensor of this name, reads of it."""
@@ -240,6 +268,7 @@ class KnownRoles:
             "roles": {name: role.value for name, role in self.by_name.items()},
             "derived": self.derived.state_dict(),
             "aliases": [dict(zip(_SPOT, (*spot, role.value), strict=True)) for spot, role in aliases.items()],
+            "log_softmax_waits": self.log_softmaxes.state_dict(),
             "top_level": [{"name": name, "line": line} for name, line in sorted(self._top_level, key=str)],
         }
 
@@ -251,6 +280,7 @@ class KnownRoles:
             _fields.read(state, "derived", Derived.parse_state, DerivedNames()),
             dict(_fields.read(state, "aliases", _fields.sequence(_alias), [])),
             set(_fields.read(state, "top_level", _fields.sequence(_at_top_level), [])),
+            LogSoftmaxes.parse_state(state),
         )
 
     def load_state(self, learnt: LearntRoles) -> None:
@@ -258,6 +288,7 @@ class KnownRoles:
         self.by_name.clear()
         self.by_name.update(learnt.by_name)
         self.derived.names = learnt.derived
+        self.log_softmaxes.load_state(learnt.log_softmax_waits)
         self._kinds.clear()
         self._instructions.clear()
         self._settled.clear()

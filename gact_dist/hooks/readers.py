@@ -94,6 +94,7 @@ class Readers:
         self._finished = False
         self._seen: set[tuple[int, str]] = set()
         self._without_rules: set[tuple[int, str]] = set()  # graphs of TorchScript
+        self._without_target: dict[int, Saved] = {}  # log-softmaxes of which nothing is picked yet, by what is stored
         self._new_aliases: set[tuple[str, Place]] = set()  # that no earlier forward has shown
 
     def wait(self, saved: Saved, held: bool = False) -> None:
@@ -196,6 +197,7 @@ class Readers:
         """
         self._finished = True
         self.decide_all()
+        self._waiting.update(self._without_target)
         for saved in self._waiting.values():
             if not complete and self._is_known(saved):
                 continue
@@ -232,9 +234,13 @@ class Readers:
 
     def _decide(self, read: _Read) -> None:
         for saved, rule in read.saved:
-            if rule is not None:
+            role = self._roles.role_for(read.node, saved.captured.name, rule)
+            if rule is not None and role is Role.STATISTIC:
                 self._roles.reasons[saved.captured.name] = rule.reason
-            self._decide_one(saved, Role.ACTIVATION if rule is None else Role.STATISTIC)
+            if role is Role.LOG_SOFTMAX and saved.view is None:
+                self._without_target[id(saved.stored)] = saved
+            else:
+                self._decide_one(saved, role)
         self._sink.after(read.node)
 
     def _decide_known(self, read: _Read) -> None:
@@ -277,6 +283,9 @@ class Readers:
     def _decide_alias(self, saved: Saved, view: View, role: Role) -> None:
         captured = saved.captured
         self._roles.learn_alias(captured.name, saved.place, role)
+        base = self._without_target.pop(id(view.base), None)
+        if base is not None:
+            self._settle(base, self._with_others(base, role))
         if role is Role.STATISTIC:
             self._roles.by_name[captured.name] = Role.STATISTIC
             if id(saved.stored) not in self._held:  # else it is kept exactly when its own reader shows
@@ -297,12 +306,20 @@ class ReadInBackward:
         if node is None:
             return
         slots = [slot for slot, handle in saved_handles(node) if stored_of(handle) is stored]
-        if any(rule_of(node, slot) or multiplies_pole(node, slot) for slot in slots):
-            self._roles.learn(self._name, self._place, Role.STATISTIC)
+        rule = next((rule for slot in slots if (rule := rule_of(node, slot)) is not None), None)
+        if rule is None and any(multiplies_pole(node, slot) for slot in slots):
+            rule = BESIDE
+        role = self._roles.role_for(node, self._name, rule)
+        if role is Role.LOG_SOFTMAX and not self._is_view:
+            return  # whether anything is picked from it, its other reader tells
+        if role is Role.LOG_SOFTMAX and self._roles.by_name.get(self._name) is not Role.STATISTIC:
+            self._roles.learn(self._name, self._place, role)
+        if role is Role.STATISTIC:
+            self._roles.learn(self._name, self._place, role)
         elif self._is_view:
-            self._roles.learn_alias(self._name, self._place, Role.ACTIVATION)
+            self._roles.learn_alias(self._name, self._place, role)
         elif slots and self._roles.by_name.get(self._name) is not Role.STATISTIC:
-            self._roles.learn(self._name, self._place, Role.ACTIVATION)
+            self._roles.learn(self._name, self._place, role)
 
 
 def _of_any_instruction(place: Place) -> Place:

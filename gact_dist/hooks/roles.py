@@ -45,6 +45,7 @@ class Role(Enum):
     BINARY = "binary"  # dropout noise: zero or one other value
     SIGN = "sign"  # what relu itself saves: only where it is positive is read
     ONE_BIT = "one bit"  # of other operators that read one bit of each element: see one_bit.py
+    LOG_SOFTMAX = "log-softmax"  # of which exp() alone is read: see log_softmax.py
     UNREAD = "unread"  # an activation until it shows who reads it: see readers.py
 
 

@@ -16,6 +16,7 @@ from .derived import Derived
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
+from .log_softmax import LogSoftmaxes
 from .naming import origin
 from .one_bit import OneBit
 from .repeated import Repeated, Repeats, repeats_of
@@ -253,10 +254,15 @@ class Record(Sink):
     records = True
 
     def __init__(
-        self, encoder: Encoder, min_numel: float, rounded: Mapping[str, tuple[int, int]], derived: Derived
+        self,
+        encoder: Encoder,
+        min_numel: float,
+        rounded: Mapping[str, tuple[int, int]],
+        derived: Derived,
+        log_softmaxes: LogSoftmaxes,
     ) -> None:
         """rounded: name -> (bits, seed) of tensors that backward sees rounded. derived: what steps make from others."""
-        self._derived = derived
+        self._derived, self._log_softmaxes = derived, log_softmaxes
         self.found: list[Recorded | Noted] = []
         self.notes = False
         """whether tensors are only noted: the block that saves them will run again"""
@@ -286,6 +292,7 @@ class Record(Sink):
         rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, captured.graph)
         record = recorded(handle, tensor if captured.whole is None else captured.whole, captured.repeats)
         record.compressible, record.derived = rounded and not derived, rounded and derived
+        record.is_log_softmax = captured.role is Role.LOG_SOFTMAX
         self.found.append(record)
         return handle
 
@@ -297,7 +304,8 @@ class Record(Sink):
 
     def hold(self, captured: Captured) -> Replaceable | Noted:
         """See Sink.hold. Nothing is encoded; settle() asks for the roles."""
-        return self.take(captured._replace(role=Role.ACTIVATION))
+        is_log_softmax = self._log_softmaxes.is_one(captured.name)
+        return self.take(captured._replace(role=Role.LOG_SOFTMAX if is_log_softmax else Role.ACTIVATION))
 
     def encode_held(self, handle: Any, captured: Captured) -> None:
         """Left to settle()."""
@@ -342,6 +350,8 @@ class Record(Sink):
     def settle(self, roles: Mapping[str, Role]) -> None:
         """When the forward is over, some tensors turn out not to be rounded."""
         for record in self.found:
+            if record.is_log_softmax and roles.get(record.name) is not Role.LOG_SOFTMAX:
+                record.keep_exactly()
             unsettled = record.compressible or record.derived
             if unsettled and roles.get(record.name, Role.ACTIVATION) is not Role.ACTIVATION:
                 record.keep_exactly()

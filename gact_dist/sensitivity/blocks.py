@@ -171,7 +171,7 @@ class BlockForward:
         self.numbers: dict[Any, int] = {}
         """of the compressible tensors, by what the graph holds of each"""
         self.firsts: dict[Any, Recorded | Noted] = {}
-        """what is rounded or derived, in the same way"""
+        """what is rounded, derived or may be sampled, in the same way"""
         self.derived: set[Any] = set()
         """of the tensors that a step derives, in the same way"""
         self.one: Tensor = torch.ones((), device="cpu")
@@ -237,7 +237,8 @@ class BlockForward:
         held = [(record.handle if isinstance(record, Recorded) else record, record) for record in self.found]
         compressible = [(key, record) for key, record in held if record.compressible]
         self.numbers = {key: number for number, (key, _) in enumerate(compressible)}
-        self.firsts = {key: record for key, record in held if record.compressible or record.derived}
+        changed = (pair for pair in held if pair[1].compressible or pair[1].derived or pair[1].is_log_softmax)
+        self.firsts = dict(changed)
         self.derived = {key for key, record in held if record.derived}
 
     @contextmanager

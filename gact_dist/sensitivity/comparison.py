@@ -37,7 +37,7 @@ class Comparison:
     square: float
     """|g|^2, not finite if g is not"""
     rounded: tuple[str, ...]
-    """names of the tensors that the plan rounds"""
+    """names of the tensors that the plan rounds or samples"""
     derived: tuple[str, ...]
     """names of those that are made of rounded ones"""
 
@@ -65,7 +65,8 @@ def compared(
 
     def by_walk(cut: BlockForward) -> Comparison:
         # no more than names: the graph alone is to hold what was saved
-        names = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.compressible])
+        changed = [record.name for record in cut.firsts.values() if record.compressible or hooks.samples(record)]
+        names = _rounded_by(plan, changed)
         derived = _rounded_by(plan, [record.name for record in cut.firsts.values() if record.derived])
         encoder = hooks.encoder.of_part(fraction)
         exact, rounded = (Draw(encoder, stored_by, draw, cut.firsts) for stored_by in (Plan(), plan))
@@ -77,7 +78,7 @@ def compared(
         names: dict[str, Any] = {}
         for number, stored_by in enumerate((Plan(), plan)):
             gradient, footprint = whole_gradient(hooks, model, forward, stored_by, draw, fraction)
-            names |= footprint.tensors
+            names |= footprint.tensors | dict.fromkeys(footprint.sampled)
             while gradient:
                 key, part = gradient.popitem()
                 found.add(key, number, part)
