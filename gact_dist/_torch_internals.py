@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,6 +54,7 @@ NEEDED = (
     "torch.Tensor._version",
     "torch.UntypedStorage._cdata",
     "torch.multiprocessing.reductions.StorageWeakRef",
+    "torch._C._storage_Use_Count",
     "torch._fused_sdp_choice",
     "torch._neg_view",
     # modules
@@ -176,6 +177,22 @@ def storage_with_id(tensor: Tensor) -> tuple[Any, int]:
 
 reference_to_storage: Any = StorageWeakRef
 """storage_reference() of what is a storage itself"""
+
+
+def tensors_of_storage(reference: Any) -> int:
+    """How many tensors refer to a storage. reference: storage_reference() of one of them."""
+    return _uses(reference) - _uses_without_tensors()
+
+
+def _uses(reference: Any) -> int:
+    return int(torch._C._storage_Use_Count(reference.cdata))
+
+
+@cache
+def _uses_without_tensors() -> int:
+    """A storage that Python has seen counts as one that uses itself, in torch 2.13."""
+    tensor = torch.empty(1, device="cpu")
+    return _uses(storage_reference(tensor)) - 1
 
 
 def negative_view(tensor: Tensor) -> Tensor:

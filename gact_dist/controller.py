@@ -108,6 +108,7 @@ class Controller:
             return
         try:
             schedule.next_step()
+            schedule.hooks.given.begin_step(batch)
             watched = schedule.hooks.encoder.examples.begin(sample_index, batch)
             if loss_fn is not None:
                 schedule.draw(partial(loss_fn, batch))
@@ -155,6 +156,8 @@ class Controller:
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1")
         self._obey_environment()
+        if self._schedule.hooks is not None:
+            self._schedule.hooks.given.begin_step(batch)
         self._schedule.adapt(ProbeBatch(loss_fn, batch, self._schedule.probe_examples(samples)), Haste.CALIBRATION)
 
     def log(self, **values: float | Tensor) -> None:

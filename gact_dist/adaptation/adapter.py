@@ -37,6 +37,7 @@ from ..sensitivity import (
     ProbePart,
     Sensitivity,
     blocks_of,
+    inputs_of,
     kept,
     measure,
     of_whole_batch,
@@ -556,9 +557,9 @@ class Adapter:
             now.pauses = False
         yield from divisions
 
-    @staticmethod
-    def _resumed(now: _Progress, paused: _PausedPart) -> _Parts:
+    def _resumed(self, now: _Progress, paused: _PausedPart) -> _Parts:
         """What is complete of a part that was paused."""
+        self._hooks.given.add(inputs_of(paused.examples))
         on_earlier = partial(now.batch.on_earlier, paused.examples)
         found = paused.measurement.resume(now.batch.loss_of_whole if paused.examples is None else on_earlier)
         if isinstance(found, Paused):

@@ -44,10 +44,12 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
+from .given import Given
 from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
 from .one_bit import OneBit, read_by
+from .own_hooks import Registration
 from .parameters import ParameterRecognition
 from .read_once import ReadOnce
 from .readers import Readers, Saved
@@ -63,6 +65,7 @@ class LearntNames(NamedTuple):
 
     roles: LearntRoles
     stored_as_base: set[str]
+    not_held: set[int]
 
 
 class SavedTensorHooks:
@@ -85,7 +88,9 @@ class SavedTensorHooks:
         self._job = Store(self.encoder, self.policy.first_plan, Account(), offload, self._roles.derived)
         self._sink: Sink = self._job
         self._offloaded: OffloadStatistics | None = None
-        self._namer = Namer(ModuleScope(model, has_compiled_parts(model)))
+        self.given = Given()
+        self._arguments: Registration | None = None
+        self._namer = Namer(self._watched())
         self._parameters = ParameterRecognition(unwrap(model))
         self._region_parameters = RegionParameters()
         self._storages = StorageRecords()
@@ -164,13 +169,25 @@ class SavedTensorHooks:
 
     def suspend(self) -> None:
         """Take the hooks off the model's modules until resume()."""
-        self._namer.scope.remove()
+        self._unwatch()
         self.encoder.examples.remove()
 
     def resume(self) -> None:
         """Undo suspend()."""
-        self._namer.scope = ModuleScope(self._model, has_compiled_parts(self._model))
+        self._namer.scope = self._watched()
         self.encoder.examples.watch()
+
+    def _watched(self) -> ModuleScope:
+        """Put the hooks on the model's modules."""
+        compiled = has_compiled_parts(self._model)
+        if not compiled and not isinstance(self._model, torch.jit.RecursiveScriptModule):
+            self._arguments = self.given.watch(self._model)
+        return ModuleScope(self._model, compiled)
+
+    def _unwatch(self) -> None:
+        if self._arguments is not None:
+            self._arguments.remove()
+        self._namer.scope.remove()
 
     def offloaded(self) -> OffloadStatistics | None:
         """What offload did in the last step whose backward is over; None without offload. Waits for the device."""
@@ -187,9 +204,10 @@ class SavedTensorHooks:
 
     def _begin_forward(self, step: int) -> None:
         if not self._namer.scope.compiled and has_compiled_parts(self._model):  # compiled since it was attached to
-            self._namer.scope.remove()
-            self._namer.scope = ModuleScope(self._model, True)
+            self._unwatch()
+            self._namer.scope = self._watched()
         self._namer.reset()
+        self.given.begin_forward()
         self._forget_step()
         self.encoder.keys.begin(step)
 
@@ -268,7 +286,8 @@ class SavedTensorHooks:
         def pack(tensor: Tensor) -> Any:
             frame = caller()
             with without_modes():
-                if frame is None or _without_codec(tensor) or self._is_of_model(tensor) or type(tensor) not in PLAIN:
+                exact = frame is None or _without_codec(tensor) or type(tensor) not in PLAIN
+                if exact or self._is_of_model(tensor) or self._is_given(tensor):
                     handle: Any = Kept(tensor)
                 else:
                     handle = self._namer.scope.within(frame, block.pack, tensor)
@@ -385,18 +404,22 @@ class SavedTensorHooks:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt of saved tensors in earlier steps, by name."""
-        return {**self._roles.state_dict(), "store_base": sorted(self._bases.names)}
+        learnt = {"store_base": sorted(self._bases.names), "arguments_not_held": sorted(self.given.not_held)}
+        return {**self._roles.state_dict(), **learnt}
 
     def parse_state(self, state: Mapping[str, Any]) -> LearntNames:
         """What load_state() takes, from what state_dict() gave. Raises StateError and changes nothing."""
         bases = _fields.read(state, "store_base", _fields.sequence(_fields.text), [])
-        return LearntNames(KnownRoles.parse_state(state), set(bases))
+        not_held = _fields.read(state, "arguments_not_held", _fields.sequence(_fields.integer(0)), [])
+        return LearntNames(KnownRoles.parse_state(state), set(bases), set(not_held))
 
     def load_state(self, learnt: LearntNames) -> None:
         """Go on with what parse_state() returned."""
         self._is_first = False
         self._roles.load_state(learnt.roles)
         self._bases.names = learnt.stored_as_base
+        self.given.not_held.clear()
+        self.given.not_held.update(learnt.not_held)
 
     # -- pack ---------------------------------------------------------------------------------------------------
 
@@ -434,6 +457,10 @@ class SavedTensorHooks:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
+        if self._is_given(tensor):
+            if site.checkpoint is not None:
+                self._bypassing.add_held(site.checkpoint)
+            return self.given.keep(tensor)
         record = self._storages.of(tensor)
         if site.checkpoint is not None:
             self._bypassing.add_held(site.checkpoint)
@@ -494,6 +521,8 @@ class SavedTensorHooks:
             return Kept(tensor)  # what is recomputed is freed at once
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, site)
+        if self._is_given(tensor):
+            return self.given.keep(tensor)
         record = self._storages.of(tensor)
         alias = alias_of(tensor, record)
         if alias is not None:
@@ -534,9 +563,13 @@ class SavedTensorHooks:
             return True
         return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made
 
+    def _is_given(self, tensor: Tensor) -> bool:
+        """See [Note: given] in given.py. What a compiled region reads is stored as before."""
+        return not self._namer.scope.compiled and self.given.holds(tensor)
+
     def _keep(self, tensor: Tensor, frame: FrameType | None) -> Kept:
         """A tensor of a kind that no codec knows. A sparse or a quantised one has a row, but for the model's own."""
-        if frame is None or tensor.is_nested or is_inside_transform(tensor):
+        if frame is None or tensor.is_nested or is_inside_transform(tensor) or self.given.holds_parts_of(tensor):
             return Kept(tensor)
         site = site_in_backward(frame, self._thread) if in_backward() else CallSite(current_line())
         kind = "Quantised" if tensor.is_quantized else "Sparse"
@@ -551,6 +584,8 @@ class SavedTensorHooks:
     def _pack_subclass(self, tensor: Tensor, site: CallSite) -> Any:
         """A subclass is kept as it is, unless another tensor in its memory is stored already."""
         plain = without_subclass(tensor)
+        if plain is not None and self._is_given(plain):
+            return Kept(tensor)
         alias = None if plain is None else alias_of(plain, self._storages.of(plain))
         if alias is None or plain is None:
             return self._kept(tensor, type(tensor).__name__, site)
@@ -611,7 +646,7 @@ class SavedTensorHooks:
         if mask is None:
             return None
         record = self._storages.of(mask)
-        handle: Any = alias_of(mask, record)
+        handle: Any = self.given.keep(mask) if self._is_given(mask) else alias_of(mask, record)
         if handle is None:
             record.seen_bytes = max(record.seen_bytes, mask.untyped_storage().nbytes())  # no operator saves it
             handle = self._sink.take(Captured(mask, f"{name} of booleans", None, record))
@@ -667,6 +702,8 @@ class SavedTensorHooks:
         local = local_part(tensor)
         if local is None or type(local) not in PLAIN:
             return self._pack_subclass(tensor, site)
+        if tensor.grad_fn is None and self._is_given(local):
+            return Kept(tensor)
         record = self._storages.of(local)
         read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
         alias, again = None if read is not None else alias_of(local, record), distributed_again(tensor)
@@ -708,6 +745,8 @@ class SavedTensorHooks:
 
     def _note_bypassing(self, tensor: Tensor, operator: str, part: tuple[int, int]) -> None:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""
+        if self._is_given(tensor):
+            return
         record = self._storages.of(tensor)
         if part not in record.bypassing:
             record.bypassing |= {part}

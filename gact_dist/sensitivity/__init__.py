@@ -5,7 +5,7 @@ from .comparison import Comparison, compared
 from .isolation import run_alone, untouched
 from .one_pass import Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
-from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, kept
+from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, inputs_of, kept
 from .second_moment import rounded_moments
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Sensitivity",
     "blocks_of",
     "compared",
+    "inputs_of",
     "kept",
     "measure",
     "of_whole_batch",

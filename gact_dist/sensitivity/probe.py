@@ -91,7 +91,7 @@ class ProbeBatch:
     def parts(self, times: int = 1) -> int:
         """In how many parts to measure the examples: so many that none is more than a quarter of the batch, or that
         many times more; at most as many as there are examples."""
-        inputs = _inputs_of(self._part)
+        inputs = inputs_of(self._part)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
         return 1 if size is None or self._refuses_parts else min(size, times * math.ceil(_PARTS * self.fraction))
 
@@ -118,7 +118,7 @@ class ProbeBatch:
     def beginnings(self, parts: int) -> Iterator[ProbePart]:
         """The first of so many parts of the batch, of which an observation may have fewer examples; where the loss
         function refuses them, the next has more of them, and the last all."""
-        inputs = _inputs_of(self._batch)
+        inputs = inputs_of(self._batch)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
         if size is None or self._refuses_parts:
             parts = 1
@@ -130,7 +130,7 @@ class ProbeBatch:
         yield self._all()
 
     def _split(self, parts: int) -> Iterator[ProbePart]:
-        size = batch_size(_inputs_of(self._part)) or 1
+        size = batch_size(inputs_of(self._part)) or 1
         for number in range(parts):
             part, share = _examples_of(self._part, size * number // parts, size * (number + 1) // parts)
             loss = partial(self._loss_of, part, share * self._share)
@@ -173,7 +173,7 @@ class ProbeBatch:
     @property
     def can_be_kept(self) -> bool:
         """Whether its examples can outlast the step: not if it has no tensors, or they have a graph."""
-        tensors = tensors_of(_inputs_of(self._part))
+        tensors = tensors_of(inputs_of(self._part))
         return bool(tensors) and all(tensor.grad_fn is None for tensor in tensors)
 
     def on_earlier(self, examples: Any) -> Any:
@@ -200,7 +200,8 @@ class ProbeBatch:
         return self.loss_of_whole() if self._forward is None else self._forward()
 
 
-def _inputs_of(batch: Any) -> Any:
+def inputs_of(batch: Any) -> Any:
+    """The tensors of a batch, which may be an observation, in what holds them."""
     return batch.inputs if isinstance(batch, Observation) else batch
 
 

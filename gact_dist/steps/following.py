@@ -111,6 +111,8 @@ class Following:
         if self._caller is not module:
             self._caller, self._observation = module, None
         schedule.next_step()
+        if schedule.hooks is not None:
+            schedule.hooks.given.begin_step((args, kwargs) if module is self._training_step else None)
         self._stop_watching_backward()
         forward = partial(module, *args, **kwargs)
         self._use_observation(forward)

@@ -285,11 +285,11 @@ def test_an_adaptation_does_not_take_the_logsumexp_for_the_noise_of_a_dropout(mo
 
     monkeypatch.setattr(Readers, "wait", noted)
     gact = gact_dist.attach(model, config=Config(bits=4, min_numel=16))
-    in_step = []
+    in_step, x = [], batch()
     for given in ((), (lambda x: model(x).square().mean(), batch()), (), ()):
         with gact.step(*given):
             observed.clear()
-            model(batch()).square().mean().backward()
+            model(x).square().mean().backward()
         in_step.append(bool(observed))
     gact.detach()
     assert in_step[0]

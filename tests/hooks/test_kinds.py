@@ -80,7 +80,7 @@ def excess(name, follow, around=nullcontext):
     assert torch.allclose(ours, losses)  # no weight changes, so only the backward is rounded
     error = (of_ours - gradients)[ADAPTED:].square().sum(1).mean().item()
     predicted = 0.0 if gact.adaptation is None else gact.adaptation.predicted_variance
-    assert gact.report().ratio > (1.5 if gact.plan else 0.99)
+    assert gact.report().ratio > (1.4 if gact.plan else 0.99)
     return error, predicted
 
 
@@ -137,7 +137,7 @@ def test_the_default_device_is_the_jobs_own_and_not_ours(settings, follow):
                 loss = loss_of(model)(batch)
             loss.backward()
         gact.load_state_dict(gact.state_dict())
-        assert {"quantised", "mask"} & {row.codec for row in gact.report().rows}
+        assert {"quantised", "mixed", "mask"} & {row.codec for row in gact.report().rows}
     finally:
         torch.set_default_device(None)
     assert bool(gact.plan) == (settings.get("policy") != "uniform")
