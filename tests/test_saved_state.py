@@ -52,7 +52,11 @@ def test_a_state_of_the_version_before_loads_and_gives_the_same_bits(name):
     assert json.loads(json.dumps(gact.plan)) == old["plan"]
     assert gact.history == old["history"]
     step()
-    assert [[row.name, row.codec, row.bits, row.bytes] for row in gact.report().rows] == OLD[name]["rows"]
+    # the version before stored the batch as well
+    expected = [row for row in OLD[name]["rows"] if ":Input" not in row[0]]
+    rows = [row for row in gact.report().rows if ":Input" not in row.name]
+    assert [[row.name, row.codec, row.bits, row.bytes] for row in rows] == expected
+    assert len(expected) >= 3
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -11,7 +11,8 @@ memory. That shows in backward, where nothing else refers to the memory; from th
 others are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -58,7 +59,8 @@ class Given:
         """Forget the arguments of the forward before."""
         self._of_forward.clear()
 
-    def _note_arguments(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _note_arguments(self, _: nn.Module, args: tuple, kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """kwargs: not there where the hook was taken off by another in the same call."""
         if is_dynamo_compiling():
             return
         tensors = enumerate(tensor for value in (*args, *kwargs.values()) for tensor in _tensors_in(value))

@@ -119,4 +119,4 @@ def test_a_layer_without_a_conversion_saves(make):
     stepped(gact, small_models.loss_of(model), batch)
     rows = [row for row in gact.report().rows if row.name.partition(":")[0] == "1"]
     # float32 in two bits on average over the model: a layer that has three of them, and statistics, saves this much
-    assert sum(4 * math.prod(row.shape) for row in rows) > 8 * sum(row.bytes for row in rows) > 0
+    assert sum(4 * math.prod(row.shape) for row in rows) >= 8 * sum(row.bytes for row in rows) > 0

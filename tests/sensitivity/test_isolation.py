@@ -176,7 +176,7 @@ def test_a_key_encoder_that_follows_in_the_forward_moves_once_a_step():
     class MoCo(nn.Module):
         def __init__(self):
             super().__init__()
-            self.query = nn.Linear(64, 64)
+            self.query = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
             self.key = copy.deepcopy(self.query).requires_grad_(False)
             self.register_buffer("queue", F.normalize(torch.randn(64, 512), dim=0))
 
@@ -193,7 +193,7 @@ def test_a_key_encoder_that_follows_in_the_forward_moves_once_a_step():
     torch.manual_seed(0)
     model, x = MoCo(), torch.randn(32, 64)
     with torch.no_grad():
-        model.query.weight.add_(0.1)
+        model.query[0].weight.add_(0.1)
     before = plain(model)
     measured(model, x)
     assert plain(model) == before
