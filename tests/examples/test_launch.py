@@ -479,7 +479,8 @@ time.sleep(600)
 def test_a_demo_that_is_stopped_lets_its_launcher_end_the_ranks(tmp_path, stopped_by, status):
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     code = (
-        "import sys; from examples.train import demo; "
+        "import signal, sys; from examples.train import demo; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # off where the tests run in a shell's background
         f"demo._run = lambda *_: demo.status_of([sys.executable, 'launcher.py', '{stopped_by}']); "
         "sys.exit(demo.main([]))"
     )
