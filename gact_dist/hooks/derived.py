@@ -39,7 +39,8 @@ from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, forwarding_nodes, own_part
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
+from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, Stored, View, base_of
+from .roles import Role
 
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
@@ -159,8 +160,9 @@ class DerivedNames:
 class Derived:
     """Which saved tensors of a model are made again from others."""
 
-    def __init__(self) -> None:
-        self.names = DerivedNames()
+    def __init__(self, made: dict[str, int] | None = None) -> None:
+        """made: as in DerivedNames."""
+        self.names = DerivedNames(made or {})
 
     def recipe(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
@@ -171,6 +173,10 @@ class Derived:
         else:
             self.names.made[name] = round(tensor.numel() / fraction)
         return found
+
+    def recipe_again(self, tensor: Tensor, name: str, graph: Tensor) -> Recipe | None:
+        """The same in a block that runs again in a backward, for what a measurement of that block derived."""
+        return recipe_of(tensor, _edge_of(graph)) if name in self.names.made else None
 
     def is_measured(self, name: str, graph: Tensor) -> bool:
         """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.
@@ -269,7 +275,7 @@ def _layouts(node: Any, *slots: str) -> list[Layout]:
 
 
 def _is_stored(handle: Any) -> bool:
-    return isinstance(base_of(handle), (Stored, Replaceable))
+    return isinstance(base_of(handle), (Stored, Replaceable, Noted))
 
 
 def _is_rounded(handle: Any) -> bool:
@@ -480,10 +486,13 @@ def _cast(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResul
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     mask = _here(saved_handle(node, "result"))
     payload = mask.payload if isinstance(mask, Stored) else None
-    if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
+    is_mask = isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.MASK
+    if not is_mask and not (isinstance(mask, Noted) and mask.role is Role.SIGN):
         raise _NotDerivable
     made = _made_by(node.next_functions[0], wanted, depth + 1)
-    return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
+    return Expression(
+        torch.mul, _in_shape(mask.shape if payload is None else payload.shape, made), mask, in_place=_multiplied
+    )
 
 
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
-from .derived import made_by, recipe_of
+from .derived import Derived, made_by, recipe_of
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored
@@ -32,6 +32,7 @@ class Draw:
         self.plan = plan
         self.encoder, self._number = encoder, number
         self._names = WeakKeyDictionary({handle: (record.name, record.role) for handle, record in firsts.items()})
+        self._made = {record.name: record.numel for record in firsts.values() if record.derived}
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
@@ -40,6 +41,10 @@ class Draw:
             yield
         finally:
             self.encoder.keys.begin(0)
+
+    def store(self) -> Store:
+        """What stores tensors by the plan."""
+        return Store(self.encoder, self.plan, Account(), derived=Derived(dict(self._made)))
 
     def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:
         """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded. graph: as
@@ -83,7 +88,7 @@ class StoredAgain:
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
-        self._sink = Store(draw.encoder, draw.plan, Account())
+        self._sink = draw.store()
         self._known: WeakValueDictionary[tuple, Stored] = WeakValueDictionary()
 
     def __call__(self, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:

@@ -17,7 +17,6 @@ from ..config import Config
 from ..offload import PackStream
 from ..policies import Bits, Plan, Policy, one_width
 from .log_softmax import LogSoftmaxes
-from .naming import RECOMPUTED
 from .one_bit import OneBit
 from .per_example import Examples
 from .roles import Role
@@ -74,13 +73,8 @@ class Encoder:
         return tensor.numel() >= self._min_numel
 
     def derives(self, tensor: Tensor, name: str, plan: Plan) -> bool:
-        """Whether an activation need not be stored if it can be made from others: where it would be rounded.
-
-        Not in a block that runs again in the backward: what that saves is measured as it is rounded.
-        """
-        if not self.may_derive or RECOMPUTED in name:
-            return False
-        return self.is_large(tensor) and plan.bits_of(name) is not None
+        """Whether an activation need not be stored if it can be made from others: where it would be rounded."""
+        return self.may_derive and self.is_large(tensor) and plan.bits_of(name) is not None
 
     def encode(
         self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None

@@ -146,7 +146,7 @@ class SavedTensorHooks:
     @property
     def derived_elements(self) -> int:
         """That a step of this rank makes from others, as far as forwards have shown."""
-        return self._roles.derived.elements
+        return round(sum(self.elements_at_once(name, n) for name, n in self._roles.derived.names.made.items()))
 
     @property
     def derived_names(self) -> list[str]:
@@ -336,7 +336,7 @@ class SavedTensorHooks:
         block that was noted to save it; see noting().
         """
         least = self.config.min_numel * fraction
-        record = Record(self.encoder, least, rounded or {}, self._roles.derived, self._log_softmaxes)
+        record = Record(self.encoder, least, fraction, rounded or {}, self._roles.derived, self._log_softmaxes)
         if again is not None:
             record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):

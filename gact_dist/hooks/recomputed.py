@@ -9,7 +9,8 @@ the tensors in a dictionary; ours restores a handle when the tensor is asked for
 Only what a measurement has seen of a block is rounded, by its name, which has a "~" because the same module may be
 called outside of checkpoints as well. All else stays as it is. A measurement runs a checkpointed block as it runs
 others, so that these tensors have a sensitivity, a place in the plan, and a part in the comparison with the exact
-gradient. The first step compares the default widths; from then on, until there is a plan, a block that runs again has
+gradient. Noting a block shows what it makes from others that it saves: that is derived, as elsewhere, once it is known
+from a measurement, which then follows both paths. The first step compares the default widths; from then on, until there is a plan, a block that runs again has
 them. The plan and the random numbers are those of the block's forward.
 """
 
@@ -132,7 +133,8 @@ class BlockAgain:
     def __init__(self, scope: ModuleScope, roles: KnownRoles, encoder: Encoder, plan: Plan) -> None:
         """encoder, plan: of the block's forward."""
         self._namer, self._roles, self._encoder, self._plan = Namer(scope, recomputed=True), roles, encoder, plan
-        self._sink, self._storages = Store(encoder, plan, Account()), StorageRecords()
+        self._sink = Store(encoder, plan, Account(), derived=roles.derived)
+        self._storages = StorageRecords()
 
     def pack(self, tensor: Tensor, frame: FrameType) -> Stored | View:
         """The handle of a plain tensor that is not the model's. frame: of the caller of the pack hook."""
