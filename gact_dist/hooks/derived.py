@@ -490,9 +490,8 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     if not is_mask and not (isinstance(mask, Noted) and mask.role is Role.SIGN):
         raise _NotDerivable
     made = _made_by(node.next_functions[0], wanted, depth + 1)
-    return Expression(
-        torch.mul, _in_shape(mask.shape if payload is None else payload.shape, made), mask, in_place=_multiplied
-    )
+    shape = mask.shape if payload is None else payload.shape
+    return Expression(torch.mul, _in_shape(shape, made), mask, in_place=_multiplied)
 
 
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:

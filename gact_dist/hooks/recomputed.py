@@ -9,9 +9,9 @@ the tensors in a dictionary; ours restores a handle when the tensor is asked for
 Only what a measurement has seen of a block is rounded, by its name, which has a "~" because the same module may be
 called outside of checkpoints as well. All else stays as it is. A measurement runs a checkpointed block as it runs
 others, so that these tensors have a sensitivity, a place in the plan, and a part in the comparison with the exact
-gradient. Noting a block shows what it makes from others that it saves: that is derived, as elsewhere, once it is known
-from a measurement, which then follows both paths. The first step compares the default widths; from then on, until there is a plan, a block that runs again has
-them. The plan and the random numbers are those of the block's forward.
+gradient. It also shows what the block makes from others that it saves, which no forward of a step does: that is derived
+as elsewhere, and the measurement follows both paths. The first step compares the default widths; from then on, until
+there is a plan, a block that runs again has them. The plan and the random numbers are those of the block's forward.
 """
 
 from __future__ import annotations

@@ -265,7 +265,8 @@ class Record(Sink):
         derived: Derived,
         log_softmaxes: LogSoftmaxes,
     ) -> None:
-        """fraction: of a step's examples that the recorded forward sees. rounded: name -> (bits, seed) of tensors that backward sees rounded. derived: what steps make from others."""
+        """fraction: of a step's examples that the recorded forward sees. rounded: name -> (bits, seed) of tensors that
+        backward sees rounded. derived: what steps make from others."""
         self._derived, self._log_softmaxes = derived, log_softmaxes
         self.found: list[Recorded | Noted] = []
         self.notes = False

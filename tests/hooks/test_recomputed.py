@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, codec
 from gact_dist.adaptation import adapter
 from gact_dist.hooks import SavedTensorHooks
 from gact_dist.hooks.handles import Stored
