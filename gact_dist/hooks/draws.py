@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .._torch_internals import PLAIN
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
-from .derived import made_by, recipe_of
+from .derived import Derived, made_by, recipe_of
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored
@@ -32,6 +33,8 @@ class Draw:
         self.plan = plan
         self.encoder, self._number = encoder, number
         self._names = WeakKeyDictionary({handle: (record.name, record.role) for handle, record in firsts.items()})
+        self.derived = Derived()
+        self.derived.names.stored_anyway |= {record.name for record in firsts.values() if record.compressible}
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
@@ -64,8 +67,9 @@ class Draw:
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
                 derives = role is Role.ACTIVATION and self.encoder.derives(handle.tensor, name, self.plan)
-                edge = made_by(item.record)
-                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction) if derives else None
+                derives = derives and name not in self.derived.names.stored_anyway
+                edge, is_part = made_by(item.record), type(item.record.origin) not in PLAIN
+                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction, is_part) if derives else None
                 with self._keys(), torch.no_grad():
                     payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan)
                 found[handle] = payload
@@ -83,7 +87,7 @@ class StoredAgain:
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
-        self._sink = Store(draw.encoder, draw.plan, Account())
+        self._sink = Store(draw.encoder, draw.plan, Account(), derived=draw.derived)
         self._known: WeakValueDictionary[tuple, Stored] = WeakValueDictionary()
 
     def __call__(self, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:
