@@ -6,6 +6,10 @@ what that operator saved has a recipe in place of a payload: how to make it, and
 graph shows these: a node holds, in each saved attribute, what our hook returned. Nothing is derived unless it would be
 rounded, so a job whose tensors are all stored exactly is bitwise the untouched one.
 
+Sums, cat, views and casts save none of their operands, and a product with a number saves the number: what is saved of
+those is found by the edge that gives it ([Note: edges] in saved_edges.py). A recipe counts the operators that it needs,
+with those of the recipes that it is made of: each reader of a long chain would make all of it again.
+
 Statistics (mean, reciprocal standard deviation) and relu's mask are those of the forward: what is made is then linear
 in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias of second order.
 

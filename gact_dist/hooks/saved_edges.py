@@ -4,10 +4,7 @@
 The graph shows the edges that they have for operands, and a pack hook sees by its node which edge a tensor comes from.
 So each node notes what the graph holds of its results. The notes refer weakly to handles: a node that owned a handle
 would be owned by it where an operator saves its own result. They are of one value, for what modifies a tensor in place
-with a graph has a node of its own; what was modified without one is looked at when it is to be used.
-
-The number of x + 1 is nowhere in the graph. A mode that sees the calls of functions notes it at the node of the result.
-It runs where an observed step has met a tensor that could be made again if the number were known.
+with a graph gives it a node of its own; one that was modified without a graph is not used.
 """
 
 from __future__ import annotations
