@@ -114,17 +114,15 @@ class Joined(Expression):
 
     def restore(self) -> Tensor:
         """Its value."""
-        dimension, joined, start = self._dimension, None, 0
-        for part, shape in zip(self._operands, self._shapes, strict=True):
-            value = part.restore()
-            if joined is None:
-                whole = [*shape]
-                whole[dimension] = sum(each[dimension] for each in self._shapes)
-                joined = torch.empty(whole, dtype=self._dtype, device=value.device)
-            joined.narrow(dimension, start, shape[dimension]).copy_(value.reshape(shape))
-            start += shape[dimension]
-        if joined is None:
-            raise ValueError("nothing to join, expected at least one part")
+        dimension, shape = self._dimension, [*self._shapes[0]]
+        shape[dimension] = sum(each[dimension] for each in self._shapes)
+        value = self._operands[0].restore()
+        joined = torch.empty(shape, dtype=self._dtype, device=value.device)
+        places = joined.split([each[dimension] for each in self._shapes], dimension)
+        places[0].copy_(value.reshape(self._shapes[0]))
+        del value
+        for part, of_part, place in zip(self._operands[1:], self._shapes[1:], places[1:], strict=True):
+            place.copy_(part.restore().reshape(of_part))
         return joined
 
 
