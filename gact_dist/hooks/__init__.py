@@ -7,7 +7,7 @@ from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
 from .clock import Clock
 from .compiled import has_compiled_parts
-from .derived import STARTS, maker_of
+from .derived import STARTS, origins_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
@@ -56,12 +56,12 @@ __all__ = [
     "jumps",
     "kept_exactly",
     "made_from_parameters",
-    "maker_of",
     "map_tensors",
     "may_hold_adjacency",
     "nothing_kept",
     "on_interrupt",
     "origin",
+    "origins_of",
     "parts_of",
     "producer",
     "read_once",

@@ -6,6 +6,10 @@ what that operator saved has a recipe in place of a payload: how to make it, and
 graph shows these: a node holds, in each saved attribute, what our hook returned. Nothing is derived unless it would be
 rounded, so a job whose tensors are all stored exactly is bitwise the untouched one.
 
+Sums, cat, views and casts save none of their operands, and a product with a number saves the number: what is saved of
+those is found by the edge that gives it ([Note: edges] in saved_edges.py). A recipe counts the operators that it needs,
+with those of the recipes that it is made of: each reader of a long chain would make all of it again.
+
 Statistics (mean, reciprocal standard deviation) and relu's mask are those of the forward: what is made is then linear
 in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias of second order.
 
@@ -24,7 +28,7 @@ second path to follow: from what is rounded there nothing is derived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -41,13 +45,20 @@ from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, Stored, View, base_of
 from .roles import Role
+from .saved_edges import saved_at
 
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
+_WHOLE_FRACTION = 4
+"""what is a part is made from a whole of at most this many times its elements"""
 _DEEPEST = 4
 """operators in a row, reshaping ones not counted"""
-_SAVE_NO_OPERAND = ("ToCopyBackward0", "ReluBackward0")
-_IN_THE_SAME_MEMORY = frozenset((*RESHAPES, *CONVERSIONS))
+_IN_THE_SAME_MEMORY = frozenset((
+    *RESHAPES, *CONVERSIONS, "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
+    "AliasBackward0",
+))  # fmt: skip
+_NOT_AS_SAVED = frozenset(("LogSoftmaxBackward0",))
+"""what is saved of their results may be a sample"""
 _FORWARDING = forwarding_nodes()
 STARTS = "starts_a_graph"
 """attribute of nodes that stand for what lies elsewhere"""
@@ -56,30 +67,64 @@ STARTS = "starts_a_graph"
 class Expression:
     """A function of what handles restore."""
 
-    __slots__ = ("_function", "_in_place", "_operands", "is_private", "nbytes")
+    __slots__ = ("_function", "_in_place", "_is_private", "_operands", "depth", "nbytes")
 
     def __init__(
         self,
         function: Callable[..., Tensor],
         *operands: Any,
         in_place: Callable[..., Tensor] | None = None,
-        is_private: bool = True,
+        is_private: bool | None = True,
+        depth: int = 1,
     ) -> None:
         """in_place: the same function in the memory of the first operand. is_private: whether the value is in new
-        memory or in an operand's."""
+        memory or in another tensor's; None where it is in that of the first operand. depth: see Recipe."""
         self._function, self._in_place, self._operands = function, in_place, operands
-        self.is_private = is_private
+        self._is_private = is_private
         self.nbytes: int = sum(operand.nbytes for operand in operands if isinstance(operand, (Expression, _Copy)))
+        self.depth = depth + max(map(_depth, operands), default=0)
+        """see Recipe"""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing else reads the memory of its value."""
+        return _is_private(self._operands[0]) if self._is_private is None else self._is_private
 
     def restore(self) -> Tensor:
         """Its value."""
         first, *others = self._operands
-        owns = first.is_private if isinstance(first, Expression) else _is_decoded_for_one(first)
+        owns = _is_private(first)
         value = first.restore()
         function = self._function
         if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
             function = self._in_place
         return function(value, *(operand.restore() for operand in others))
+
+
+class Joined(Expression):
+    """Expressions side by side, of which one at a time is there beside the result."""
+
+    __slots__ = ("_dimension", "_dtype", "_shapes")
+
+    def __init__(
+        self, parts: Sequence[Any], shapes: Sequence[Sequence[int]], dimension: int, dtype: torch.dtype
+    ) -> None:
+        """shapes: of the parts, which may give their elements in other shapes."""
+        super().__init__(torch.cat, *parts)
+        self._shapes, self._dimension, self._dtype = shapes, dimension, dtype
+
+    def restore(self) -> Tensor:
+        """Its value."""
+        dimension, shape = self._dimension, [*self._shapes[0]]
+        shape[dimension] = sum(each[dimension] for each in self._shapes)
+        value = self._operands[0].restore()
+        joined = torch.empty(shape, dtype=self._dtype, device=value.device)
+        places = joined.split([each[dimension] for each in self._shapes], dimension)
+        places[0].copy_(value.reshape(self._shapes[0]))
+        del value
+        for part, of_part, place in zip(self._operands[1:], self._shapes[1:], places[1:], strict=True):
+            place.copy_(part.restore().reshape(of_part))
+        return joined
 
 
 class _Copy:
@@ -102,36 +147,70 @@ _Edge = tuple[Any, int]
 """(node, number of its output); None for one without a graph"""
 
 
-def _computed_by(edge: _Edge) -> Any:
-    """The node that computed what an edge gives, perhaps in another shape; None where there is no graph."""
+def _passed_through(edge: _Edge) -> Iterator[_Edge]:
+    """An edge, and those behind it that give the same elements, perhaps in another shape; the last is of the node that
+    computed them, or of none where there is no graph."""
     node, number = edge
     while node is not None:
+        yield node, number
         name, below = node.name(), node.next_functions
         if name in _IN_THE_SAME_MEMORY:
             passed = 0
         elif name in _FORWARDING and number < len(below):
             passed = number
         else:
-            break
+            return
         if hasattr(node, STARTS):
-            break
+            return
         node, number = below[passed]
-    return node
+    yield None, 0
 
 
-def maker_of(edge: _Edge) -> Any:
-    """The node that saved what the result of a node is derived from; None if the graph starts in between.
+class Origins(NamedTuple):
+    """What a tensor is derived from, in a graph that is measured."""
 
-    Of a derived tensor, in a graph that is measured, whose operators may be replaced by others.
+    makers: set[Any]
+    """nodes that saved it"""
+    edges: set[_Edge]
+    """that it was saved at"""
+
+
+def origins_of(edge: _Edge, is_saved: Callable[[_Edge], bool]) -> Origins | None:
+    """What the tensor at an edge is derived from; None if the graph starts in between.
+
+    Of a derived tensor, in a graph that is measured, whose operators may be replaced by others. is_saved: whether what
+    an edge gives was saved.
     """
-    for _ in range(_DEEPEST):
-        node = _computed_by(edge)
-        if node is None or hasattr(node, STARTS):
-            return None
-        if node.name() not in _SAVE_NO_OPERAND:
-            return node
-        edge = node.next_functions[0]
-    return None
+    found = Origins(set(), set())
+    return found if _find_origins(edge, is_saved, found, 0) else None
+
+
+def _find_origins(edge: _Edge, is_saved: Callable[[_Edge], bool], found: Origins, depth: int) -> bool:
+    """Whether all are there, as far as one edge shows."""
+    node: Any = None
+    for passed in _passed_through(edge):
+        if depth and passed[0] is not None and is_saved(passed):
+            found.edges.add(passed)
+            return True
+        node = passed[0]
+    if node is None or hasattr(node, STARTS) or depth > _DEEPEST:
+        return False
+    if hasattr(node, "variable"):
+        return bool(depth) and isinstance(node.variable, nn.Parameter)
+    operands = _unsaved_operands(node)
+    if len(operands) < len(node.next_functions) or not operands:
+        found.makers.add(node)
+    return all(_find_origins(below, is_saved, found, depth + 1) for below in operands if below[0] is not None)
+
+
+def _unsaved_operands(node: Any) -> Sequence[_Edge]:
+    """The operands of a node that it has not saved, as far as it is known to save none or to be a product."""
+    name, below = node.name(), node.next_functions
+    if name in _WITHOUT_OPERANDS:
+        return below
+    if name in _PRODUCTS:
+        return [edge for edge, slot in zip(below, _FACTORS, strict=True) if saved_handle(node, slot) is None]
+    return ()
 
 
 class _Making(NamedTuple):
@@ -140,6 +219,14 @@ class _Making(NamedTuple):
     numel: int
     fraction: float
     """of the elements in a step"""
+    is_part: bool = False
+    """whether it may be a part of a distributed tensor"""
+    number: int = 0
+    """of the node's output"""
+
+    def of_shape(self, shape: Sequence[int]) -> _Making:
+        """The same of another tensor."""
+        return self._replace(numel=prod(shape), number=0)
 
 
 class _NotDerivable(Exception):
@@ -167,7 +254,9 @@ class Derived:
     def recipe(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
         tensor, or the distributed one whose part on this rank it is."""
-        found = None if name in self.names.stored_anyway else recipe_of(tensor, _edge_of(graph), fraction)
+        found = None
+        if name not in self.names.stored_anyway:
+            found = recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
         if found is None:
             self.names.made.pop(name, None)
         else:
@@ -176,14 +265,16 @@ class Derived:
 
     def recipe_again(self, tensor: Tensor, name: str, graph: Tensor) -> Recipe | None:
         """The same in a block that runs again in a backward, for what a measurement of that block derived."""
-        return recipe_of(tensor, _edge_of(graph)) if name in self.names.made else None
+        if name not in self.names.made:
+            return None
+        return recipe_of(tensor, _edge_of(graph), is_part=type(graph) not in PLAIN)
 
     def is_measured(self, name: str, graph: Tensor) -> bool:
         """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.
 
         graph: as for recipe().
         """
-        if name in self.names.made and maker_of(_edge_of(graph)) is None:
+        if name in self.names.made and origins_of(_edge_of(graph), _is_saved) is None:
             self.store(name)
         return name in self.names.made
 
@@ -213,18 +304,23 @@ class Derived:
         )
 
 
-def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0) -> Recipe | None:
+def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool = False) -> Recipe | None:
     """How to make a tensor from what the graph holds of others; None where it has to be stored.
 
     edge: that gives it, or the distributed tensor whose part it is. fraction: of the tensor's elements in a step, which
-    are there.
+    are there. is_part: whether it is a part of a distributed one.
     """
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         return None
     try:
-        return Recipe(_made_by(edge, _Making(tensor.numel(), fraction), 0), tensor)
+        recipe = Recipe(_made_by(edge, _Making(tensor.numel(), fraction, is_part), 0), tensor)
     except _NotDerivable:
         return None
+    return recipe if recipe.depth <= _DEEPEST else None
+
+
+def _is_saved(edge: _Edge) -> bool:
+    return saved_at(edge) is not None
 
 
 def _edge_of(tensor: Tensor) -> _Edge:
@@ -240,11 +336,18 @@ def made_by(record: Recorded) -> _Edge:
 
 
 def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | AttentionResult:
-    """What an edge gives, as the first result of a node."""
-    node = _computed_by(edge)
-    known = node is not None and not hasattr(node, STARTS) and depth < _DEEPEST
-    make = _OPERATORS.get(node.name()) if known else None
-    if make is None:
+    """What an edge gives: what is saved of it, but for the tensor that is wanted itself, or else as it was made."""
+    node: Any = None
+    for node, number in _passed_through(edge):
+        if node is None:
+            raise _NotDerivable
+        wanted = wanted._replace(is_part=wanted.is_part or node.name() in CONVERSIONS, number=number)
+        if depth and not wanted.is_part and node.name() not in _NOT_AS_SAVED:
+            handle = saved_at((node, number))
+            if handle is not None and _is_stored(handle) and _numel(handle) == wanted.numel:
+                return Expression(Tensor.detach, handle, is_private=None, depth=0)
+    make = None if hasattr(node, STARTS) or depth >= _DEEPEST else _OPERATORS.get(node.name())
+    if make is None or (wanted.number and node.name() not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
     return make(node, wanted, depth)
 
@@ -284,8 +387,19 @@ def _is_rounded(handle: Any) -> bool:
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
 
 
-def _is_decoded_for_one(handle: Any) -> bool:
-    return _is_rounded(handle) and base_of(handle).readers < 2
+def _is_private(operand: Any) -> bool:
+    """Whether an operand's value may be written to."""
+    if isinstance(operand, Expression):
+        return operand.is_private
+    return _is_rounded(operand) and base_of(operand).readers < 2
+
+
+def _depth(operand: Any) -> int:
+    """See Recipe."""
+    if isinstance(operand, Expression):
+        return operand.depth
+    base = base_of(operand)
+    return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
 
 
 def _numel(handle: Any) -> int:
@@ -453,6 +567,14 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors), in_place=_multiplied)
 
 
+def _quotient(node: Any, wanted: _Making, depth: int) -> Expression:
+    """By a number, as x / 8: what a backward divides by is exact in any case, and so is a quotient's other operand."""
+    divisor = saved_handle(node, "other")
+    if wanted.is_part or not isinstance(divisor, Tensor) or divisor.dim():
+        raise _NotDerivable
+    return Expression(torch.div, _term(node.next_functions[0], wanted, depth), _Copy(divisor))
+
+
 def _multiplied(x: Tensor, y: Tensor) -> Tensor:
     """In the memory of x where the product has its shape and type."""
     fits = x.shape == torch.broadcast_shapes(x.shape, y.shape) and x.dtype == torch.result_type(x, y)
@@ -464,11 +586,13 @@ def _in_shape(shape: Sequence[int], factor: Any) -> Any:
     the rows of a norm."""
     if not isinstance(factor, Expression):
         return factor
-    return Expression(lambda made: made.reshape(shape), factor, is_private=factor.is_private)
+    return Expression(lambda made: made.reshape(shape), factor, is_private=None, depth=0)
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
     handle = _here(saved_handle(node, slot))
+    if isinstance(handle, Tensor) and not handle.dim():  # a number, which torch shows to no hook
+        return _Copy(handle)
     if isinstance(handle, Kept):
         return _small(handle.vector, wanted)
     if handle is not None and _is_stored(handle):
@@ -481,6 +605,123 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
 def _cast(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """The recipe knows the type that is asked for in the end, and intermediate ones make little difference."""
     return _made_by(node.next_functions[0], wanted, depth + 1)
+
+
+def _shape_of(edge: _Edge) -> tuple[int, ...]:
+    """Of what an edge gives."""
+    node, number = edge
+    if node is None or number >= len(node._input_metadata):
+        raise _NotDerivable
+    return tuple(node._input_metadata[number].shape)
+
+
+def _term(edge: _Edge, wanted: _Making, depth: int) -> Any:
+    """An operand that its operator has not saved, in its own shape."""
+    node, _ = edge
+    if node is None:
+        raise _NotDerivable
+    if hasattr(node, "variable"):
+        return _parameter(node.variable, node.variable.shape, wanted)
+    shape = _shape_of(edge)
+    *_, (source, _) = _passed_through(edge)
+    if hasattr(source, "variable"):
+        return _parameter(source.variable, shape, wanted)
+    return _in_shape(shape, _made_by(edge, wanted.of_shape(shape), depth + 1))
+
+
+def _parameter(parameter: Tensor, shape: Sequence[int], wanted: _Making) -> _Copy:
+    """A small one, where sharding has not taken it away."""
+    is_there = isinstance(parameter, nn.Parameter) and type(parameter) in PLAIN_OR_PARAMETER
+    if not is_there or parameter.untyped_storage().nbytes() < parameter.nbytes or parameter.numel() != prod(shape):
+        raise _NotDerivable
+    return _small(parameter.detach().clone().reshape(shape), wanted)
+
+
+def _check_whole(node: Any, wanted: _Making) -> tuple[int, ...]:
+    """The shape of what a node gives; no part of a distributed tensor, whose shape on this rank is not known."""
+    shape = _shape_of((node, wanted.number))
+    if wanted.is_part or prod(shape) != wanted.numel:
+        raise _NotDerivable
+    return shape
+
+
+def _sum(factors: Callable[[float], tuple[float, float]]) -> _Operator:
+    """factors(alpha): what the two operands are multiplied with."""
+
+    def made(node: Any, wanted: _Making, depth: int) -> Expression:
+        shape, edges, by = _check_whole(node, wanted), node.next_functions, factors(node._saved_alpha)
+        if _shape_of_term(edges[0]) != shape:  # what is written to has all elements
+            edges, by = edges[::-1], by[::-1]
+        first, second = (_term(edge, wanted, depth) for edge in edges)
+        return _either(partial(_added, by), first, second)
+
+    return made
+
+
+def _added(by: tuple[float, float], owns: bool, x: Tensor, y: Tensor) -> Tensor:
+    """by[0] * x + by[1] * y, in the memory of x where that may be and can be."""
+    fits = owns and x.shape == torch.broadcast_shapes(x.shape, y.shape) and x.dtype == torch.result_type(x, y)
+    if by[0] != 1:
+        x = x.mul_(by[0]) if fits else x.mul(by[0])
+    return x.add_(y, alpha=by[1]) if fits else torch.add(x, y, alpha=by[1])
+
+
+def _shape_of_term(edge: _Edge) -> tuple[int, ...]:
+    node, _ = edge
+    return tuple(node.variable.shape) if hasattr(node, "variable") else _shape_of(edge)
+
+
+def _joined(node: Any, wanted: _Making, depth: int) -> Expression:
+    """cat and stack."""
+    shape, edges = _check_whole(node, wanted), node.next_functions
+    dimension = _signed(node._saved_dim)
+    dimension += len(shape) if dimension < 0 else 0
+    shapes = [list(_shape_of_term(edge)) for edge in edges if edge[0] is not None]
+    if node.name() == "StackBackward0":
+        shapes = [[*each[:dimension], 1, *each[dimension:]] for each in shapes]
+    if len(shapes) != len(edges) or any(len(each) != len(shape) for each in shapes):
+        raise _NotDerivable  # what has no graph is not known
+    parts = [_term(edge, wanted, depth) for edge in edges]
+    return Joined(parts, shapes, dimension, node._input_metadata[0].dtype)
+
+
+def _moved(node: Any, wanted: _Making, depth: int) -> Expression:
+    """A view or a copy of an operand, or a part of it that is not much smaller."""
+    _check_whole(node, wanted)
+    edge = node.next_functions[0]
+    if prod(_shape_of_term(edge)) > wanted.numel * _WHOLE_FRACTION:
+        raise _NotDerivable
+    move = _MOVES[node.name()](node, wanted.number)
+    return Expression(move, _term(edge, wanted, depth), is_private=None)
+
+
+def _split(sizes: Callable[[Any], Sequence[int]]) -> Callable[[Any, int], Callable[[Tensor], Tensor]]:
+    """One of the parts of a tensor. sizes: gives those of the parts, as a node has them."""
+
+    def move(node: Any, number: int) -> Callable[[Tensor], Tensor]:
+        parts = sizes(node)
+        return partial(torch.narrow, dim=_signed(node._saved_dim), start=sum(parts[:number]), length=parts[number])
+
+    return move
+
+
+def _equal_parts(node: Any) -> list[int]:
+    size, length = node._saved_split_size, node._saved_self_sym_sizes[_signed(node._saved_dim)]
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
+def _slice(node: Any, _: int) -> Callable[[Tensor], Tensor]:
+    where = {"dim": _signed(node._saved_dim), "start": _signed(node._saved_start), "end": _signed(node._saved_end)}
+    return partial(torch.ops.aten.slice, **where, step=node._saved_step)
+
+
+def _expand(node: Any, _: int) -> Callable[[Tensor], Tensor]:
+    return partial(torch.broadcast_to, size=_shape_of((node, 0)))
+
+
+def _signed(number: int) -> int:
+    """An argument as it was given: nodes show negative ones as unsigned."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
@@ -508,6 +749,26 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
 
 
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}
+_MOVES: dict[str, Callable[[Any, int], Callable[[Tensor], Tensor]]] = {
+    "CloneBackward0": lambda *_: Tensor.detach,
+    "TransposeBackward0": lambda node, _: partial(
+        torch.transpose, dim0=_signed(node._saved_dim0), dim1=_signed(node._saved_dim1)
+    ),
+    "PermuteBackward0": lambda node, _: partial(torch.permute, dims=[*map(_signed, node._saved_dims)]),
+    "TBackward0": lambda *_: torch.t,
+    "ExpandBackward0": _expand,
+    "SliceBackward0": _slice,
+    "SelectBackward0": lambda node, _: partial(
+        torch.select, dim=_signed(node._saved_dim), index=_signed(node._saved_index)
+    ),
+    "SplitBackward0": _split(_equal_parts),
+    "SplitWithSizesBackward0": _split(lambda node: node._saved_split_sizes),
+    "UnbindBackward0": lambda node, number: partial(torch.select, dim=_signed(node._saved_dim), index=number),
+    "NegBackward0": lambda *_: torch.neg,
+}
+_OF_SEVERAL_RESULTS = frozenset(("SplitBackward0", "SplitWithSizesBackward0", "UnbindBackward0"))
+_PRODUCTS = ("MulBackward0", "DivBackward0")
+_FACTORS = ("self", "other")
 _OPERATORS: dict[str, _Operator] = {
     "NativeLayerNormBackward0": _layer_norm,
     "FusedRmsNormBackward0": _rms_norm,
@@ -521,7 +782,18 @@ _OPERATORS: dict[str, _Operator] = {
     "EluBackward0": _pointwise(torch.ops.aten.elu, torch.ops.aten.elu_, **_ELU),
     "CeluBackward0": _pointwise(torch.celu, torch.celu_, alpha="alpha"),
     "MulBackward0": _product,
-    "ToCopyBackward0": _cast,
-    "ReluBackward0": _relu,
+    "DivBackward0": _quotient,
     **dict.fromkeys(OPERATORS, _attention),
 }
+_WITHOUT_OPERANDS: dict[str, _Operator] = {
+    "AddBackward0": _sum(lambda alpha: (1, alpha)),
+    "SubBackward0": _sum(lambda alpha: (1, -alpha)),
+    "RsubBackward0": _sum(lambda alpha: (-alpha, 1)),
+    "CatBackward0": _joined,
+    "StackBackward0": _joined,
+    "ToCopyBackward0": _cast,
+    "ReluBackward0": _relu,
+    **dict.fromkeys(_MOVES, _moved),
+}
+"""that save none of their operands"""
+_OPERATORS |= _WITHOUT_OPERANDS

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .._torch_internals import PLAIN
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
@@ -32,7 +33,8 @@ class Draw:
         self.plan = plan
         self.encoder, self._number = encoder, number
         self._names = WeakKeyDictionary({handle: (record.name, record.role) for handle, record in firsts.items()})
-        self._made = {record.name: record.numel for record in firsts.values() if record.derived}
+        self._derived = Derived({record.name: record.numel for record in firsts.values() if record.derived})
+        self._derived.names.stored_anyway |= {record.name for record in firsts.values() if record.compressible}
 
     @contextmanager
     def _keys(self) -> Iterator[None]:
@@ -44,7 +46,7 @@ class Draw:
 
     def store(self) -> Store:
         """What stores tensors by the plan."""
-        return Store(self.encoder, self.plan, Account(), derived=Derived(dict(self._made)))
+        return Store(self.encoder, self.plan, Account(), derived=self._derived)
 
     def stored(self, sink: Store, tensor: Tensor, first: Replaceable | Noted, graph: Tensor) -> Stored:
         """What a sink keeps of a tensor. first: what the forward made of it, under whose name it is rounded. graph: as
@@ -69,8 +71,9 @@ class Draw:
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
                 derives = role is Role.ACTIVATION and self.encoder.derives(handle.tensor, name, self.plan)
-                edge = made_by(item.record)
-                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction) if derives else None
+                derives = derives and name not in self._derived.names.stored_anyway
+                edge, is_part = made_by(item.record), type(item.record.origin) not in PLAIN
+                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction, is_part) if derives else None
                 with self._keys(), torch.no_grad():
                     payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan)
                 found[handle] = payload

@@ -57,6 +57,7 @@ from .recomputed import BlockAgain, HandOver, keep_handles
 from .repeated import Repeated
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
+from .saved_edges import note_saved
 from .sinks import Captured, Record, Rehearsal, Sink, Store
 
 
@@ -539,13 +540,21 @@ class SavedTensorHooks:
         rounded = self._roles.by_name.get(name) in (Role.ACTIVATION, Role.LOG_SOFTMAX)
         if readers is not None:
             handle = self._sink.alias(tensor, view, whole)
+            self._note(tensor, handle, whole)
             if rounded or readers.holds(view.base):
                 readers.wait(Saved(handle, view.base, captured, self._place(site), view))
             return handle
         if rounded and not self._sink.records and self._roles.alias_role(name, self._place(site)) is None:
             self._roles.observe_next = True
             self._sink.keep_exactly(view, captured)
-        return self._sink.alias(tensor, view, whole)
+        handle = self._sink.alias(tensor, view, whole)
+        self._note(tensor, handle, whole)
+        return handle
+
+    def _note(self, tensor: Tensor, handle: Any, whole: Any = None) -> None:
+        """For recipes; see [Note: edges] in saved_edges.py. whole: as for _pack_alias()."""
+        if self.encoder.may_derive and whole is None and tensor.is_floating_point():
+            note_saved(tensor, handle)
 
     def _place(self, site: CallSite) -> Place:
         stack = self._namer.scope.stack
@@ -635,6 +644,9 @@ class SavedTensorHooks:
             if target is not tensor:
                 offset = int(tensor.storage_offset() - target.storage_offset())
                 handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
+                self._note(target, stored)
+        if role not in (Role.SIGN, Role.ONE_BIT):
+            self._note(tensor, handle)
         if self._readers is not None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         sink.after(tensor.grad_fn)

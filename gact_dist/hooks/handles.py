@@ -44,11 +44,13 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("dtype", "expression", "nbytes", "shape", "strides")
+    __slots__ = ("depth", "dtype", "expression", "nbytes", "shape", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
         self.expression = expression
+        self.depth: int = getattr(expression, "depth", 1)
+        """operators in a row, those of other recipes that it needs among them"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
 
@@ -378,7 +380,7 @@ class Noted:
 class View:
     """A saved tensor inside the memory of one that is already stored."""
 
-    __slots__ = ("base", "offset", "size", "stride", "toggled")
+    __slots__ = ("__weakref__", "base", "offset", "size", "stride", "toggled")
 
     def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, offset: int, toggled: int = 0) -> None:
         """toggled: the lazy bits in which the tensor differs from its base."""
@@ -440,9 +442,10 @@ class Kept:
 
     def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False) -> None:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
-        it is a vector, for recipes: sharding may have taken the parameter away before one is made."""
+        it is a vector, perhaps with dimensions of size 1, for recipes: sharding may have taken the parameter away
+        before one is made."""
         self.vector: Tensor | None = None
-        if copies and tensor.dim() == 1:
+        if copies and tensor.numel() == max(tensor.shape, default=1):
             whole = tensor if type(tensor) in PLAIN_OR_PARAMETER else whole_part(tensor)
             if type(whole) in PLAIN_OR_PARAMETER:
                 self.vector = cast(Tensor, whole).detach().clone()

@@ -39,6 +39,7 @@ from .naming import ModuleScope, Namer
 from .one_bit import read_by
 from .repeated import Repeated
 from .roles import Role, is_own_relu_save
+from .saved_edges import note_saved
 from .sinks import Captured, Store
 
 HandOver = Callable[[Tensor, Any], None]
@@ -143,13 +144,17 @@ class BlockAgain:
         sign = floating and is_own_relu_save(tensor)
         read = read_by(frame) if floating and not sign else None
         alias = None if sign or read is not None else alias_of(tensor, record)
+        if alias is not None and self._may_have(alias.base, site):
+            note_saved(tensor, alias)
+            return alias
         if alias is not None:
-            return alias if self._may_have(alias.base, site) else _as_it_is(alias.base.name, tensor)
+            return _as_it_is(alias.base.name, tensor)
         name = self._namer.name(tensor, site)
         if sign or read is not None:
             return self._sink.take(Captured(tensor, name, Role.SIGN if sign else Role.ONE_BIT, record, None, read))
         handle = self._handle(tensor, record, name)
         note_stored(tensor, record, handle)
+        note_saved(tensor, handle)
         self._sink.after(tensor.grad_fn)
         return handle
 

@@ -44,7 +44,7 @@ class Repeats(NamedTuple):
 class Repeated(View):
     """A tensor, or a view of one, of which a part is stored. offset: in the tensor that repeats the part."""
 
-    __slots__ = ("__weakref__", "repeats")
+    __slots__ = ("repeats",)
 
     def __init__(self, base: Stored | Replaceable | Noted, tensor: Tensor, repeats: Repeats, offset: int = 0) -> None:
         super().__init__(base, tensor, offset)

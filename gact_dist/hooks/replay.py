@@ -16,9 +16,11 @@ from torch import Tensor
 
 from .._torch_internals import in_backward
 from ..distributed import distributed_again, layout_of, own_part
-from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, count_reader
+from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, base_of, count_reader
 from .naming import edge_to, origin
 from .repeated import Repeated, Repeats
+from .roles import Role
+from .saved_edges import note_saved
 
 
 @dataclass(eq=False)
@@ -86,6 +88,14 @@ class Replay:
         self._next += 1
         if outcome is None:
             return Kept(tensor)
+        handle = self._as_before(tensor, outcome)
+        first = base_of(outcome)
+        if not isinstance(outcome, Distributed) and getattr(first, "role", None) not in (Role.SIGN, Role.ONE_BIT):
+            note_saved(tensor, handle)
+        return handle
+
+    def _as_before(self, tensor: Tensor, outcome: Any) -> Any:
+        """The handle of a tensor of which this became in the first run."""
         if isinstance(outcome, Distributed):
             handle = self._again(own_part(tensor), outcome.local, tensor)
             return Distributed(handle, distributed_again(tensor), layout_of(tensor))

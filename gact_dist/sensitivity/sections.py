@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch_internals import saved_handles, storage_id
-from ..hooks import Replaceable, Replayed, maker_of, stored_of
+from ..hooks import Replaceable, Replayed, origins_of, stored_of
 from .blocks import Exit
 from .parts import Part, closed_to, edge_of
 
@@ -72,17 +72,33 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
         return []
     order = _in_forward_order(part)
     sizes = {item.first: item.record.tensor.nbytes for item in found}
-    together = [
-        {maker_of(edge_of(item)), *nodes}
-        for item in derived
-        for nodes in [(_readers(part.nodes, [item]) or {}).get(item.first, ())]
-    ]
+    together = _with_origins(part, found, derived, readers)
     place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
     sections = _connected(part, order, place, count)
     for item in found:
         for number in sorted({place[node] for node in readers[item.first]}):
             sections[number].found.append(item)
     return [section for section in sections if section.nodes]
+
+
+def _with_origins(
+    part: Part, found: Sequence[Replayed], derived: Sequence[Replayed], readers: dict[Any, list[Any]]
+) -> list[set[Any]]:
+    """The nodes that are to share a section: those that read what is derived, and those that saved its operands. What
+    moves it and was saved by others is counted as read where it is read."""
+    firsts: dict[tuple[Any, int], list[Any]] = {}
+    for item in found:
+        firsts.setdefault(edge_of(item), []).append(item.first)
+    together = []
+    for item in derived:
+        nodes = (_readers(part.nodes, [item]) or {}).get(item.first, [])
+        origins = origins_of(edge_of(item), firsts.__contains__)
+        if origins is None:
+            continue
+        together.append({*origins.makers, *nodes})
+        for first in (first for edge in origins.edges for first in firsts[edge]):
+            readers[first] += [node for node in nodes if node not in readers[first]]
+    return together
 
 
 def divided_open(part: Part) -> list[Section]:

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from derived_jobs import TOKENS, WIDTH, Job, Lambda, distance
 from live_storages import StorageCount
 from torch import nn
 
@@ -18,17 +19,6 @@ from gact_dist.hooks.derived import Expression, over_root_mean_square
 from gact_dist.hooks.handles import Recipe, Stored, View
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure, sections
-
-WIDTH, TOKENS = 64, 256
-
-
-class Lambda(nn.Module):
-    def __init__(self, function, *modules):
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(modules)
-
-    def forward(self, x):
-        return self.function(x, *self.parts)
 
 
 class RMSNorm(nn.Module):
@@ -96,42 +86,6 @@ OPERATORS = {
     "group norm and a factor in another shape": (lambda: Lambda(scaled_in_another_shape, nn.GroupNorm(4, 16)), 1),
     "gelu and dropout": (lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.5)), 1),
 }
-
-
-class Job:
-    """Two linear layers with something between them."""
-
-    def __init__(self, between, **config):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH))
-        for parameter in self.model.parameters():
-            if parameter.dim() == 1:
-                nn.init.uniform_(parameter, 0.5, 1.5)
-        self.x = torch.randn(TOKENS, WIDTH)
-        self.gact = gact_dist.attach(self.model, config=Config(policy="uniform", bits=4, derive=True, **config))
-
-    def gradient(self, stored_exactly=()):
-        """Of one step. stored_exactly: names that are."""
-        hooks = self.gact._schedule.hooks
-        hooks.plan = Plan(dict.fromkeys(stored_exactly), 4)
-        torch.manual_seed(1)
-        self.model.zero_grad()
-        with self.gact.step():
-            loss = self.model(self.x).square().mean()
-        loss.backward()
-        return [parameter.grad.clone() for parameter in self.model.parameters()]
-
-    def untouched(self):
-        torch.manual_seed(1)
-        return torch.autograd.grad(self.model(self.x).square().mean(), self.model.parameters())
-
-    def rows(self, kind):
-        return [row for row in self.gact.report().rows if row.codec == kind]
-
-
-def distance(gradient, exact):
-    error = sum(float((one - other).double().square().sum()) for one, other in zip(gradient, exact, strict=True))
-    return (error / sum(float(other.double().square().sum()) for other in exact)) ** 0.5
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
