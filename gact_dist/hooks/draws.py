@@ -50,7 +50,7 @@ class Draw:
             name, role = self._names.get(first, ("", Role.STATISTIC))
         with self._keys():
             whole = None if graph is tensor else graph
-            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole))
+            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole, first.limits))
         sink.after(tensor.grad_fn)
         return stored
 
@@ -63,11 +63,15 @@ class Draw:
             handle, (name, role) = item.record.handle, self._names.get(item.first, (None, None))
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
-                derives = role is Role.ACTIVATION and self.encoder.derives(handle.tensor, name, self.plan)
+                derives = (
+                    role is Role.ACTIVATION
+                    and handle.limits is None
+                    and self.encoder.derives(handle.tensor, name, self.plan)
+                )
                 edge = made_by(item.record)
                 recipe = recipe_of(handle.tensor, edge, self.encoder.fraction) if derives else None
                 with self._keys(), torch.no_grad():
-                    payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan)
+                    payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan, handle.limits)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)

@@ -47,7 +47,7 @@ from .function_calls import FunctionCall, calls_remembered
 from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
-from .one_bit import OneBit, read_by
+from .one_bit import Read, read_by, role_of_read
 from .parameters import ParameterRecognition
 from .read_once import ReadOnce
 from .readers import Readers, Saved
@@ -569,11 +569,12 @@ class SavedTensorHooks:
         record: StorageRecord,
         site: CallSite,
         role: Role | None = None,
-        read: OneBit | None = None,
+        read: Read | None = None,
     ) -> Any:
-        """A tensor whose memory is not stored yet, or of which one bit is read: that is stored beside what others read.
+        """A tensor whose memory is not stored yet, or of which less than all is read: that is stored beside what others
+        read.
 
-        role: Role.SIGN, or else as it is found. read: what is read of it if that is one bit.
+        role: Role.SIGN, or else as it is found. read: what is read of it if that is less than all.
         """
         name = self._namer.name(tensor, site)
         rounds, target = self.policy.rounds, tensor
@@ -582,7 +583,7 @@ class SavedTensorHooks:
             if self._bases.grew:
                 self._bases.grew, self._roles.observe_next = False, True
         sink = self._sink
-        own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
+        own = role or (self._role(target, name, site) if read is None else role_of_read(target, read))
         role = self._role_in_function(target, name, own, site) if rounds else own
         captured = sink.without_repeats(Captured(target, name, role, record, None, read))
         if role is Role.STATISTIC and self._masks.is_running and not sink.records:
@@ -595,12 +596,12 @@ class SavedTensorHooks:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
         else:
-            if role not in (Role.SIGN, Role.ONE_BIT):
+            if role is not Role.SIGN and read is None:
                 note_stored(target, record, stored)
             if target is not tensor:
                 offset = int(tensor.storage_offset() - target.storage_offset())
                 handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
-        if self._readers is not None:
+        if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         sink.after(tensor.grad_fn)
         return handle
@@ -673,8 +674,9 @@ class SavedTensorHooks:
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again, layout_of(tensor))
         name = self._namer.name(tensor, site)
-        role = Role.ONE_BIT
-        if read is None:
+        if read is not None:
+            role = role_of_read(local, read)
+        else:
             role = self._roles.role(
                 tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction
             )
@@ -683,7 +685,7 @@ class SavedTensorHooks:
         if read is None:
             note_stored(local, record, stored)
         handle = Distributed(stored, again, layout_of(tensor))
-        if self._readers is not None:
+        if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, role)
         return handle
 
