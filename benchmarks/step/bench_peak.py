@@ -6,10 +6,11 @@
 
 The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks (gloo; each has half of the batch, or
 all of one sequence; figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks
-(non-reentrant), a level, or both, also with Config.recomputed ("L2 with recomputed"). Every job and method is measured in a fresh process, on two threads, with two ranks
-on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which begins to adapt in the first step
-and, where steps are long, takes six of them; adapt_interval is half of the steps, so that a second adaptation
-starts from an adapted plan. A level that does not adapt compares its gradient with the exact one in steps 1, 2 and 4:
+(non-reentrant), a level, or both; "L2 with recomputed" is both with Config.recomputed. Every job and method is measured
+in a fresh process, on two threads, with two ranks on one each (or OMP_NUM_THREADS). A level trains with
+gact.step(loss_fn, batch), which begins to adapt in the first step and, where steps are long, takes six of them;
+adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. A level that does not
+adapt compares its gradient with the exact one in steps 1, 2 and 4:
 it runs six steps. Methods without compression run three. Worst: the largest peak of all steps. Later: the median of the
 peaks after the last adaptation (after the first step where nothing adapts).
 

@@ -253,8 +253,8 @@ def llama_chunked(**sizes: int) -> Job:
 _ALL = text, image, gat, unet, vit, long, llama, llama_chunked, llama_deep
 JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in _ALL}
 UNSHARDED = frozenset({"gat", "llama_chunked", "llama_deep"})
-"""jobs that nobody would run with FSDP2 (two small layers and one graph), that cannot (the chunked loss reads the head's
-weight outside of the head, where it is sharded), or whose steps are long"""
+"""jobs that nobody would run with FSDP2 (two small layers and one graph), that cannot (the chunked loss reads the
+head's weight outside of the head, where it is sharded), or whose steps are long"""
 
 SIZES_ON_TWO_RANKS: dict[str, dict[str, int]] = {
     "text": {"batch_size": 16},

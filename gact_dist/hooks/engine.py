@@ -36,7 +36,7 @@ from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
-from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
+from .call_stack import CallSite, call_site, caller, current_line, is_workspace, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
@@ -434,6 +434,8 @@ class SavedTensorHooks:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
+        if is_workspace(frame, tensor):
+            site = site._replace(workspace=True)
         record = self._storages.of(tensor)
         if site.checkpoint is not None:
             self._bypassing.add_held(site.checkpoint)

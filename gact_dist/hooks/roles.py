@@ -264,6 +264,13 @@ def instruction(frame: FrameType, observed: bool) -> Instruction:
     return id(frame.f_code), frame.f_lasti
 
 
+def outside_observer(frame: FrameType) -> FrameType:
+    """The frame that called the operator that is saving. frame: of the pack hook's caller."""
+    while frame.f_back is not None and frame.f_code in OWN:
+        frame = frame.f_back
+    return frame
+
+
 def _is_discrete(function: Callable, args: tuple) -> bool:
     if function in _DISCRETE:
         return True
