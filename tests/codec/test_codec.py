@@ -295,6 +295,14 @@ def test_nothing_waits_for_the_device(name: str) -> None:
             codec.unpack(packed)
 
 
+def test_integers_keep_their_type_and_booleans_take_one_bit_where_the_host_would_wait() -> None:
+    """A fake tensor goes an accelerator's way."""
+    assert codec.pack_narrow(torch.arange(200)).bits == 8
+    with FakeTensorMode(), _NoHostReads():
+        assert codec.pack_narrow(torch.arange(200)) is None
+        assert codec.pack_mask(torch.empty(200, dtype=torch.bool)).nbytes <= 28  # in whole words
+
+
 def test_the_reference_does_not_wait_for_the_device_either() -> None:
     x = random_tensor(1000)
     x[5] = torch.inf
