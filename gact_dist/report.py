@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .hooks import ReportRow
+from .hooks import WORKSPACE, ReportRow
 from .offload import OffloadStatistics
 from .policies import GradientError
 
@@ -41,8 +41,7 @@ class MemoryReport:
     @property
     def opaque_bytes(self) -> int:
         """of retained_bytes, workspaces of operators: bytes of a meaning that only their backward knows"""
-        rows = (row for row in self.rows if row.dtype == torch.uint8 and len(row.shape) == 1)
-        return sum(row.bytes for row in rows)
+        return sum(row.bytes for row in self.rows if f":{WORKSPACE}" in row.name)
 
     @property
     def fixed_point_bytes(self) -> int:

@@ -148,7 +148,7 @@ def table_of_rules() -> str:
 def _row_of_rule(operator: str, rule: Rule) -> str:
     slots = ", ".join(f"`{slot}`" for slot in rule.slots)
     reason = f"{rule.reason}; {rule.condition}" if rule.condition else rule.reason
-    return f"| {operator} | {slots} | {reason} | {'one bit, or exact' if rule.mask else 'exact'} |"
+    return f"| {operator} | {slots} | {reason} | {rule.shown + ', or exact' if rule.shown else 'exact'} |"
 
 
 def page(text: str) -> str:

@@ -6,10 +6,11 @@
 
 The jobs are those of peak_jobs.py: on one process, and with FSDP2 on two ranks (gloo; each has half of the batch, or
 all of one sequence; figures are rank 0's). A method is the untouched job, gradient checkpointing of its blocks
-(non-reentrant), a level, or both. Every job and method is measured in a fresh process, on two threads, with two ranks
-on one each (or OMP_NUM_THREADS). A level trains with gact.step(loss_fn, batch), which begins to adapt in the first step
-and, where steps are long, takes six of them; adapt_interval is half of the steps, so that a second adaptation
-starts from an adapted plan. A level that does not adapt compares its gradient with the exact one in steps 1, 2 and 4:
+(non-reentrant), a level, or both; "L2 with recomputed" is both with Config.recomputed. Every job and method is measured
+in a fresh process, on two threads, with two ranks on one each (or OMP_NUM_THREADS). A level trains with
+gact.step(loss_fn, batch), which begins to adapt in the first step and, where steps are long, takes six of them;
+adapt_interval is half of the steps, so that a second adaptation starts from an adapted plan. A level that does not
+adapt compares its gradient with the exact one in steps 1, 2 and 4:
 it runs six steps. Methods without compression run three. Worst: the largest peak of all steps. Later: the median of the
 peaks after the last adaptation (after the first step where nothing adapts).
 
@@ -57,7 +58,7 @@ from benchmarks.adaptation.bench_adaptation import processor
 from benchmarks.step.peak_jobs import JOBS, SIZES_ON_TWO_RANKS, SMALL_SIZES, UNSHARDED, Job
 from examples.train.peak_memory import PeakMemory
 
-METHODS = ("untouched", "checkpointing", "L1", "L2", "L2 with checkpointing")
+METHODS = ("untouched", "checkpointing", "L1", "L2", "L2 with checkpointing", "L2 with recomputed")
 STEPS = 24
 STEPS_OF_A_FIXED_LEVEL = 6
 """so many that most of those after the first do not compare"""
@@ -84,8 +85,8 @@ class Training:
     """A job under one method: start() attaches what the method needs, step() is one training step, stop() detaches."""
 
     def __init__(self, job: Job, method: str, *, sharded: bool = False, follow: bool = False, steps: int = STEPS):
-        level, _, checkpointed = method.partition(" with ")
-        if "checkpointing" in (level, checkpointed):
+        level, _, also = method.partition(" with ")
+        if "checkpointing" in (level, also) or also == "recomputed":
             checkpoint_blocks(job)
         if sharded:
             for block in job.blocks:
@@ -93,6 +94,7 @@ class Training:
             fully_shard(job.model)
         self.job = job
         self.level = level if level in gact_dist.LEVELS else ""
+        self._recomputed = also == "recomputed"
         fixed = STEPS_OF_A_FIXED_LEVEL if self.level else STEPS_WITHOUT_COMPRESSION
         self.steps = steps if self._adapts else fixed
         self.gact: gact_dist.Controller | None = None
@@ -108,7 +110,8 @@ class Training:
     def start(self) -> None:
         """Attach gact_dist, if the method is a level."""
         if self.level:
-            config = gact_dist.Config.from_level(self.level, adapt_interval=self.steps // 2)
+            settings = {"adapt_interval": self.steps // 2, "recomputed": self._recomputed}
+            config = gact_dist.Config.from_level(self.level, **settings)
             self.gact = gact_dist.attach(self.job.model, config=config)
             if self._follow:
                 self.gact.follow()

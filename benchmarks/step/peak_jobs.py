@@ -232,6 +232,12 @@ def llama(batch_size: int = 4, length: int = 128, words: int = 32_000, layers: i
     )
 
 
+def llama_deep(batch_size: int = 16, length: int = 512, words: int = 64, layers: int = 24, width: int = 128) -> Job:
+    """A Llama of many narrow blocks and few words: what a checkpoint keeps is an input for each block."""
+    job = llama(batch_size, length, words, layers, width)
+    return replace(job, optimizer=partial(torch.optim.SGD, lr=0.01))
+
+
 def llama_chunked(**sizes: int) -> Job:
     """The same with torch's chunked loss, which makes the logits of some tokens at a time and keeps none."""
 
@@ -244,11 +250,11 @@ def llama_chunked(**sizes: int) -> Job:
     return replace(llama(**sizes), loss=loss)
 
 
-_ALL = text, image, gat, unet, vit, long, llama, llama_chunked
+_ALL = text, image, gat, unet, vit, long, llama, llama_chunked, llama_deep
 JOBS: dict[str, Callable[..., Job]] = {job.__name__: job for job in _ALL}
-UNSHARDED = frozenset({"gat", "llama_chunked"})
-"""jobs that nobody would run with FSDP2 (two small layers and one graph), or that cannot: the chunked loss reads the
-head's weight outside of the head, where it is sharded"""
+UNSHARDED = frozenset({"gat", "llama_chunked", "llama_deep"})
+"""jobs that nobody would run with FSDP2 (two small layers and one graph), that cannot (the chunked loss reads the
+head's weight outside of the head, where it is sharded), or whose steps are long"""
 
 SIZES_ON_TWO_RANKS: dict[str, dict[str, int]] = {
     "text": {"batch_size": 16},
@@ -268,4 +274,5 @@ SMALL_SIZES: dict[str, dict[str, int]] = {
     "long": {"length": 64, "layers": 2, "width": 32},
     "llama": {"batch_size": 2, "length": 16, "words": 256, "layers": 2, "width": 32},
     "llama_chunked": {"batch_size": 2, "length": 16, "words": 256, "layers": 2, "width": 32},
+    "llama_deep": {"batch_size": 4, "length": 32, "layers": 4, "width": 32},
 }

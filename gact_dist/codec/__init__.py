@@ -24,6 +24,7 @@ from .packed import (
     pack_log_probabilities,
     pack_mask,
     pack_narrow,
+    pack_within,
     stored_bytes,
     stored_values,
     to_tensors,
@@ -37,6 +38,6 @@ __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Scheme",
     "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors",
     "is_binary", "isa", "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags",
-    "pack_log_probabilities", "pack_mask", "pack_narrow", "rounding_variance", "stored_bytes", "stored_values",
-    "to_tensors", "unpack", "with_payload", "without_gaps", "without_payload",
+    "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within", "rounding_variance", "stored_bytes",
+    "stored_values", "to_tensors", "unpack", "with_payload", "without_gaps", "without_payload",
 ]  # fmt: skip

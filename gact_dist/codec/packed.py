@@ -4,6 +4,7 @@ Nothing here waits for a device or touches the global random state; the random b
 Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -66,6 +67,8 @@ class Packed:
         counts: how many equal parts of the tensor are stored at 0, 1 .. 8 bits (MIXED).
         one_width_bytes: what one width of the same rounding variance would take, 0 unless made by pack_error_bounded.
         constant: 0-d tensor, the value other than zero (BINARY).
+        limits: (low, high), between which elements stay if they were there, and beyond which otherwise (QUANTISED).
+        sides: uint8 buffer, one bit for each element that was at or below `low`, then one for each at or above `high`.
         conjugate: the tensor was a lazily conjugated complex one.
         negated: the tensor was a lazily negated one (EXACT).
         ready: lets the current stream wait until the payload is there; None if it was packed on that stream.
@@ -84,6 +87,8 @@ class Packed:
     counts: tuple[int, ...] = ()
     one_width_bytes: int = 0
     constant: Tensor | None = None
+    limits: tuple[float, float] | None = None
+    sides: Tensor | None = None
     conjugate: bool = False
     negated: bool = False
     ready: Callable[[], None] | None = None
@@ -100,23 +105,27 @@ class Packed:
             return sampled.AVERAGE_BITS
         if self.counts:
             return sum(width * count for width, count in enumerate(self.counts)) / sum(self.counts)
-        return 8.0 * self.dtype.itemsize if self.bits is None else float(self.bits)
+        if self.bits is None:
+            return 8.0 * self.dtype.itemsize
+        return float(self.bits if self.sides is None else self.bits + 2)
 
     def described(self) -> tuple[str, float, int, int]:
         """(kind, average_bits, nbytes, one_width_bytes), as reports have them."""
-        if self.bits is None or self.constant is not None:
+        if self.bits is None or self.constant is not None or self.sides is not None:
             return self.kind, self.average_bits, self.nbytes, self.one_width_bytes
         return _KINDS[self.scheme], float(self.bits), self.payload.nbytes, self.one_width_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers that this object owns."""
-        return self.payload.nbytes + (0 if self.constant is None else self.constant.nbytes)
+        others = (other.nbytes for other in (self.constant, self.sides) if other is not None)
+        return self.payload.nbytes + sum(others)
 
     def nbytes_at(self, bits: int) -> int:
         """Bytes that a QUANTISED tensor would take at another width, 1 to 8 bits."""
         values = self.layout.stored_numel * (2 if self.dtype.is_complex else 1)
-        return sections(values, bits, self.group_size, self.columns).total_bytes
+        sides_bytes = 0 if self.sides is None else self.sides.nbytes
+        return sections(values, bits, self.group_size, self.columns).total_bytes + sides_bytes
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -202,6 +211,48 @@ def pack(
         return Packed(payload, Scheme.MIXED, None, *about, columns, seed, bits.counts, conjugate=conjugate)
     payload = ops.pack(values, bits, group_size, seed, columns)
     return Packed(payload, Scheme.QUANTISED, bits, *about, columns, seed, conjugate=conjugate)
+
+
+def pack_within(
+    tensor: Tensor,
+    bits: int,
+    limits: tuple[float, float],
+    seed: int = 0,
+    group_size: int = DEFAULT_GROUP_SIZE,
+    by_column: bool = True,
+) -> Packed:
+    """The same for a function that jumps at two limits: each element comes back on the side of them where it was.
+
+    Two more bits of each element say whether it was at or below the first limit, and whether at or above the second.
+    What would be decoded on another side becomes the value of that type next to the limit.
+
+    Args:
+        tensor: any shape and strides; float32, float16, bfloat16 or float64.
+        limits: finite, the lower one first.
+    """
+    packed = pack(tensor, bits, seed, group_size, by_column)
+    if packed.scheme is Scheme.EXACT:
+        return packed
+    flat = _flat_values(_plain(tensor), packed.layout)
+    packed.limits, packed.sides = limits, ops.pack_mask(torch.cat((flat <= limits[0], flat >= limits[1])))
+    return packed
+
+
+def _on_its_side(packed: Packed, flat: Tensor) -> Tensor:
+    """What was decoded, each element on its own side of the limits. May write to it."""
+    if packed.sides is None or packed.limits is None:
+        return flat
+    numel, (low, high) = flat.numel(), packed.limits
+    below, above = ops.unpack_mask(packed.sides, 2 * numel, torch.bool).view(2, numel)
+    outer = torch.where(below, flat.clamp(max=_beside(low, flat.dtype, -1)), flat)
+    torch.where(above, flat.clamp(min=_beside(high, flat.dtype, 1)), outer, out=outer)
+    inner = flat.clamp_(_beside(low, flat.dtype, 1), _beside(high, flat.dtype, -1))
+    return torch.where(below.logical_or_(above), outer, inner, out=outer)
+
+
+def _beside(limit: float, dtype: torch.dtype, sign: int) -> float:
+    """A value of a type next to a limit, on the side of that sign."""
+    return limit + sign * torch.finfo(dtype).eps * 2.0 ** math.frexp(limit)[1] / 2
 
 
 class _Form(NamedTuple):
@@ -474,7 +525,8 @@ def unpack(packed: Packed) -> Tensor:
     if layout.fill is Fill.SPAN:
         if scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
-            return ops.unpack(packed.payload, packed.bits, *form).as_strided(packed.shape, packed.strides)
+            flat = _on_its_side(packed, ops.unpack(packed.payload, packed.bits, *form))
+            return flat.as_strided(packed.shape, packed.strides)
         if scheme is Scheme.MASK:
             return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, packed.strides)
     out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
@@ -510,7 +562,7 @@ def _decode(packed: Packed) -> Tensor:
     if packed.scheme is Scheme.NARROW:
         return packed.payload.to(packed.dtype)
     if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
-        return _dequantise(packed, packed.layout.stored_numel)
+        return _on_its_side(packed, _dequantise(packed, packed.layout.stored_numel))
     if packed.constant is not None:
         return ops.unpack_binary(packed.payload, packed.layout.stored_numel, packed.constant)
     return ops.unpack_mask(packed.payload, packed.layout.stored_numel, packed.dtype)
@@ -543,11 +595,13 @@ def _dequantise(packed: Packed, numel: int) -> Tensor:
 def to_tensors(packed: Packed) -> tuple[Tensor, Tensor]:
     """(buffer, header) for from_tensors(): uint8 [bytes] on the device, int64 [4] on the CPU.
 
-    Raises ValueError for BINARY, MIXED, SAMPLED, conjugated and negated tensors, which hold more than that.
+    Raises ValueError for BINARY, MIXED, SAMPLED, conjugated and negated tensors, and for those with limits, which hold
+    more than that.
     """
     if (
         packed.scheme is Scheme.SAMPLED
         or packed.constant is not None
+        or packed.sides is not None
         or packed.conjugate
         or packed.negated
         or packed.counts

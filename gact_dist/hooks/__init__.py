@@ -13,7 +13,7 @@ from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
-from .naming import origin, producer
+from .naming import WORKSPACE, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
@@ -24,6 +24,7 @@ __all__ = [
     "BACKWARDS",
     "LOG_SOFTMAX",
     "STARTS",
+    "WORKSPACE",
     "Calling",
     "Clock",
     "Content",

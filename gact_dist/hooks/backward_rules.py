@@ -29,8 +29,8 @@ class Rule(NamedTuple):
     """the saved attributes as the autograd node names them, without `_saved_`"""
     reason: str
     """what the backward does with them"""
-    mask: bool = False
-    """whether one bit is kept where a call of torch.nn.functional shows the operator; see one_bit.py"""
+    shown: str = ""
+    """what is kept where a call of torch.nn.functional, or a module, shows the operator; see one_bit.py"""
     unless: Callable[[Any], bool] | None = None
     """a node for which the rule does not hold"""
     condition: str = ""
@@ -74,6 +74,7 @@ _POLES = "has poles, or steps, within the range of what is saved"
 _SOLVES = "solves with it: the error grows with its condition number"
 _RESIDUAL = "takes the difference of both, which may be far smaller than either; their signs or limits decide"
 _STATISTIC = "multiplies or shifts many elements by it: their errors would be alike"
+_ONE_BIT = "one bit"
 _MASK = "is added to scores: -inf and the like stand among ordinary values"
 
 RULES: dict[str, Rule] = {
@@ -92,8 +93,6 @@ RULES: dict[str, Rule] = {
         Fmin: self other
         ForeachMaximum: self
         ForeachMinimum: self
-        Hardshrink: self
-        Hardswish: self
         IndexReduce: self source result
         Max: self result
         Maximum: self other
@@ -110,11 +109,13 @@ RULES: dict[str, Rule] = {
         RreluWithNoiseFunctional: self noise
         ScatterReduce: self src result
         SegmentReduce: data result
-        Softshrink: self
         """,
     ),
-    **dict.fromkeys(("Hardsigmoid", "Hardtanh", "Threshold"), Rule(("self",), _COMPARES, mask=True)),
-    "LeakyRelu": Rule(("self", "result"), "reads only where it is positive", mask=True),
+    **dict.fromkeys(
+        ("Hardshrink", "Hardsigmoid", "Hardtanh", "Softshrink", "Threshold"), Rule(("self",), _COMPARES, shown=_ONE_BIT)
+    ),
+    "Hardswish": Rule(("self",), _COMPARES, shown="rounded, with two bits for the sides of its limits"),
+    "LeakyRelu": Rule(("self", "result"), "reads only where it is positive", shown=_ONE_BIT),
     **_in_rows(
         _SIGN,
         """
@@ -434,7 +435,7 @@ def jumps(node: Any) -> bool:
     """Whether the derivative of an operator jumps between regions of its operand: of relu it is zero or one."""
     operator = operator_of(node.name())
     rule = RULES.get(operator)
-    return operator in _STEPS or (rule is not None and (rule.mask or rule.reason in (_COMPARES, _SIGN)))
+    return operator in _STEPS or (rule is not None and (bool(rule.shown) or rule.reason in (_COMPARES, _SIGN)))
 
 
 def has_rule(operator: str) -> bool:

@@ -6,6 +6,7 @@ from enum import Enum
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch
 import torch.autograd.function as autograd_function
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from ..distributed import plumbing
 from .checkpoint import SAVERS, is_checkpoint_call, is_of_checkpoint
 from .compiled import BETWEEN_HOOK_AND_REGION, behind_compiler, compiled_region
 from .function_calls import FunctionCall, call_of_frame, call_without_frame
+from .roles import outside_observer
 
 _PLUMBING = (
     *(f"{DIRECTORY}/{part}" for part in ("nn/functional.py", "overrides.py", "autograd/", "_ops.py", "_tensor.py")),
@@ -38,6 +40,8 @@ class CallSite(NamedTuple):
     """the call of a custom function that is saving, None where something else saves"""
     in_backward: bool = False
     """whether a backward with create_graph=True is saving; the line is that of its call"""
+    workspace: bool = False
+    """whether an operator saves what it alone can read"""
 
 
 def caller() -> FrameType | None:
@@ -64,6 +68,23 @@ def call_site(frame: FrameType, tensor: Tensor) -> CallSite:
     if call is None or site.region is not None or site.checkpoint is not None:
         return site
     return site._replace(function=call)
+
+
+_HAVE_WORKSPACES = [
+    function.__code__ for function in (nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, nn.functional.batch_norm)
+]
+
+
+def is_workspace(frame: FrameType, tensor: Tensor) -> bool:
+    """Whether a tensor of bytes is the workspace of an operator. frame: of the caller of a pack hook.
+
+    Recurrent networks of oneDNN and cuDNN have some, and cuDNN's BatchNorm. The functions of torch that call these
+    have no other tensors of bytes to give them; those of a user (a mask, an image) are saved by other operators.
+    """
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+        return False
+    code = outside_observer(frame).f_code
+    return any(code is known for known in _HAVE_WORKSPACES)
 
 
 def site_in_backward(frame: FrameType | None, thread: int) -> CallSite | None:

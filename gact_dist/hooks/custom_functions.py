@@ -34,6 +34,7 @@ class CustomFunctions:
         self._names: list[str] = []
         self._combines = False
         self._met: set[str] = set()
+        self._said: set[str] = set()  # names of functions: a model calls one in every layer
 
     def role(
         self, tensor: Tensor, name: str, role: Role | None, call: FunctionCall | None, place: str, recording: bool
@@ -51,10 +52,10 @@ class CustomFunctions:
         operand = self.operand(tensor, call)
         if operand is None:
             self._combines |= tensor.grad_fn is None and tensor.numel() > 1
-            self._judge(place)
+            self._judge(place, call.name)
             return None if role is None else Role.STATISTIC
         self._names.append(name)
-        self._judge(place)
+        self._judge(place, call.name)
         if role is not Role.ACTIVATION or not self.needs_exact(tensor, call, place):
             return role
         return role if recording and place not in self._roles else Role.STATISTIC
@@ -91,7 +92,7 @@ class CustomFunctions:
         self._met.clear()
         self._call = None
 
-    def _judge(self, place: str) -> None:
+    def _judge(self, place: str, function: str) -> None:
         if not self._combines or len(self._names) < 2:
             return
         if self._roles.get(place) is not Role.STATISTIC:
@@ -99,7 +100,8 @@ class CustomFunctions:
                 _log,
                 "%s is kept exactly: it combines its inputs with what it computed from them",
                 place,
-                level=logging.INFO,
+                level=logging.DEBUG if function in self._said else logging.INFO,
             )
+            self._said.add(function)
             self._roles[place] = Role.STATISTIC
         self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))

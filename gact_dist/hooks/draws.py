@@ -57,7 +57,7 @@ class Draw:
             name, role = self._names.get(first, ("", Role.STATISTIC))
         with self._keys():
             whole = None if graph is tensor else graph
-            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole))
+            stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole, first.limits))
         sink.after(tensor.grad_fn)
         return stored
 
@@ -70,12 +70,16 @@ class Draw:
             handle, (name, role) = item.record.handle, self._names.get(item.first, (None, None))
             payload: Content = handle.tensor
             if name is not None and self.plan.bits_of(name) is not None:
-                derives = role is Role.ACTIVATION and self.encoder.derives(handle.tensor, name, self.plan)
-                derives = derives and name not in self._derived.names.stored_anyway
+                derives = (
+                    role is Role.ACTIVATION
+                    and handle.limits is None
+                    and self.encoder.derives(handle.tensor, name, self.plan)
+                    and name not in self._derived.names.stored_anyway
+                )
                 edge, is_part = made_by(item.record), type(item.record.origin) not in PLAIN
                 recipe = recipe_of(handle.tensor, edge, self.encoder.fraction, is_part) if derives else None
                 with self._keys(), torch.no_grad():
-                    payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan)
+                    payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan, handle.limits)
                 found[handle] = payload
             fit.add(handle, payload)
             fit.after(item.record.node)

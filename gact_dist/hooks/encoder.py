@@ -17,7 +17,7 @@ from ..config import Config
 from ..offload import PackStream
 from ..policies import Bits, Plan, Policy, one_width
 from .log_softmax import LogSoftmaxes
-from .one_bit import OneBit
+from .one_bit import OneBit, Read
 from .per_example import Examples
 from .roles import Role
 
@@ -77,11 +77,12 @@ class Encoder:
         return self.may_derive and self.is_large(tensor) and plan.bits_of(name) is not None
 
     def encode(
-        self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: OneBit | None = None
+        self, tensor: Tensor, name: str, role: Role | None, plan: Plan, read: Read | None = None
     ) -> Tensor | codec.Packed:
         """What to keep of a tensor that is neither a parameter nor an alias. This is where its codec is chosen.
 
-        role: of a floating tensor that is large enough to be rounded, or Role.SIGN; else None. read: with Role.ONE_BIT.
+        role: of a floating tensor that is large enough to be rounded, or Role.SIGN; else None. read: what is read of
+        it, if that is less than all.
         """
         if not self._rounds:
             return tensor.detach()
@@ -92,7 +93,7 @@ class Encoder:
             return codec.exact(tensor) if bits is None else self.pack(tensor, bits, self.keys.seed(name))
         if tensor.dtype == torch.bool or role is Role.SIGN:
             return codec.pack_mask(tensor)
-        if read is not None:
+        if isinstance(read, OneBit):
             return read.pack(tensor) or codec.exact(tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return codec.pack_narrow(tensor) or codec.exact(tensor)
@@ -103,7 +104,7 @@ class Encoder:
         bits = plan.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return codec.exact(tensor)
-        return self.pack(tensor, bits, self.keys.seed(name))
+        return self.pack(tensor, bits, self.keys.seed(name), read)
 
     def _sampled(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packed | None:
         """None where a log-softmax is to be exact. A plan may say so too: its bits are None then."""
@@ -111,14 +112,22 @@ class Encoder:
             return None
         return codec.pack_log_probabilities(tensor, self.keys.seed(name))
 
-    def pack(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
-        """Round a tensor, on a stream of its own if there is one."""
+    def pack(self, tensor: Tensor, bits: Bits, seed: int, limits: tuple[float, float] | None = None) -> codec.Packed:
+        """Round a tensor, on a stream of its own if there is one. limits: on whose sides its elements are to stay."""
+        if limits is not None:
+            return self._within(tensor, bits, seed, limits)
         if self._stream is None or not self._stream.takes(tensor):
             if type(bits) is int:
                 return self._pack(tensor, bits, seed, self.group_size, self._by_column)
             return self._rounded(tensor, bits, seed)
         packed, ready = self._stream.run(tensor, partial(self._rounded, tensor, bits, seed), attrgetter("payload"))
         return replace(packed, ready=ready)
+
+    def _within(self, tensor: Tensor, bits: Bits, seed: int, limits: tuple[float, float]) -> codec.Packed:
+        width = one_width(bits)
+        if width is None:
+            return codec.pack(tensor, None)
+        return codec.pack_within(tensor, width, limits, seed, self.group_size, self._by_column)
 
     def _rounded(self, tensor: Tensor, bits: Bits, seed: int) -> codec.Packed:
         """Round a tensor to its bits; to their average if they are for examples and the tensor is not made of those."""

@@ -36,7 +36,7 @@ from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
-from .call_stack import CallSite, call_site, caller, current_line, site_in_backward
+from .call_stack import CallSite, call_site, caller, current_line, is_workspace, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
@@ -48,7 +48,7 @@ from .given import Given
 from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
-from .one_bit import OneBit, read_by
+from .one_bit import Read, read_by, role_of_read
 from .own_hooks import Registration
 from .parameters import ParameterRecognition
 from .read_once import ReadOnce
@@ -462,6 +462,8 @@ class SavedTensorHooks:
             if site.checkpoint is not None:
                 self._bypassing.add_held(site.checkpoint)
             return self.given.keep(tensor)
+        if is_workspace(frame, tensor):
+            site = site._replace(workspace=True)
         record = self._storages.of(tensor)
         if site.checkpoint is not None:
             self._bypassing.add_held(site.checkpoint)
@@ -613,11 +615,12 @@ class SavedTensorHooks:
         record: StorageRecord,
         site: CallSite,
         role: Role | None = None,
-        read: OneBit | None = None,
+        read: Read | None = None,
     ) -> Any:
-        """A tensor whose memory is not stored yet, or of which one bit is read: that is stored beside what others read.
+        """A tensor whose memory is not stored yet, or of which less than all is read: that is stored beside what others
+        read.
 
-        role: Role.SIGN, or else as it is found. read: what is read of it if that is one bit.
+        role: Role.SIGN, or else as it is found. read: what is read of it if that is less than all.
         """
         name = self._namer.name(tensor, site)
         rounds, target = self.policy.rounds, tensor
@@ -626,7 +629,7 @@ class SavedTensorHooks:
             if self._bases.grew:
                 self._bases.grew, self._roles.observe_next = False, True
         sink = self._sink
-        own = role or (self._role(target, name, site) if read is None else Role.ONE_BIT)
+        own = role or (self._role(target, name, site) if read is None else role_of_read(target, read))
         role = self._role_in_function(target, name, own, site) if rounds else own
         captured = sink.without_repeats(Captured(target, name, role, record, None, read))
         if role is Role.STATISTIC and self._masks.is_running and not sink.records:
@@ -639,7 +642,7 @@ class SavedTensorHooks:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
         else:
-            if role not in (Role.SIGN, Role.ONE_BIT):
+            if role is not Role.SIGN and read is None:
                 note_stored(target, record, stored)
             if target is not tensor:
                 offset = int(tensor.storage_offset() - target.storage_offset())
@@ -647,7 +650,7 @@ class SavedTensorHooks:
                 self._note(target, stored)
         if role not in (Role.SIGN, Role.ONE_BIT):
             self._note(tensor, handle)
-        if self._readers is not None:
+        if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         sink.after(tensor.grad_fn)
         return handle
@@ -722,8 +725,9 @@ class SavedTensorHooks:
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again, layout_of(tensor))
         name = self._namer.name(tensor, site)
-        role = Role.ONE_BIT
-        if read is None:
+        if read is not None:
+            role = role_of_read(local, read)
+        else:
             role = self._roles.role(
                 tensor, name, site, self._namer.scope.innermost, self._sink.records, self._instruction
             )
@@ -732,7 +736,7 @@ class SavedTensorHooks:
         if read is None:
             note_stored(local, record, stored)
         handle = Distributed(stored, again, layout_of(tensor))
-        if self._readers is not None:
+        if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, role)
         return handle
 

@@ -24,6 +24,7 @@ from .. import codec
 from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, once
 from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
+from .one_bit import Limits
 from .roles import Role
 
 _CONJUGATED, _NEGATED = 1, 2
@@ -240,10 +241,20 @@ def restored_together(handles: Iterable[Any]) -> list[Tensor]:
 class Replaceable:
     """What the graph holds of a tensor that is being recorded: the tensor, or for a while another in its place."""
 
-    __slots__ = ("__weakref__", "is_block_input", "leaves_gaps", "name", "on_restore", "replacement", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "is_block_input",
+        "leaves_gaps",
+        "limits",
+        "name",
+        "on_restore",
+        "replacement",
+        "tensor",
+    )
 
-    def __init__(self, tensor: Tensor, name: str = "") -> None:
-        self.tensor, self.name = tensor.detach(), name
+    def __init__(self, tensor: Tensor, name: str = "", limits: Limits | None = None) -> None:
+        """limits: on whose sides its elements stay where a step rounds it."""
+        self.tensor, self.name, self.limits = tensor.detach(), name, limits
         self.is_block_input = False
         """whether a checkpoint makes its block again from it"""
         self.leaves_gaps = True
@@ -310,6 +321,11 @@ class Recorded:
         return Role.ACTIVATION if self.compressible or self.derived else Role.STATISTIC
 
     @property
+    def limits(self) -> Limits | None:
+        """See Replaceable."""
+        return self.handle.limits
+
+    @property
     def tensor(self) -> Tensor:
         """The saved tensor as it is, without a graph."""
         return self.handle.tensor
@@ -351,6 +367,8 @@ class Noted:
     """None where it makes no difference: of a small tensor, or one of integers"""
     derived: bool = False
     """see Recorded"""
+    limits: Limits | None = None
+    """see Replaceable"""
     is_block_input: bool = False
     """see Replaceable"""
     recomputes: bool = False

@@ -48,6 +48,8 @@ _ACTIVATIONS = frozenset(
 )
 _FORWARDING = forwarding_nodes()
 _RESHAPE, _LINEAR = "UnsafeViewBackward0", "AddmmBackward0"
+WORKSPACE = "Workspace"
+"""in place of an operator, in the name of what an operator saves that it alone can read"""
 RECOMPUTED = "~"
 """after the operator, in the name of what is saved inside of a checkpointed block"""
 
@@ -234,6 +236,7 @@ class Namer:
         # the input of a pipeline stage, or of a gradient penalty, takes no number from the others
         given = "Leaf" if tensor.requires_grad else "Input"
         operator = given if node is None else operator_name(name)
+        operator = WORKSPACE if site.workspace else operator
         stack = self.scope.stack
         if stack:
             return self._numbered(stack[-1][0], operator, site.line)

@@ -1,26 +1,40 @@
-"""Operators whose backward reads no more than one bit of each element that they saved.
+"""Operators whose backward reads one bit of each element that they saved, or on which side of two limits it lies.
 
 [Note: one bit] The gradient of hardtanh passes between its limits and nowhere else; that of leaky_relu has one of two
 slopes. One bit says which. It is stored with two values in the tensor's own type, one for each case, and the backward
 finds the same case in them: the gradient is bitwise the untouched one. Limits may change from one step to the next, and
 another tensor may be saved under the same name. So nothing is remembered: these are Python functions of
 torch.nn.functional, and while one of them saves, its own frame is the innermost. That frame shows the operator and its
-limits in every step, for one dictionary lookup per saved tensor. Where an operator is called in another way (clamp, a
-method, TorchScript), nothing shows the limits before it has run: what it saves is exact.
+limits in every step, for one dictionary lookup per saved tensor. F.hardshrink and F.softshrink are none, but the
+forwards of their modules are. Where an operator is called in another way (clamp, a method, TorchScript), nothing shows
+the limits before it has run: what it saves is exact.
+
+[Note: hardswish] The slope of hardswish is linear between -3 and 3, and jumps there: from 0 to -1/2, and from 3/2 to 1.
+So what it saves is rounded to as many bits as any activation, and two more bits have each element decoded on the side
+of both limits on which it was. The error has the variance that is predicted for a smooth function, or less where
+elements are moved back to a limit. What is decoded serves to make the operator's result again, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import codec
+from .roles import OWN, Role, role_of_itself
 
 _aten = torch.ops.aten
+
+
+class Limits(NamedTuple):
+    """Of an operator that reads of each element a number, which may be rounded, and on which side of these it lies."""
+
+    low: float
+    high: float
 
 
 class OneBit(NamedTuple):
@@ -44,13 +58,20 @@ class OneBit(NamedTuple):
         return codec.pack_flags(tensor, is_set, one)
 
 
-def read_by(frame: FrameType) -> OneBit | None:
+Read = OneBit | Limits
+
+
+def read_by(frame: FrameType) -> Read | None:
     """What is read of a tensor that is being saved; None if it may be all of it. frame: of the pack hook's caller."""
-    found = _OPERATORS.get(id(frame.f_code))
-    if found is None:
-        return None
-    _, slope, limits = found
-    return _with_limits(slope, [frame.f_locals[limit] if isinstance(limit, str) else limit for limit in limits])
+    found = _READS.get(id(frame.f_code))
+    return None if found is None else found[1](frame)
+
+
+def role_of_read(tensor: Tensor, read: Read) -> Role:
+    """The role of a tensor of which less than all is read."""
+    if isinstance(read, OneBit):
+        return Role.ONE_BIT
+    return Role.STATISTIC if role_of_itself(tensor) is Role.STATISTIC else Role.ACTIVATION
 
 
 def _with_limits(slope: Callable[..., Tensor], limits: list[Any]) -> OneBit | None:
@@ -75,17 +96,46 @@ _hardtanh = _from_backward(_aten.hardtanh_backward)
 _hardsigmoid = _from_backward(_aten.hardsigmoid_backward)
 _threshold = _from_backward(_aten.threshold_backward)
 
-_OPERATORS: dict[int, tuple[Any, Callable[..., Tensor], tuple[float | str, ...]]] = {
-    id(function.__code__): (function.__code__, slope, limits)
-    for function, slope, limits in (
-        (F.leaky_relu, _is_positive, ()),
-        (F.relu6, _hardtanh, (0.0, 6.0)),
-        (F.hardtanh, _hardtanh, ("min_val", "max_val")),
-        (F.hardsigmoid, _hardsigmoid, ()),
-        (F.threshold, _threshold, ("threshold",)),
+_hardshrink = _from_backward(_aten.hardshrink_backward)
+_softshrink = _from_backward(_aten.softshrink_backward)
+
+
+def _one_bit(slope: Callable[..., Tensor], *limits: float | str) -> Callable[[FrameType], OneBit | None]:
+    """limits: or the arguments that hold them."""
+
+    def read(frame: FrameType) -> OneBit | None:
+        given = frame.f_locals
+        return _with_limits(slope, [given[limit] if isinstance(limit, str) else limit for limit in limits])
+
+    return read
+
+
+def _of_shrinking(slope: Callable[..., Tensor]) -> Callable[[FrameType], OneBit | None]:
+    return lambda frame: _with_limits(slope, [frame.f_locals["self"].lambd])
+
+
+def _of_caller(frame: FrameType) -> Read | None:
+    return None if frame.f_back is None else read_by(frame.f_back)
+
+
+def _by_code(reads: Iterable[tuple[CodeType, Callable[[FrameType], Read | None]]]) -> dict[int, tuple[CodeType, Any]]:
+    return {id(code): (code, read) for code, read in reads}
+
+
+_READS: dict[int, tuple[CodeType, Callable[[FrameType], Read | None]]] = _by_code(
+    (
+        (F.leaky_relu.__code__, _one_bit(_is_positive)),
+        (F.relu6.__code__, _one_bit(_hardtanh, 0.0, 6.0)),
+        (F.hardtanh.__code__, _one_bit(_hardtanh, "min_val", "max_val")),
+        (F.hardsigmoid.__code__, _one_bit(_hardsigmoid)),
+        (F.threshold.__code__, _one_bit(_threshold, "threshold")),
+        (nn.Hardshrink.forward.__code__, _of_shrinking(_hardshrink)),
+        (nn.Softshrink.forward.__code__, _of_shrinking(_softshrink)),
+        (F.hardswish.__code__, lambda _: Limits(-3.0, 3.0)),
+        *((code, _of_caller) for code in OWN),
     )
-}
-"""{id of a function's code: (the code, slope, limits or the arguments that hold them)}; code objects hash slowly."""
+)
+"""{id of a frame's code: (the code, what it shows)}; code objects hash slowly."""
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ from .encoder import Encoder
 from .handles import Stored, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
-from .one_bit import read_by
+from .one_bit import read_by, role_of_read
 from .repeated import Repeated
 from .roles import Role, is_own_relu_save
 from .saved_edges import note_saved
@@ -150,8 +150,13 @@ class BlockAgain:
         if alias is not None:
             return _as_it_is(alias.base.name, tensor)
         name = self._namer.name(tensor, site)
-        if sign or read is not None:
-            return self._sink.take(Captured(tensor, name, Role.SIGN if sign else Role.ONE_BIT, record, None, read))
+        if sign:
+            return self._sink.take(Captured(tensor, name, Role.SIGN, record))
+        if read is not None:
+            role = role_of_read(tensor, read)
+            if role is not Role.ONE_BIT and self._bits(tensor, name) is None:
+                return _as_it_is(name, tensor)
+            return self._sink.take(Captured(tensor, name, role, record, None, read))
         handle = self._handle(tensor, record, name)
         note_stored(tensor, record, handle)
         note_saved(tensor, handle)

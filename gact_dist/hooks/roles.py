@@ -247,7 +247,8 @@ class OperatorObserver(TorchFunctionMode):
         return Role.ACTIVATION if converted else Role.STATISTIC
 
 
-_OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__, _attention.__code__)
+OWN = (OperatorObserver.__torch_function__.__code__, OperatorObserver.call.__code__, _attention.__code__)
+"""the code of frames that lie between an operator and what has called it, in a step that is observed"""
 
 
 def instruction(frame: FrameType, observed: bool) -> Instruction:
@@ -258,9 +259,16 @@ def instruction(frame: FrameType, observed: bool) -> Instruction:
     In the same place of another step it shows another operator: on another branch in one line, or behind a call of a
     function of torch.nn.functional. Builtin operators that one instruction calls in turn look alike.
     """
-    while frame.f_back is not None and (frame.f_code is WRAPPER or (observed and frame.f_code in _OWN)):
+    while frame.f_back is not None and (frame.f_code is WRAPPER or (observed and frame.f_code in OWN)):
         frame = frame.f_back
     return id(frame.f_code), frame.f_lasti
+
+
+def outside_observer(frame: FrameType) -> FrameType:
+    """The frame that called the operator that is saving. frame: of the pack hook's caller."""
+    while frame.f_back is not None and frame.f_code in OWN:
+        frame = frame.f_back
+    return frame
 
 
 def _is_discrete(function: Callable, args: tuple) -> bool:

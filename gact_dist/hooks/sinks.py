@@ -18,7 +18,7 @@ from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
 from .log_softmax import LogSoftmaxes
 from .naming import RECOMPUTED, origin
-from .one_bit import OneBit
+from .one_bit import Limits, Read
 from .repeated import Repeated, Repeats, repeats_of
 from .replay import Replayed, recorded, recorded_in
 from .roles import Role
@@ -34,8 +34,8 @@ class Captured(NamedTuple):
     record: StorageRecord
     whole: Tensor | None = None
     """that has the graph: the distributed tensor whose local part it is, or the one that repeats it"""
-    read: OneBit | None = None
-    """what is read of it, with Role.ONE_BIT"""
+    read: Read | None = None
+    """what is read of it, if that is less than all"""
     repeats: Repeats | None = None
     """how the whole repeats it"""
     recipe: Recipe | None = None
@@ -45,6 +45,11 @@ class Captured(NamedTuple):
     def graph(self) -> Tensor:
         """The tensor that shows what computed its elements: a slice of what repeats it has none of that."""
         return self.tensor if self.whole is None or self.repeats is not None else self.whole
+
+    @property
+    def limits(self) -> Limits | None:
+        """On whose sides its elements are to stay where it is rounded."""
+        return self.read if isinstance(self.read, Limits) else None
 
     @property
     def repeated(self) -> Tensor | None:
@@ -290,12 +295,12 @@ class Record(Sink):
             if RECOMPUTED in name and captured.role is Role.ACTIVATION and self._encoder.may_derive:
                 self._derived.recipe(name, tensor, self._fraction, captured.graph)  # no step's forward shows it
             derived = self._is_derived(name, captured.graph)
-            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived)
+            noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived, captured.limits)
             self.found.append(noted)
             return noted
-        handle = Replaceable(tensor, name)
+        handle = Replaceable(tensor, name, captured.limits)
         if name in self._rounded:
-            handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name]))
+            handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name], captured.limits))
         rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, captured.graph)
         record = recorded(handle, tensor if captured.whole is None else captured.whole, captured.repeats)
         record.compressible, record.derived = rounded and not derived, rounded and derived

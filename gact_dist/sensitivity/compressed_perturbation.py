@@ -100,10 +100,12 @@ class CompressedPerturbation:
     @contextmanager
     def _rounded_again(self, handle: Stored, plan: Plan) -> Iterator[float]:
         """Within the context a handle gives what it has rounded to a bit less; the variance of that."""
-        tensor = decoded(handle.payload)
+        payload = handle.payload
+        limits = payload.limits if isinstance(payload, codec.Packed) else None
+        tensor = decoded(payload)
         rounding = self._rounding_of(tensor)
         bits = widest_inexact((one_width(plan.bits_of(handle.name)) or codec.MAX_BITS) - 1, rounding)
-        before = handle.exchange(self._encoder.pack(tensor, bits, self._seed + len(self.found)))
+        before = handle.exchange(self._encoder.pack(tensor, bits, self._seed + len(self.found), limits))
         del tensor
         try:
             yield float(rounding[bits - 1])

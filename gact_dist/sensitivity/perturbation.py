@@ -68,7 +68,7 @@ class RecordedGraph:
 
     def round(self, record: Recorded, bits: Bits, number: int) -> Tensor:
         """One tensor rounded to some bits; a different number gives a different rounding."""
-        return codec.unpack(self.encoder.pack(record.tensor, bits, self.seed + number))
+        return codec.unpack(self.encoder.pack(record.tensor, bits, self.seed + number, record.limits))
 
     def gradients_with(self, others: Mapping[Recorded, Tensor]) -> Sequence[Tensor | None]:
         """Gradients of the leaves with some tensors replacing those that backward sees now."""

@@ -202,7 +202,7 @@ class Walk:
         for item in self._forward.between:
             number = self._forward.numbers.get(item.first)
             if number is not None:
-                item.record.replacement = self._rounded(item.record.tensor, item.record.name, number)
+                item.record.replacement = self._rounded(item.record.tensor, item.first, number)
 
     def _first_of(self, visit: Visit, before: Between, gradients: list[Tensor | None]) -> None:
         with self._forward.again(visit, partial(self._keep, False)) as (part, _, _):
@@ -230,7 +230,7 @@ class Walk:
         number = self._forward.numbers.get(first)
         if number is None:
             return Replaceable(tensor)
-        rounded = self._rounded(tensor, self._name_of(first), number)
+        rounded = self._rounded(tensor, first, number)
         if not exact:
             return Replaceable(tensor if rounded is None else codec.unpack(rounded))
         handle = Replaceable(tensor)
@@ -240,15 +240,16 @@ class Walk:
     def _name_of(self, key: Any) -> str:
         return self._forward.firsts[key].name
 
-    def _rounded(self, tensor: Tensor, name: str, number: int) -> codec.Packed | None:
-        """A tensor as the current plan has it; see [Note: operating point] in one_pass.py."""
-        bits = self._hooks.plan.bits_of(name)
-        return None if bits is None else self._round(tensor, bits, number)
+    def _rounded(self, tensor: Tensor, first: Any, number: int) -> codec.Packed | None:
+        """A tensor as the current plan has it; see [Note: operating point] in one_pass.py. first: as in Measured."""
+        bits = self._hooks.plan.bits_of(self._name_of(first))
+        return None if bits is None else self._round(tensor, first, bits, number)
 
-    def _round(self, tensor: Tensor, bits: Any, number: int) -> codec.Packed:
-        """A tensor rounded to some bits; a different number gives a different rounding."""
+    def _round(self, tensor: Tensor, first: Any, bits: Any, number: int) -> codec.Packed:
+        """A tensor rounded to some bits; a different number gives a different rounding. first: as in Measured."""
+        limits = self._forward.firsts[first].limits
         with torch.no_grad():
-            return self._hooks.encoder.pack(tensor.detach(), bits, self._seed + number)
+            return self._hooks.encoder.pack(tensor.detach(), bits, self._seed + number, limits)
 
     # -- the second walk ----------------------------------------------------------------------------------------------
 
@@ -810,7 +811,7 @@ class Walk:
         try:
             for draw in range(one.draws + 1):
                 for record in one.records:
-                    record.replacement = self._round(record.tensor, bits, number + draw * all_of_them)
+                    record.replacement = self._round(record.tensor, one.first, bits, number + draw * all_of_them)
                 moved = gradients()
                 if draw > 0:
                     change += self._distance(moved, before, tangents) / one.draws

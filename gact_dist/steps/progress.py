@@ -16,6 +16,7 @@ from ..policies import Plan
 _log = logging.getLogger(__name__)
 _LARGE = 0.2
 """of all that is kept"""
+_SAMPLED = 'Config.log_softmax="sampled" stores it in 1.8 bits a word where bits are at most 4, and '
 
 
 class Progress:
@@ -26,6 +27,8 @@ class Progress:
         self._is_first = distributed.is_first(groups)
         self._news: str | None = ""
         self._said = False  # what the loss keeps
+        has_other_setting = compresses and config.log_softmax != "sampled"
+        self._remedy = _SAMPLED if has_other_setting else ""
         if self._is_first:
             name, ranks = type(distributed.unwrap(model)).__name__, math.prod(map(distributed.world_size, groups))
             what = _settings(config) if compresses else "nothing is compressed"
@@ -59,9 +62,10 @@ class Progress:
         if nbytes > _LARGE * retained and not self._said:
             self._said = True
             _log.info(
-                "%.2f MiB of these are the log-softmax of a cross entropy, which is stored exactly; a chunked loss "
+                "%.2f MiB of these are the log-softmax of a cross entropy, which is stored exactly; %sa chunked loss "
                 "does not keep it (docs/memory.md, A large vocabulary)",
                 nbytes / 2**20,
+                self._remedy,
             )
 
 

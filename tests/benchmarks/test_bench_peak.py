@@ -102,6 +102,19 @@ def test_a_level_keeps_less_than_the_untouched_job_and_so_does_a_checkpoint():
     assert max(later["L1"], later["L2"], later["checkpointing"]) < 0.8 * later["untouched"]
 
 
+def test_what_a_block_recomputes_is_compressed_as_well_where_the_method_says_so():
+    later = {}
+    for method in ("L2 with checkpointing", "L2 with recomputed"):
+        training = Training(small("llama_deep"), method, steps=4)
+        training.start()
+        assert training.gact.config.recomputed is (method == "L2 with recomputed")
+        training.stop()
+        peaks = live_peaks(training.start, training.step, 8)
+        later[method] = peaks[-1]
+        training.stop()
+    assert later["L2 with recomputed"] < later["L2 with checkpointing"]
+
+
 @pytest.mark.parametrize("name", OFFLINE)
 def test_checkpoints_give_the_untouched_gradients(name):
     untouched, job = gradients(small(name)), small(name)

@@ -179,6 +179,25 @@ def test_what_has_gaps_can_be_decoded_without_them(dtype: torch.dtype, bits: int
     assert codec.without_gaps(dense) is dense
 
 
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", strided_tensors())
+def test_elements_stay_on_their_side_of_limits(name: str, dtype: torch.dtype, bits: int) -> None:
+    x, limits = strided_tensors(dtype)[name], (-0.75, 1.0)
+    packed = codec.pack_within(x, bits, limits)
+    decoded = codec.unpack(packed)
+    assert (decoded.shape, decoded.stride(), decoded.dtype) == (x.shape, x.stride(), x.dtype)
+    if packed.scheme is codec.Scheme.QUANTISED:  # nothing is rounded where elements overlap with gaps between them
+        assert packed.nbytes <= codec.pack(x, bits).nbytes + packed.layout.stored_numel / 4 + 4
+        assert packed.nbytes == packed.nbytes_at(bits)
+        assert torch.equal(decoded < limits[0], x <= limits[0])
+        assert torch.equal(decoded > limits[1], x >= limits[1])
+        plain = codec.unpack(codec.pack(x, bits)).double()
+        assert bool(((decoded - x).double().abs() <= (plain - x).abs() + 2**-6).all())
+    else:
+        assert torch.equal(decoded, x)
+
+
 def test_an_expanded_tensor_stores_its_base_only() -> None:
     x = random_tensor(512, 1).expand(512, 1000)
     assert codec.pack(x, bits=4).nbytes == payload_format.sections(512, 4, codec.DEFAULT_GROUP_SIZE).total_bytes
@@ -267,13 +286,21 @@ class _NoHostReads(TorchDispatchMode):
 def test_nothing_waits_for_the_device(name: str) -> None:
     x = strided_tensors()[name]
     with _NoHostReads():
-        for packed in (codec.pack(x, 3), codec.pack(x, None), codec.pack_mask(x)):
+        for packed in (codec.pack(x, 3), codec.pack(x, None), codec.pack_mask(x), codec.pack_within(x, 3, (-1.0, 1.0))):
             codec.unpack(packed)
     # pack_binary() reads what a CPU holds. A fake tensor, which holds nothing, goes an accelerator's way.
     with FakeTensorMode(), _NoHostReads():
         y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         for packed in (codec.pack(y, 3), codec.pack(y, None), codec.pack_mask(y), codec.pack_binary(y)):
             codec.unpack(packed)
+
+
+def test_integers_keep_their_type_and_booleans_take_one_bit_where_the_host_would_wait() -> None:
+    """A fake tensor goes an accelerator's way."""
+    assert codec.pack_narrow(torch.arange(200)).bits == 8
+    with FakeTensorMode(), _NoHostReads():
+        assert codec.pack_narrow(torch.arange(200)) is None
+        assert codec.pack_mask(torch.empty(200, dtype=torch.bool)).nbytes <= 28  # in whole words
 
 
 def test_the_reference_does_not_wait_for_the_device_either() -> None:

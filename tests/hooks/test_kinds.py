@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import Messages
 from small_models import loss_of, mlp
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -320,6 +322,28 @@ def test_a_custom_attention_keeps_exactly_what_must_fit_together(scale, level):
     exact_rows = [row.name for row in gact.report().rows if row.codec == "exact"]
     assert sum("Mul" in name for name in exact_rows) == 2  # queries and keys
     assert any(FlashAttention.__name__ in name for name in exact_rows)
+
+
+@pytest.mark.usefixtures("met")
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_one_line_says_of_a_custom_attention_that_it_is_exact_and_why(level):
+    """However many layers call it, and however many steps there are."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(OwnAttention(1.5), OwnAttention(1.5), OwnAttention(1.5))
+    job = squared(layers, torch.randn(4, 64, WIDTH))
+    with Messages(logging.INFO) as messages:
+        gact = gact_dist.attach(job.model, level)
+        for _ in range(3):
+            with gact.step(job.loss_fn, job.batch):
+                job.loss_fn(job.batch).backward()
+    (line,) = [text for text in messages.texts if "exact" in text]
+    assert FlashAttention.__name__ in line
+    assert "it combines its inputs with what it computed from them" in line
+    # all three layers have it: queries and keys, and results
+    exact = [row.name for row in gact.report().rows if row.codec == "exact"]
+    assert sum("Mul" in name for name in exact) == 6
+    assert sum(FlashAttention.__name__ in name for name in exact) == 3
+    gact.detach()
 
 
 @pytest.mark.usefixtures("met")

@@ -1,4 +1,7 @@
-"""Operators that read one bit of each element that they saved: gradients are bitwise those of the untouched job."""
+"""Operators that read one bit of each element that they saved: gradients are bitwise those of the untouched job.
+
+And hardswish, which reads a number between two limits and one bit for each of these.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from torch import nn
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.hooks import SavedTensorHooks
+from gact_dist.policies import Plan
+from gact_dist.sensitivity import measure
 
 OPERATORS = {
     "relu6": lambda h, _: F.relu6(6 * h),
@@ -25,6 +31,10 @@ OPERATORS = {
     "hardtanh of one limit": lambda h, _: F.hardtanh(h, -math.inf, 0.5),
     "hardsigmoid": lambda h, _: F.hardsigmoid(3 * h),
     "threshold": lambda h, _: F.threshold(h, 0.5, 20.0),
+    "Hardshrink": lambda h, _: nn.Hardshrink()(h),
+    "Hardshrink of changing limits": lambda h, step: nn.Hardshrink(0.3 * step)(h),
+    "Hardshrink of limit zero": lambda h, _: nn.Hardshrink(0.0)(h),
+    "Softshrink": lambda h, _: nn.Softshrink(0.3)(h),
     "leaky_relu": lambda h, _: F.leaky_relu(h, 0.2),
     "leaky_relu in place": lambda h, _: F.leaky_relu(h * 1, 0.2, inplace=True),
 }
@@ -32,7 +42,9 @@ EXACT = {
     "hardtanh of no limits": lambda h: F.hardtanh(h, -math.inf, math.inf),
     "hardtanh of equal limits": lambda h: F.hardtanh(h, 0.0, 0.0),
     "clamp": lambda h: h.clamp(-1, 1),
-    "hardswish": lambda h: F.hardswish(3 * h),
+    "hardshrink": lambda h: F.hardshrink(h, 0.3),
+    "softshrink": lambda h: F.softshrink(h, 0.3),
+    "hardswish": lambda h: torch._C._nn.hardswish(3 * h),
 }
 
 
@@ -81,6 +93,69 @@ def test_what_shows_no_limits_or_has_none_is_exact(name):
         assert {row.codec for row in gact.report().rows} == {"exact"}
         assert same(gradient(out, x), exact)
     gact.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("function", [F.hardswish, nn.Hardswish(), lambda h: F.hardswish(h * 1, inplace=True)])
+def test_hardswish_is_rounded_and_each_element_stays_on_its_side_of_the_limits(function, bits, dtype):
+    """Its slope is 0 and 1 beyond them, exactly; between them it is x / 3 + 1 / 2, with the error of x."""
+    torch.manual_seed(0)
+    x = (3 * torch.randn(64, 64)).to(dtype)
+    x[0, :6] = torch.tensor([-3, 3, -3.02, 3.02, -2.98, 2.98])
+    x.requires_grad_()
+    gact = attached(bits)
+    exact = torch.autograd.grad(function(x).sum(), x)[0].double()
+    for _ in range(2):
+        with gact.step():
+            out = function(x)
+        (row,) = gact.report().rows
+        assert (row.codec, row.bits) == ("quantised", bits + 2)
+        assert row.bytes <= 4096 * (bits + 2 + 0.25) / 8
+        slope = torch.autograd.grad(out.sum(), x)[0].double()
+        flat = x.abs() >= 3
+        assert torch.equal(slope[flat], exact[flat])
+        step = float((x.max() - x.min()).detach()) / (2**bits - 1) * 1.05  # the scale is rounded up
+        assert float((slope - exact).abs().max()) <= step / 3 + 2 * torch.finfo(dtype).eps
+        assert float(slope[~flat].min()) >= -0.5
+        assert float(slope[~flat].max()) <= 1.5
+    gact.detach()
+
+
+@pytest.mark.parametrize("derives", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_variance_of_a_rounded_hardswish_is_at_most_what_is_predicted(bits, derives):
+    """What it saved alone is rounded. derives: its result is made again from that.
+
+    Eight directions and sixteen draws have a relative standard deviation of some 0.04; and what is moved back to a
+    limit has less than half of the error at 2 bits.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Hardswish(), nn.Linear(64, 64))
+    nn.init.uniform_(model[1].weight, 2, 6)
+    x, y = torch.randn(512, 64), torch.randn(512, 64)
+    parameters = list(model.parameters())
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=bits, derive=derives), 0)
+    for _ in range(2):
+        with hooks.rehearsal(Plan(default=bits)):
+            model(x)
+    found = measure(hooks, model, lambda: (model(x) - y).square().mean(), seed=1, probes=8)
+    (item,) = [item for item in found if ":BatchNorm" in item.name or item.name.startswith("2:")]
+    assert not item.by_perturbation
+    made = hooks.state_dict()["derived"]["elements"]
+    assert len(made) == derives
+    exact = torch.autograd.grad((model(x) - y).square().mean(), parameters)
+    plan = {**dict.fromkeys(other.name for other in found), **dict.fromkeys(made, bits), item.name: bits}
+    error = 0.0
+    for draw in range(16):
+        with hooks.rehearsal(Plan(plan), draw=draw + 1):
+            loss = (model(x) - y).square().mean()
+        gradient = torch.autograd.grad(loss, parameters)
+        error += sum(float((a - b).square().sum()) for a, b in zip(gradient, exact, strict=True)) / 16
+    predicted = float(item.variance[bits - 1])
+    assert error < 1.1 * predicted
+    assert error > {2: 0.3, 4: 0.8, 8: 0.85}[bits] * predicted
+    hooks.close()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,33 @@ def test_the_report_names_workspaces():
     _, report = trained(nn.LSTM, Config(policy="uniform", bits=4, min_numel=16))
     assert ("workspaces that operators keep" in str(report)) is (report.opaque_bytes > report.retained_bytes / 10)
     rows = [row for row in report.rows if row.dtype == torch.uint8]
-    assert report.opaque_bytes == sum(row.bytes for row in rows)
+    assert report.opaque_bytes == sum(row.bytes for row in rows) > 0
+    assert all("Workspace" in row.name for row in rows)
+    _, exact = trained(nn.LSTM, Config(policy="exact"))
+    assert exact.opaque_bytes == report.opaque_bytes
     _, linear = trained(nn.RNN, Config(policy="uniform", bits=4, min_numel=16))
     assert linear.opaque_bytes == 0
     assert "workspaces that operators keep" not in str(linear)
+
+
+class Bytes(nn.Module):
+    """A product with bytes, which it saves, of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4096))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return (self.weight * image).sum()
+
+
+def test_bytes_of_the_user_are_no_workspace():
+    model, image = Bytes(), torch.randint(256, (4096,), dtype=torch.uint8)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4))
+    for _ in range(2):  # of these only the first is observed
+        with gact.step():
+            model(image)
+        (row,) = gact.report().rows
+        assert (row.dtype, row.shape, row.bytes) == (torch.uint8, (4096,), 4096)
+        assert gact.report().opaque_bytes == 0
+        assert "workspaces" not in str(gact.report())
