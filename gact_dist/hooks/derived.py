@@ -43,8 +43,7 @@ from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, forwarding_nodes, own_part
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, Stored, View, base_of
-from .roles import Role
+from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
 from .saved_edges import saved_at
 
 _VECTOR_FRACTION = 16
@@ -239,6 +238,9 @@ class DerivedNames:
 
     made: dict[str, int] = field(default_factory=dict)
     """that the latest forward made from others, and their elements in a step"""
+    again: dict[str, int] = field(default_factory=dict)
+    """the same of what blocks save that run again in a backward, which no forward of a step shows: it is derived from
+    the next measurement on"""
     stored_anyway: set[str] = field(default_factory=set)
     """that could be, but whose effect through what they are made of is not measured: that lies in another block, or
     the block is perturbed"""
@@ -269,6 +271,17 @@ class Derived:
             return None
         return recipe_of(tensor, _edge_of(graph), is_part=type(graph) not in PLAIN)
 
+    def note_again(self, tensor: Tensor, name: str) -> None:
+        """A block saves a tensor while it runs again in a backward of the job."""
+        names = self.names
+        if name not in names.again and name not in names.stored_anyway and recipe_of(tensor, _edge_of(tensor)):
+            names.again[name] = tensor.numel()
+
+    def begin_again(self, name: str) -> None:
+        """A measurement meets what such a block saves: from now on it is derived if it can be."""
+        if name in self.names.again and name not in self.names.stored_anyway:
+            self.names.made[name] = self.names.again[name]
+
     def is_measured(self, name: str, graph: Tensor) -> bool:
         """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.
 
@@ -292,7 +305,10 @@ class Derived:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain values."""
-        return {"elements": dict(sorted(self.names.made.items())), "stored_anyway": sorted(self.names.stored_anyway)}
+        names = self.names
+        learnt = {"elements": names.made, "again": names.again}
+        plain = {key: dict(sorted(elements.items())) for key, elements in learnt.items()}
+        return {**plain, "stored_anyway": sorted(names.stored_anyway)}
 
     @staticmethod
     def parse_state(name: str, value: Any) -> DerivedNames:
@@ -300,6 +316,7 @@ class Derived:
         learnt = _fields.mapping(_fields.anything)(name, value)
         return DerivedNames(
             _fields.read(learnt, "elements", _fields.mapping(_fields.integer(0)), {}),
+            _fields.read(learnt, "again", _fields.mapping(_fields.integer(0)), {}),
             set(_fields.read(learnt, "stored_anyway", _fields.sequence(_fields.text), [])),
         )
 
@@ -378,7 +395,7 @@ def _layouts(node: Any, *slots: str) -> list[Layout]:
 
 
 def _is_stored(handle: Any) -> bool:
-    return isinstance(base_of(handle), (Stored, Replaceable, Noted))
+    return isinstance(base_of(handle), (Stored, Replaceable))
 
 
 def _is_rounded(handle: Any) -> bool:
@@ -727,12 +744,10 @@ def _signed(number: int) -> int:
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     mask = _here(saved_handle(node, "result"))
     payload = mask.payload if isinstance(mask, Stored) else None
-    is_mask = isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.MASK
-    if not is_mask and not (isinstance(mask, Noted) and mask.role is Role.SIGN):
+    if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
     made = _made_by(node.next_functions[0], wanted, depth + 1)
-    shape = mask.shape if payload is None else payload.shape
-    return Expression(torch.mul, _in_shape(shape, made), mask, in_place=_multiplied)
+    return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
 
 
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:

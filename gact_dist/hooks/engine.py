@@ -337,7 +337,7 @@ class SavedTensorHooks:
         block that was noted to save it; see noting().
         """
         least = self.config.min_numel * fraction
-        record = Record(self.encoder, least, fraction, rounded or {}, self._roles.derived, self._log_softmaxes)
+        record = Record(self.encoder, least, rounded or {}, self._roles.derived, self._log_softmaxes)
         if again is not None:
             record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):

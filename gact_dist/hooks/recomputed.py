@@ -9,9 +9,10 @@ the tensors in a dictionary; ours restores a handle when the tensor is asked for
 Only what a measurement has seen of a block is rounded, by its name, which has a "~" because the same module may be
 called outside of checkpoints as well. All else stays as it is. A measurement runs a checkpointed block as it runs
 others, so that these tensors have a sensitivity, a place in the plan, and a part in the comparison with the exact
-gradient. It also shows what the block makes from others that it saves, which no forward of a step does: that is derived
-as elsewhere, and the measurement follows both paths. The first step compares the default widths; from then on, until
-there is a plan, a block that runs again has them. The plan and the random numbers are those of the block's forward.
+gradient. What the block makes from others that it saves shows when it runs again in a backward of the job, and is
+derived from the next measurement on, which follows both paths. The first step compares the default widths; from then
+on, until there is a plan, a block that runs again has them. The plan and the random numbers are those of the block's
+forward.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class BlockAgain:
             if role is not Role.ONE_BIT and self._bits(tensor, name) is None:
                 return _as_it_is(name, tensor)
             return self._sink.take(Captured(tensor, name, role, record, None, read))
+        if floating and self._encoder.may_derive:
+            self._roles.derived.note_again(tensor, name)
         handle = self._handle(tensor, record, name)
         note_stored(tensor, record, handle)
         note_saved(tensor, handle)

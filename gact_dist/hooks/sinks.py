@@ -169,8 +169,9 @@ class Store(Sink):
         tensor, name, role, _, _, read, *_ = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
-            if RECOMPUTED in name:
-                recipe = self._derived.recipe_again(tensor, name, captured.graph)
+            if RECOMPUTED in name:  # until the next plan what was measured as stored is stored
+                measured = name in self.plan.bits
+                recipe = None if measured else self._derived.recipe_again(tensor, name, captured.graph)
             else:
                 recipe = self._derived.recipe(name, tensor, encoder.fraction, captured.graph)
             if recipe is not None:
@@ -265,13 +266,11 @@ class Record(Sink):
         self,
         encoder: Encoder,
         min_numel: float,
-        fraction: float,
         rounded: Mapping[str, tuple[int, int]],
         derived: Derived,
         log_softmaxes: LogSoftmaxes,
     ) -> None:
-        """fraction: of a step's examples that the recorded forward sees. rounded: name -> (bits, seed) of tensors that
-        backward sees rounded. derived: what steps make from others."""
+        """rounded: name -> (bits, seed) of tensors that backward sees rounded. derived: what steps make from others."""
         self._derived, self._log_softmaxes = derived, log_softmaxes
         self.found: list[Recorded | Noted] = []
         self.notes = False
@@ -280,7 +279,7 @@ class Record(Sink):
         """of what was only noted, what something else saves as well"""
         self.recomputed: list[int] = []
         """elements that each checkpointed block saves when it runs again"""
-        self._encoder, self._min_numel, self._fraction, self._rounded = encoder, min_numel, fraction, rounded
+        self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
         self.by_parts = False
         """whether the graph is differentiated twice, part by part: then what is derived moves what it is made of"""
 
@@ -292,8 +291,8 @@ class Record(Sink):
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
         if self.notes:
-            if RECOMPUTED in name and captured.role is Role.ACTIVATION and self._encoder.may_derive:
-                self._derived.recipe(name, tensor, self._fraction, captured.graph)  # no step's forward shows it
+            if RECOMPUTED in name and captured.role is Role.ACTIVATION:
+                self._derived.begin_again(name)
             derived = self._is_derived(name, captured.graph)
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived, captured.limits)
             self.found.append(noted)
