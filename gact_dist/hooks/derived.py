@@ -23,7 +23,7 @@ from_local() and to_local() leave elements where they are, as do the nodes by wh
 
 The sensitivity of what a tensor is derived from has both paths: a measurement does not cut the graph at a tensor that
 an earlier forward has derived (KnownRoles.derived). Where there is no graph, as for an input of the model, there is no
-second path to follow: from what is rounded there nothing is derived.
+second path to follow: from what is rounded there nothing is derived. The batch is not rounded.
 """
 
 from __future__ import annotations
@@ -374,6 +374,8 @@ def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> An
     handle, below = _here(saved_handle(node, slot)), node.next_functions[edge]
     if handle is None:
         return _made_by(below, wanted, depth + 1)
+    if _is_given(handle) and handle.tensor.numel() == wanted.numel:
+        return handle
     if not _is_stored(handle) or _numel(handle) != wanted.numel or below[0] is None:
         raise _NotDerivable
     return handle
@@ -396,6 +398,11 @@ def _layouts(node: Any, *slots: str) -> list[Layout]:
 
 def _is_stored(handle: Any) -> bool:
     return isinstance(base_of(handle), (Stored, Replaceable))
+
+
+def _is_given(handle: Any) -> bool:
+    """Whether it is of the batch, which is there unrounded."""
+    return isinstance(handle, Kept) and not handle.of_model and type(handle.tensor) in PLAIN
 
 
 def _is_rounded(handle: Any) -> bool:
@@ -610,6 +617,8 @@ def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any
     handle = _here(saved_handle(node, slot))
     if isinstance(handle, Tensor) and not handle.dim():  # a number, which torch shows to no hook
         return _Copy(handle)
+    if _is_given(handle):
+        return handle
     if isinstance(handle, Kept):
         return _small(handle.vector, wanted)
     if handle is not None and _is_stored(handle):

@@ -56,7 +56,8 @@ def test_offload_changes_no_bit(ranks, cell):
         assert same_collectives
         # a slow link may have so little to carry that backward finds all of it on the device still
         assert all("out" in directions for directions in streams)
-        assert {"out", "in"} in streams
+        # of a checkpointed stage there is little else: its input is the schedule's
+        assert {"out", "in"} in streams or str(cell).startswith("PP-non-reentrant")
 
 
 def by_the_block(level: str) -> tuple[list[float], list[torch.Tensor], int]:

@@ -238,7 +238,6 @@ def test_sequence_parallelism_keeps_the_job_and_stores_what_a_rank_holds(ranks):
         assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         # `up` sees the whole sequence, as its weight's gradient needs it, and gives half of its outputs
         assert shapes == {
-            "norm": ("quantised", (8, 20, 64)),
             "up": ("quantised", (8 * 40, 64)),
             "": ("quantised", (8, 40, 128)),
             "down": ("derived", (8 * 40, 128)),

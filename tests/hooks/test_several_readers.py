@@ -96,7 +96,7 @@ def test_readers_in_a_row_share_what_is_made(derive, made):
     names = [name for name, _ in made]
     assert names.count("heads.0:LayerNorm@4") == 1  # for three of them
     assert names.count(":Tanh@1") == 1 + derive  # for the norm and for tanh itself, and once for what is derived
-    assert len(names) == 4 + derive
+    assert len(names) == 3 + derive
 
 
 def test_it_is_gone_when_the_last_of_them_has_run(made):
