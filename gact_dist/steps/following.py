@@ -203,6 +203,8 @@ class Following:
             self._observation = observation
             return
         self._asked = False
+        if schedule.hooks is not None and self._caller is self._training_step:
+            schedule.hooks.given.add(observation.inputs)
         unit = observation.squared_gradient if schedule.policy.follows_gradient else None
         loss_fn: Callable[[Observation], Any] = partial(Observation.loss, model=self._caller)
         examples = schedule.probe_examples(schedule.config.calibration_samples)
