@@ -154,7 +154,7 @@ def test_what_is_not_rounded_or_not_to_be_derived_is_not(policy):
     assert not job.rows("derived")
 
 
-def gated_copy(x: Tensor, layer: nn.Module) -> Tensor:
+def gated_copy(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     x = x.clone()
     return F.gelu(layer(x)) * x
 
