@@ -371,14 +371,30 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
     """An operand with as many elements as the result: what the node saved, or what made it."""
-    handle, below = _here(saved_handle(node, slot)), node.next_functions[edge]
+    saved, below = saved_handle(node, slot), node.next_functions[edge]
+    handle = _here(saved)
     if handle is None:
         return _made_by(below, wanted, depth + 1)
+    if handle is saved and _is_clone(handle, below):
+        raise _NotDerivable
     if _is_given(handle) and handle.tensor.numel() == wanted.numel:
         return handle
     if not _is_stored(handle) or _numel(handle) != wanted.numel or below[0] is None:
         raise _NotDerivable
     return handle
+
+
+def _is_clone(handle: Any, below: _Edge) -> bool:
+    """Whether an operator writes over its operand and so has saved a clone, with an edge of its own.
+
+    What is stored of it would not be reached by way of the result, as the sensitivity is; what is derived itself has
+    the source that the result has.
+    """
+    base = base_of(handle)
+    if not _is_stored(handle) or hasattr(below[0], "variable"):  # a leaf, which nothing may write over
+        return False
+    is_derived = isinstance(base, Stored) and isinstance(base.payload, Recipe)
+    return not is_derived and base_of(saved_at(below)) is not base
 
 
 def _here(handle: Any) -> Any:
