@@ -96,7 +96,8 @@ def test_the_gradients_error_is_the_predicted_one_whatever_is_saved(name, follow
         return
     # one estimate has a relative deviation of 0.1 to 0.2, and so has the mean of two steps
     assert error <= 2 * predicted
-    assert error >= predicted / 4
+    # of what is inside of others' hooks most of the error is predicted, and none is made
+    assert error >= predicted / (8 if name.startswith("inside ") else 4)
 
 
 IN_EVERY_WAY = pytest.mark.parametrize(
