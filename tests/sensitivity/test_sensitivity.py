@@ -607,8 +607,8 @@ def test_the_gradient_is_differentiated_at_what_the_current_plan_rounds_to(bits,
     ratios = {}
     round_to_plan = Walk._rounded
 
-    def watched(walk, tensor, name, number):
-        rounded = round_to_plan(walk, tensor, name, number)
+    def watched(walk, tensor, first, number):
+        rounded, name = round_to_plan(walk, tensor, first, number), walk._name_of(first)
         expected = one_pass.rounding_of(tensor, None, walk._hooks.encoder)[bits - 1]
         ratios[name] = float((codec.unpack(rounded) - tensor).square().sum() / expected)
         return rounded
