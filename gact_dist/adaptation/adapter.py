@@ -289,7 +289,7 @@ class Adapter:
         if step_bytes is not None and self._hooks.encoder.may_derive and choice.variance == 0.0:
             whole = self._weigh(now.batch.whole, derives=False)  # what is derived has no place in the costs
             if self.policy.fits_exactly(whole):
-                plan = {**dict.fromkeys(whole.tensors), **plan}
+                plan |= dict.fromkeys(whole.tensors)
         if self._verifier is not None and now.is_spread:
             yield
         found = self._faults_of(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs)
