@@ -264,18 +264,17 @@ class Adapter:
             self._verify_first_step(now)
             yield
         costs, invalid, exact = yield from self._measured_without_faults(now)
-        unsafe = {} if self._verifier is None else self._verifier.exact
-        self._hooks.store({**unsafe, **now.stored_exactly, **exact})
+        exact = {**now.stored_exactly, **exact}
+        plan: dict[str, Bits] = dict.fromkeys({} if self._verifier is None else self._verifier.exact)
+        plan.update(dict.fromkeys(exact))
+        self._hooks.store(plan)
         if self.policy.needs_step_bytes and (step_bytes is None or self._hooks.encoder.may_derive):
             # only now is it known what is stored because it lies in another block than what it could be made of
             step_bytes = self._weigh(now.batch.whole)
-        exact = {**now.stored_exactly, **exact}
         for name, ranks in invalid.items() if self._is_first else ():
             _log.warning("sensitivity of %s was not finite on %d rank(s), which were left out", name, ranks)
         self._warned = False
         current = self._hooks.plan
-        plan: dict[str, Bits] = dict.fromkeys(unsafe)
-        plan.update(dict.fromkeys(exact))
         nothing = Adaptation(plan, {}, 0.0, 0.0, invalid, default_bits=current.default, stored_exactly=exact)
         costs = _without(costs, plan)
         if not costs.names:

@@ -240,7 +240,7 @@ class DerivedNames:
     """that the latest forward made from others, and their elements in a step"""
     again: dict[str, int] = field(default_factory=dict)
     """the same of what blocks save that run again in a backward, which no forward of a step shows: it is derived from
-    the next measurement on"""
+    the next measurement on; 0 for what cannot be"""
     stored_anyway: set[str] = field(default_factory=set)
     """that could be, but whose effect through what they are made of is not measured: that lies in another block, or
     the block is perturbed"""
@@ -273,14 +273,14 @@ class Derived:
 
     def note_again(self, tensor: Tensor, name: str) -> None:
         """A block saves a tensor while it runs again in a backward of the job."""
-        names = self.names
-        if name not in names.again and name not in names.stored_anyway and recipe_of(tensor, _edge_of(tensor)):
-            names.again[name] = tensor.numel()
+        if name not in self.names.again:
+            self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
 
     def begin_again(self, name: str) -> None:
         """A measurement meets what such a block saves: from now on it is derived if it can be."""
-        if name in self.names.again and name not in self.names.stored_anyway:
-            self.names.made[name] = self.names.again[name]
+        elements = self.names.again.get(name, 0)
+        if elements and name not in self.names.stored_anyway:
+            self.names.made[name] = elements
 
     def is_measured(self, name: str, graph: Tensor) -> bool:
         """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.

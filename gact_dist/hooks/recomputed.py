@@ -145,11 +145,13 @@ class BlockAgain:
         sign = floating and is_own_relu_save(tensor)
         read = read_by(frame) if floating and not sign else None
         alias = None if sign or read is not None else alias_of(tensor, record)
-        if alias is not None and self._may_have(alias.base, site):
-            note_saved(tensor, alias)
-            return alias
-        if alias is not None:
+        derives = floating and self._encoder.may_derive
+        if alias is not None and not self._may_have(alias.base, site):
             return _as_it_is(alias.base.name, tensor)
+        if alias is not None:
+            if derives:
+                note_saved(tensor, alias)
+            return alias
         name = self._namer.name(tensor, site)
         if sign:
             return self._sink.take(Captured(tensor, name, Role.SIGN, record))
@@ -158,11 +160,12 @@ class BlockAgain:
             if role is not Role.ONE_BIT and self._bits(tensor, name) is None:
                 return _as_it_is(name, tensor)
             return self._sink.take(Captured(tensor, name, role, record, None, read))
-        if floating and self._encoder.may_derive:
+        if derives:
             self._roles.derived.note_again(tensor, name)
         handle = self._handle(tensor, record, name)
         note_stored(tensor, record, handle)
-        note_saved(tensor, handle)
+        if derives:
+            note_saved(tensor, handle)
         self._sink.after(tensor.grad_fn)
         return handle
 

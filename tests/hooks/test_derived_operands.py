@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from derived_jobs import TOKENS, WIDTH, Job, Lambda, distance
+from derived_jobs import TOKENS, WIDTH, Job, Lambda, check_made_again, distance
 from torch import nn
 
 import gact_dist
@@ -87,15 +87,7 @@ OPERATORS = {
 def test_what_is_made_of_operands_that_others_saved(operator):
     """From sources that are stored exactly it is what it was, up to a few roundings of float32."""
     make, count = OPERATORS[operator]
-    job = Job(make())
-    job.gradient()
-    job.gradient()
-    derived, sources = job.rows("derived"), job.rows("quantised")
-    assert len(derived) == count
-    assert all(row.bits == 0 and row.bytes <= 2 * 4 * WIDTH for row in derived)
-    exact = job.untouched()
-    assert distance(job.gradient(row.name for row in sources), exact) < 1e-5
-    assert 1e-4 < distance(job.gradient(), exact) < 0.3
+    check_made_again(Job(make()), count, 1e-4)
 
 
 def test_a_cast_of_what_is_stored():

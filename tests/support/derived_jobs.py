@@ -55,3 +55,16 @@ class Job:
 def distance(gradient, exact):
     error = sum(float((one - other).double().square().sum()) for one, other in zip(gradient, exact, strict=True))
     return (error / sum(float(other.double().square().sum()) for other in exact)) ** 0.5
+
+
+def check_made_again(job: Job, count: int, least: float) -> None:
+    """So many tensors are derived: from sources that are stored exactly as they were, up to a few roundings of float32,
+    and from rounded ones at a distance of `least` or more."""
+    job.gradient()
+    job.gradient()
+    derived, sources = job.rows("derived"), job.rows("quantised")
+    assert len(derived) == count
+    assert all(row.bits == 0 and row.bytes <= 2 * 4 * WIDTH for row in derived)
+    exact = job.untouched()
+    assert distance(job.gradient(row.name for row in sources), exact) < 1e-5
+    assert least < distance(job.gradient(), exact) < 0.3
