@@ -414,16 +414,20 @@ def pack_binary(tensor: Tensor) -> Packed:
     Raises:
         TypeError: the dtype is not float32, float16, bfloat16 or float64.
     """
-    data = _plain(tensor)
-    check_binary_dtype(data.dtype)
-    layout = layout_of(data)
-    if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
-        return _pack_exact(data, layout)
-    flat = _flat_values(data, layout)
-    if data.device.type == "cpu" and not is_fake(data):
-        constant = ops.binary_value(flat)
-        if constant.isnan():
+    form = _form_of(tensor, DEFAULT_GROUP_SIZE, by_column=False)
+    if form is not None and tensor.dtype in BINARY_DTYPES and tensor.is_cpu and tensor.numel():
+        data, layout, flat = tensor, form.layout, _memory(tensor, form)
+    else:
+        data = _plain(tensor)
+        check_binary_dtype(data.dtype)
+        layout = layout_of(data)
+        if layout.fill is Fill.TANGLED or layout.stored_numel == 0:
             return _pack_exact(data, layout)
+        flat = _flat_values(data, layout)
+    if data.is_cpu and not is_fake(data):
+        constant = ops.binary_value(flat)
+        if math.isnan(constant.item()):
+            return _pack_exact(data.detach(), layout)
     else:
         high = flat.amax()
         constant = torch.where(high != 0, high, flat.amin())
@@ -529,6 +533,9 @@ def unpack(packed: Packed) -> Tensor:
             return flat.as_strided(packed.shape, packed.strides)
         if scheme is Scheme.MASK:
             return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, packed.strides)
+        if scheme is Scheme.BINARY and packed.constant is not None:
+            flat = ops.unpack_binary(packed.payload, layout.span, packed.constant)
+            return flat.as_strided(packed.shape, packed.strides)
     out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
     out = out.conj() if packed.conjugate else out
     return negative_view(out) if packed.negated else out

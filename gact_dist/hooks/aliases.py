@@ -67,9 +67,16 @@ class StorageRecords:
         """The record of a tensor's storage, a new one where the step meets it for the first time."""
         storage, key = storage_with_id(tensor)
         record = self._records.get(key)
-        if record is None:
-            record = self._records[key] = StorageRecord(tensor, storage)
+        return self.add(tensor, storage, key) if record is None else record
+
+    def add(self, tensor: Tensor, storage: Any, key: int) -> StorageRecord:
+        """A new record. storage, key: as storage_with_id() gives them."""
+        record = self._records[key] = StorageRecord(tensor, storage)
         return record
+
+    def known(self, key: int) -> StorageRecord | None:
+        """The record of a storage that the step has met. key: its storage_id()."""
+        return self._records.get(key)
 
     def restore(self, handle: Any) -> Tensor:
         """The tensor that a handle holds: the unpack hook.
@@ -109,8 +116,11 @@ class StorageRecords:
 def alias_of(tensor: Tensor, record: StorageRecord) -> View | None:
     """The handle of a tensor inside of memory that is stored already."""
     found = find_stored(tensor, record) if record.stored else None
-    if found is None:
-        return None
+    return None if found is None else alias_at(found, tensor)
+
+
+def alias_at(found: tuple[Any, int, int], tensor: Tensor) -> View:
+    """The handle of a tensor inside of memory that find_stored() has found."""
     handle, offset, toggled = found
     count_reader(base_of(handle))
     if isinstance(handle, Repeated):

@@ -107,6 +107,18 @@ def is_users(code: CodeType) -> bool:
     return _kind(code) is _Kind.USERS
 
 
+def frames_to_user(frame: FrameType) -> tuple[tuple[CodeType, int], ...]:
+    """(code, instruction) of the frames that call_site() looks at, if these are plumbing and the user's alone; else ().
+
+    frame: of the caller of a pack hook.
+    """
+    found = [(frame.f_code, frame.f_lasti)]
+    while _kind(frame.f_code) is _Kind.PLUMBING and frame.f_back is not None:
+        frame = frame.f_back
+        found.append((frame.f_code, frame.f_lasti))
+    return tuple(found) if _kind(frame.f_code) is _Kind.USERS else ()
+
+
 def current_line() -> str | None:
     """The line of the user's code that is running, as CallSite has it."""
     return _site_above(sys._getframe(1)).line

@@ -496,12 +496,14 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor, out: Tensor | None) -> Tensor:
     """x: [rows, columns]; mean, rstd: of each row. out: x, if its memory may be used."""
-    rstd = rstd.to(x.dtype).reshape(-1, 1)
-    return torch.addcmul(mean.to(x.dtype).reshape(-1, 1).mul(rstd).neg_(), x, rstd, out=out)
+    centred = torch.sub(x, mean.to(x.dtype).reshape(-1, 1), out=out)  # both in vectors, which addcmul is not here
+    return centred.mul_(rstd.to(x.dtype).reshape(-1, 1))
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """In place."""
+    if weight is not None and bias is not None and weight.dim() == 1:
+        return torch.addcmul(bias.to(y.dtype), y, weight.to(y.dtype), out=y)
     if weight is not None:
         y.mul_(weight)
     return y if bias is None else y.add_(bias)

@@ -19,11 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from .. import _fields, codec
 from .._patches import replaced
 from .._torch_internals import (
+    APPLY_HAS_FRAME,
     PLAIN,
     PLAIN_OR_PARAMETER,
     in_backward,
     is_inside_transform,
+    saves_own_result,
     storage_id,
+    storage_with_id,
     without_innermost_hooks,
     without_modes,
     without_subclass,
@@ -34,7 +37,7 @@ from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
-from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_stored
+from .aliases import SharedBases, StorageRecord, StorageRecords, alias_at, alias_of, find_stored, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import CallSite, call_site, caller, current_line, is_workspace, site_in_backward
 from .checkpoint import refuse_inside_checkpoint
@@ -45,7 +48,19 @@ from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
 from .given import Given
-from .handles import Distributed, Kept, Noted, Recipe, Recorded, Replaceable, ReplayError, Stored, View, lazy_bits
+from .handles import (
+    Distributed,
+    Kept,
+    Noted,
+    Recipe,
+    Recorded,
+    Replaceable,
+    ReplayError,
+    Stored,
+    View,
+    base_of,
+    lazy_bits,
+)
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, ModuleScope, Namer
 from .one_bit import Read, read_by, role_of_read
@@ -58,6 +73,7 @@ from .repeated import Repeated
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .saved_edges import note_saved
+from .settled import Settled, SettledSaves, may_settle, settled
 from .sinks import Captured, Record, Rehearsal, Sink, Store
 
 
@@ -104,6 +120,8 @@ class SavedTensorHooks:
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
+        self._settled = SettledSaves()
+        self._settles = False  # whether what is saved now settles: in a step of the job that learns nothing
         self._again: list[int] = []  # Record.recomputed of the latest that has some
         self.clock: Clock | None = None
         """of the hooks' seconds, if anyone wants to know them"""
@@ -116,6 +134,7 @@ class SavedTensorHooks:
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self._job.plan = plan
+        self._settled.forget()
 
     @property
     def account(self) -> Account:
@@ -160,6 +179,7 @@ class SavedTensorHooks:
 
     def store(self, names: Iterable[str]) -> None:
         """From now on store tensors that were derived."""
+        self._settled.forget()
         for name in names:
             self._roles.derived.store(name)
 
@@ -208,6 +228,7 @@ class SavedTensorHooks:
             self._unwatch()
             self._namer.scope = self._watched()
         self._namer.reset()
+        self._settled.begin()
         self.given.begin_forward()
         self._forget_step()
         self.encoder.keys.begin(step)
@@ -223,6 +244,10 @@ class SavedTensorHooks:
             self._roles.observe_next = self._sink is not self._job  # the job's own first step is observed in any case
             # a compiled region is compiled anew under a function mode, and shows it no operator
             observer = None if self._namer.scope.compiled else OperatorObserver()
+        if readers is not None:
+            self._settled.forget()
+        plain = APPLY_HAS_FRAME and readers is None and self._sink is self._job
+        self._settles = plain and not self._namer.scope.compiled
         told = told_of_checkpoints(self._at_checkpoint)
         # what is compiled would be so anew for another function in the place of attention
         watched = self._masks.watched() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
@@ -235,6 +260,7 @@ class SavedTensorHooks:
                 self._roles.observe_next = True
             elif self._sink is self._job:
                 self._is_first = False
+            self._settles = False
             self._forget_step()
 
     @contextmanager
@@ -313,6 +339,7 @@ class SavedTensorHooks:
     def _instead_of_a_step(self, sink: Sink, step: int) -> Iterator[None]:
         """A forward that is no step of the job goes to a sink of its own, and leaves no trace."""
         self._sink = sink
+        self._settled.forget()
         self._begin_forward(step)
         try:
             with self._parameters.with_buffers(self._model):
@@ -417,6 +444,7 @@ class SavedTensorHooks:
     def load_state(self, learnt: LearntNames) -> None:
         """Go on with what parse_state() returned."""
         self._is_first = False
+        self._settled.forget()
         self._roles.load_state(learnt.roles)
         self._bases.names = learnt.stored_as_base
         self.given.not_held.clear()
@@ -426,14 +454,80 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         frame = sys._getframe().f_back  # as caller(), without the call
-        scope = self._namer.scope
         if self.clock is None:
             with without_modes():
-                return (
-                    scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
-                )
+                return self._pack_at(tensor, frame)
         with self.clock, without_modes():
-            return scope.within(frame, self._pack_from, tensor)
+            return self._pack_at(tensor, frame)
+
+    def _pack_at(self, tensor: Tensor, frame: FrameType | None) -> Any:
+        """frame: of the caller of the pack hook."""
+        scope, expected = self._namer.scope, self._settled.expected if self._settles else None
+        if expected is not None and expected.matches(tensor, frame, scope.stack) and not in_backward():
+            handle = self._pack_settled(tensor, expected)
+            if handle is not None:
+                return handle
+        return scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
+
+    def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
+        """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
+        storage, key = storage_with_id(tensor)
+        record = self._storages.known(key)
+        found = None if record is None else find_stored(tensor, record)
+        own_result = expected.is_relu and saves_own_result(tensor.grad_fn)
+        if own_result:
+            own_result = record is None or tensor._version not in record.relu_versions
+        if own_result is not (expected.role is Role.SIGN):
+            return None
+        if expected.is_alias:
+            base = None if found is None else base_of(found[0])
+            if found is None or type(base) is not Stored or base.name != expected.name:
+                return None
+            handle: Any = alias_at(found, tensor)
+        else:
+            if (found is not None and not own_result) or expected.series.count != expected.occurrence:
+                return None
+            if not expected.has_graph and (self.given.has(key) or self._parameters.has(key)):
+                return None
+            if key in self._namer.scope.made:
+                return None
+            expected.series.count += 1
+            if record is None:
+                record = self._storages.add(tensor, storage, key)
+            has_recipe = expected.has_recipe
+            handle = self._sink.take(Captured(tensor, expected.name, expected.role, record, may_have_recipe=has_recipe))
+            if own_result:
+                record.relu_versions |= {tensor._version}
+            else:
+                note_stored(tensor, record, handle)
+            if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
+                self._roles.observe_next = True
+            self._sink.after(tensor.grad_fn)
+        self._functions.leave()
+        self._roles.latest_call = None
+        if not own_result:
+            self._note(tensor, handle)
+        self._settled.advance(expected)
+        return handle
+
+    def _settle(self, tensor: Tensor, frame: FrameType, site: CallSite, handle: Any, role: Role | None) -> None:
+        """What has gone the long way may be as plain in the next step. role: of what is not an alias."""
+        base = base_of(handle)
+        is_alias = handle is not base
+        is_plain = site.region is site.checkpoint is site.function is None and not site.workspace
+        if not is_plain or type(base) is not Stored or self._masks.is_running or not may_settle(role):
+            return
+        if self._log_softmaxes.is_one(base.name):
+            return
+        scope = self._namer.scope
+        entry = scope.unhooked_at(frame) if scope.unhooked else None
+        met = settled(tensor, frame, entry, scope.stack, is_alias)
+        if met is None:
+            return
+        met.name, met.role, met.series = base.name, role, self._namer.latest
+        met.has_recipe = isinstance(base.payload, Recipe)
+        met.occurrence = met.series.count - 1
+        self._settled.settle((base.name, is_alias and (id(frame.f_code), frame.f_lasti)), met)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook; None in a thread without Python frames."""
@@ -481,10 +575,13 @@ class SavedTensorHooks:
             alias = alias_of(tensor, record)
             if alias is not None:
                 if self._may_share(tensor, alias, site):
-                    return self._pack_alias(tensor, record, site, alias)
+                    handle = self._pack_alias(tensor, record, site, alias)
+                    if self._settles:
+                        self._settle(tensor, frame, site, handle, None)
+                    return handle
                 if site.function is not None:
                     return self._pack_operand(tensor, record, site, site.function, alias.base.name)
-        return self._pack_new(tensor, record, site, Role.SIGN if sign_only else None, read)
+        return self._pack_new(tensor, record, site, Role.SIGN if sign_only else None, read, frame)
 
     def _may_share(self, tensor: Tensor, alias: View, site: CallSite) -> bool:
         """Whether what is stored may serve a tensor as well: an input of a custom function may have to be exact."""
@@ -616,11 +713,13 @@ class SavedTensorHooks:
         site: CallSite,
         role: Role | None = None,
         read: Read | None = None,
+        frame: FrameType | None = None,
     ) -> Any:
         """A tensor whose memory is not stored yet, or of which less than all is read: that is stored beside what others
         read.
 
-        role: Role.SIGN, or else as it is found. read: what is read of it if that is less than all.
+        role: Role.SIGN, or else as it is found. read: what is read of it if that is less than all. frame: of the caller
+        of the pack hook, in a forward.
         """
         name = self._namer.name(tensor, site)
         rounds, target = self.policy.rounds, tensor
@@ -653,6 +752,8 @@ class SavedTensorHooks:
         if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         sink.after(tensor.grad_fn)
+        if self._settles and frame is not None and handle is stored and read is captured.recipe is None:
+            self._settle(tensor, frame, site, handle, role)
         return handle
 
     def _mask_again(self, tensor: Tensor, name: str) -> Recipe | None:

@@ -37,6 +37,9 @@ _ALIASES = {
     **operator_aliases(),
 }
 
+Entry = tuple[str, nn.Module]
+"""a module with its path"""
+
 _OTHER, _PLUMBING, _ACTIVATION = range(3)
 _ACTIVATIONS = frozenset(
     kind.forward.__code__
@@ -75,7 +78,7 @@ class _Enter(OwnHook):
 
     __slots__ = ("_entry", "_stack")
 
-    def __init__(self, stack: list[tuple[str, nn.Module]], entry: tuple[str, nn.Module]) -> None:
+    def __init__(self, stack: list[Entry], entry: Entry) -> None:
         self._stack, self._entry = stack, entry
 
     def __call__(self, *_: Any) -> None:
@@ -88,7 +91,7 @@ class _Leave(OwnHook):
 
     __slots__ = ("_entry", "_scope")
 
-    def __init__(self, scope: "ModuleScope", entry: tuple[str, nn.Module]) -> None:
+    def __init__(self, scope: "ModuleScope", entry: Entry) -> None:
         self._scope, self._entry = scope, entry
 
     def __call__(self, *call: Any) -> None:
@@ -117,13 +120,13 @@ class ModuleScope:
         self.compiled = compiled
         self.readers: Any = None
         """are shown what each module returns; see readers.py"""
-        self.stack: list[tuple[str, nn.Module]] = []
+        self.stack: list[Entry] = []
         self.paths: dict[int, str] = {}
         self.made: dict[int, Any] = {}
         """storages that parametrizations have made weights in, in this step, with a reference to each"""
         self.parametrized = False
         """whether any module is a parametrization"""
-        self.unhooked: dict[int, tuple[str, nn.Module]] = {}
+        self.unhooked: dict[int, Entry] = {}
         """activation functions without hooks, by id"""
         self._codes: dict[int, tuple[CodeType, int]] = {}
         self._handles = []
@@ -148,7 +151,7 @@ class ModuleScope:
 
     def within(self, frame: FrameType | None, pack: Callable[[Tensor, Any], Any], tensor: Tensor) -> Any:
         """What pack(tensor, frame) returns, in the module whose forward is saving. frame: of the pack hook's caller."""
-        entry = self._unhooked_at(frame) if self.unhooked else None
+        entry = self.unhooked_at(frame) if self.unhooked else None
         if entry is None:
             return pack(tensor, frame)
         self.stack.append(entry)
@@ -157,7 +160,7 @@ class ModuleScope:
         finally:
             self.stack.pop()
 
-    def _unhooked_at(self, frame: FrameType | None) -> tuple[str, nn.Module] | None:
+    def unhooked_at(self, frame: FrameType | None) -> Entry | None:
         """The activation function without hooks whose forward is running."""
         while frame is not None:
             code = frame.f_code
@@ -191,17 +194,31 @@ class ModuleScope:
         self.made.clear()
 
 
+class Series:
+    """Names that differ in their number alone."""
+
+    __slots__ = ("count", "names")
+
+    def __init__(self) -> None:
+        self.count = 0
+        """of those that the step has given out"""
+        self.names: list[str] = []
+        """in order of occurrence"""
+
+
 class Namer:
     """Gives each saved tensor of one step its name; reset() starts the next step."""
 
     def __init__(self, scope: ModuleScope, recomputed: bool = False) -> None:
         """recomputed: whether what is named is saved inside of a checkpointed block."""
         self.scope, self.recomputed = scope, recomputed
-        self._counts: dict[tuple, int] = {}
-        self._names: dict[tuple, list[str]] = {}  # the names of one series, in order of occurrence
+        self._series: dict[tuple, Series] = {}
+        self.latest = Series()
+        """of the name that was given last"""
 
     def reset(self) -> None:
-        self._counts.clear()
+        for series in self._series.values():
+            series.count = 0
         self.scope.stack.clear()
         self.scope.made.clear()
 
@@ -254,11 +271,11 @@ class Namer:
         if self.recomputed:
             operator += RECOMPUTED
         key = (path, operator, site)
-        occurrence = self._counts.get(key, 0)
-        self._counts[key] = occurrence + 1
-        names = self._names.get(key)
-        if names is None:
-            names = self._names[key] = []
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = Series()
+        self.latest, occurrence, names = series, series.count, series.names
+        series.count = occurrence + 1
         if occurrence == len(names):
             names.append(_spell(path, operator, site, occurrence))
         return names[occurrence]
@@ -290,6 +307,11 @@ def _producer_with_name(tensor: Tensor) -> tuple[Any, str]:
         if product is not None and product.name() == _LINEAR:
             return product, _LINEAR
     return node, name
+
+
+def passes_on(node: Any) -> bool:
+    """Whether a node only hands on what another has made."""
+    return node.name() in _FORWARDING
 
 
 def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:

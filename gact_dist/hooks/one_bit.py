@@ -67,6 +67,11 @@ def read_by(frame: FrameType) -> Read | None:
     return None if found is None else found[1](frame)
 
 
+def shows_reads(frame: FrameType) -> bool:
+    """Whether read_by() looks into a frame."""
+    return id(frame.f_code) in _READS
+
+
 def role_of_read(tensor: Tensor, read: Read) -> Role:
     """The role of a tensor of which less than all is read."""
     if isinstance(read, OneBit):

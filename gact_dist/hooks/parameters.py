@@ -150,6 +150,10 @@ class ParameterRecognition:
             return True
         return all(storage_id(part) in self._owned for part in parts_of(tensor))
 
+    def has(self, key: int) -> bool:
+        """Whether a storage is that of a parameter or a buffer. key: its storage_id()."""
+        return key in self._owned
+
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
         """Within the context the model's present buffers count as well: the clones that replace its own during a
@@ -170,10 +174,11 @@ class ParameterRecognition:
         kind = type(tensor)
         if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
             return True
-        node = tensor.grad_fn
+        node, base = tensor.grad_fn, tensor._base
         if node is not None:
+            if type(base) is nn.Parameter and base.grad_fn is None:  # a transposed weight, mostly
+                return True
             return operator_name(node.name()) in _MAY_KEEP_PARAMETERS and made_from_parameters(node)
-        base = tensor._base
         if base is not None and isinstance(base, nn.Parameter):
             return True
         if storage_id(tensor) in self._owned:

@@ -40,6 +40,8 @@ class Captured(NamedTuple):
     """how the whole repeats it"""
     recipe: Recipe | None = None
     """what gives it back exactly"""
+    may_have_recipe: bool = True
+    """whether to look for what gives it back as others are stored"""
 
     @property
     def graph(self) -> Tensor:
@@ -156,7 +158,7 @@ class Store(Sink):
 
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
-        tensor, name, _, record, *_, recipe = captured
+        tensor, name, record, recipe = captured.tensor, captured.name, captured.record, captured.recipe
         payload = self._content_of(captured) if recipe is None else recipe
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
@@ -167,7 +169,7 @@ class Store(Sink):
     def _content_of(self, captured: Captured) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
         tensor, name, role, _, _, read, *_ = captured
-        encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
+        encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None and captured.may_have_recipe
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
             if RECOMPUTED in name:  # until the next plan what was measured as stored is stored
                 measured = name in self.plan.bits

@@ -1,0 +1,308 @@
+"""What is saved as in the step before is recognised by a few looks, and stored as it would be after many."""
+
+import gc
+import random
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gact_dist
+from gact_dist import Config
+from gact_dist._torch_internals import APPLY_HAS_FRAME
+from gact_dist.hooks import engine
+from gact_dist.hooks.settled import Settled
+from tests.support import block_models, create_graph_jobs, unusual_jobs
+
+STEPS = 7
+CONFIGS = {
+    "L2": Config.from_level("L2", adapt_interval=4, min_numel=0),
+    "one width": Config(policy="uniform", bits=4, min_numel=0),
+}
+pytestmark = pytest.mark.skipif(not APPLY_HAS_FRAME, reason="nothing settles where custom functions show no frame")
+
+
+@pytest.fixture
+def settled_saves(monkeypatch):
+    """Counts what goes the short way."""
+    counts = []
+    pack = engine.SavedTensorHooks._pack_settled
+
+    def counted(self, *arguments):
+        handle = pack(self, *arguments)
+        counts.append(handle is not None)
+        return handle
+
+    monkeypatch.setattr(engine.SavedTensorHooks, "_pack_settled", counted)
+    return counts
+
+
+def trained(model, loss_of, settings, steps=STEPS):
+    """For each step, (gradient, rows of the report). loss_of(model, step): the loss."""
+    gact = gact_dist.attach(model, config=settings)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        random.seed(step)
+        np.random.seed(step)
+        with gact.step(lambda _, step=step: loss_of(model, step), ()):
+            loss = loss_of(model, step)
+        loss.backward()
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        gradient = torch.cat([parameter.grad.to_dense().flatten() for parameter in parameters])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.01 * parameter.grad
+        model.zero_grad()
+        found.append((gradient, gact.report().rows))
+    gact.detach()
+    return found
+
+
+def check_alike(make, settings, monkeypatch, steps=STEPS):
+    """The same with and without a short way. make: () -> (model, loss_of)."""
+    short = trained(*make(), settings, steps)
+    with monkeypatch.context() as context:
+        context.setattr(Settled, "matches", lambda *_: False)
+        full = trained(*make(), settings, steps)
+    for step, ((gradient, rows), (expected, expected_rows)) in enumerate(zip(short, full, strict=True)):
+        assert [row.name for row in rows] == [row.name for row in expected_rows], step
+        assert rows == expected_rows, step
+        assert torch.equal(gradient, expected), step
+    gc.collect()
+
+
+def of_case(make):
+    def made():
+        torch.manual_seed(0)
+        case = make()
+        for _ in range(getattr(case, "warm_up", 0)):
+            case[1](case[2])
+        return case[0], lambda _, __: case[1](case[2])
+
+    return made
+
+
+@pytest.mark.parametrize("name", block_models.CASES)
+def test_a_model_stores_what_it_would_after_many_looks(name, settled_saves, monkeypatch):
+    check_alike(of_case(block_models.CASES[name]), CONFIGS["one width"], monkeypatch, steps=4)
+    assert any(settled_saves) or name == "random numbers of Python and NumPy"  # of its layers each step skips others
+
+
+@pytest.mark.parametrize("name", ["gpt with dropout", "unet", "frozen", "llama with labels", "GAT"])
+def test_so_it_does_under_plans_that_change(name, settled_saves, monkeypatch):
+    check_alike(of_case(block_models.CASES[name]), CONFIGS["L2"], monkeypatch)
+    assert any(settled_saves)
+
+
+@pytest.mark.parametrize("name", unusual_jobs.JOBS)
+def test_so_does_an_unusual_job(name, monkeypatch):
+    check_alike(of_case(unusual_jobs.JOBS[name]), CONFIGS["one width"], monkeypatch, steps=4)
+
+
+@pytest.mark.parametrize("name", create_graph_jobs.JOBS)
+def test_so_does_a_backward_that_makes_a_graph(name, monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        model, batch, loss_fn = create_graph_jobs.JOBS[name]()
+        return model, lambda _, __: loss_fn(batch)
+
+    check_alike(made, CONFIGS["one width"], monkeypatch, steps=4)
+
+
+class Layers(nn.Module):
+    """Layers in an order that may differ from step to step."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+def in_orders(layers, orders, rows=(32,)):
+    def made():
+        torch.manual_seed(0)
+        model = Layers(*layers())
+        batches = [torch.randn(rows[step % len(rows)], 64) for step in range(STEPS)]
+        return model, lambda model, step: model(batches[step], orders[step % len(orders)]).square().mean()
+
+    return made
+
+
+def linears_and_activations():
+    return nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.ReLU(), nn.GELU()
+
+
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "orders",
+    [
+        [(0, 1, 2, 5), (0, 5, 2, 1)],
+        [(0, 1, 2, 3), (0, 2, 3), (0, 1, 1, 2, 3)],
+        [(0, 4, 2, 4), (0, 1, 2, 4), (0, 4, 4, 2)],
+        [(0,), (0, 3, 4, 2, 0, 1)],
+        [(0, 1, 2), (0, 1, 0)],
+    ],
+    ids=str,
+)
+def test_an_order_that_changes_from_step_to_step(orders, settings, monkeypatch):
+    check_alike(in_orders(linears_and_activations, orders), settings, monkeypatch, steps=STEPS)
+
+
+def test_batches_of_several_sizes(monkeypatch, settled_saves):
+    """The smaller ones are too small to be rounded."""
+    made = in_orders(linears_and_activations, [(0, 1, 2, 4)], rows=(32, 32, 16))
+    check_alike(made, Config(policy="uniform", bits=4, min_numel=1500), monkeypatch)
+    assert any(settled_saves)
+
+
+class Changing(nn.Module):
+    """At one place, in turn: an activation and a parameter; with noise and with ones; in place and not."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(64, 64), nn.Linear(64, 64), how
+        self.weight = nn.Parameter(torch.randn(32, 64))
+        self.register_buffer("table", torch.rand(32, 64))
+
+    def forward(self, x, step):
+        return self.how(self, self.first(x), step)
+
+
+def noise_or_others(model, x, step):
+    noise = torch.rand(32, 64) if step % 2 else (torch.rand(32, 64) > 0.5).float() * 2
+    return model.last(x * noise)
+
+
+def activation_or_frozen(model, x, step):
+    return model.last(x * (model.weight if step % 2 else model.weight.detach()))
+
+
+def kept_or_given(model, x, step):
+    factor = x.detach() if step % 2 else model.weight.detach().clone()
+    return model.last(x) * factor
+
+
+def made_or_buffer(model, x, step):
+    return model.last(x) * (torch.rand(32, 64) if step % 2 else model.table)
+
+
+def in_place_or_not(model, x, step):
+    return model.last(x.relu_() if step % 2 else x.relu()) * x
+
+
+def saved_before(model, x, step):
+    return model.last(x) + (x.tanh().sum() if step % 2 else 0) + x.sin().sum() * 1e-3
+
+
+def on_another_line(model, x, step):
+    if step % 2:
+        return model.last(x.sin())
+    return model.last(x.sin() * 3)
+
+
+def by_another_operator(model, x, step):
+    return model.last((x.tanh() if step % 2 else x.sigmoid()) * 2)
+
+
+def a_view_or_not(model, x, step):
+    return model.last(x.view(32, 64) if step % 2 else x.t().contiguous().t())
+
+
+def a_part(model, x, step):
+    return model.last((x if step % 2 else torch.cat((x, x))[:32]).sin())
+
+
+def without_gradient(model, x, step):
+    return model.last(x.detach() if step % 2 else x)
+
+
+def of_another_type(model, x, step):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(step % 2)):
+        return model.last(F.gelu(x)).float()
+
+
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        noise_or_others, made_or_buffer, activation_or_frozen, kept_or_given, in_place_or_not, saved_before,
+        on_another_line, by_another_operator, a_view_or_not, a_part, without_gradient, of_another_type,
+    ],
+)  # fmt: skip
+def test_a_place_where_things_change(how, settings, monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        batches = [torch.randn(32, 64) for _ in range(STEPS)]
+        return Changing(how), lambda model, step: model(batches[step], step).square().mean()
+
+    check_alike(made, settings, monkeypatch)
+
+
+def test_an_argument_at_the_place_of_an_activation(monkeypatch):
+    """A tensor of the batch is neither stored nor counted, whatever was saved there before."""
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x, other, uses_other):
+            return self.layer(x) * (other if uses_other else torch.ones(32, 64))
+
+    def made():
+        torch.manual_seed(0)
+        batches = [(torch.randn(32, 64), torch.randn(32, 64)) for _ in range(STEPS)]
+        return Adds(), lambda model, step: model(*batches[step], step % 2).square().mean()
+
+    check_alike(made, CONFIGS["one width"], monkeypatch)
+
+
+def test_a_new_plan_and_a_loaded_state_are_obeyed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+
+    def rows():
+        with gact.step():
+            loss = model(x).square().mean()
+        loss.backward()
+        return {row.name: row.bits for row in gact.report().rows if row.codec == "quantised"}
+
+    before = [rows() for _ in range(4)][-1]
+    assert set(before.values()) == {4.0}
+    state = gact.state_dict()
+    gact.load_state_dict(state)
+    assert [rows() for _ in range(3)][-1] == before
+    gact.detach()
+    again = gact_dist.attach(model, config=Config(policy="uniform", bits=2, min_numel=0))
+    with again.step():
+        loss = model(x).square().mean()
+    loss.backward()
+    assert {row.bits for row in again.report().rows if row.codec == "quantised"} <= {2.0}
+    again.detach()
+
+
+def test_what_is_settled_keeps_no_tensor_alive():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    for _ in range(4):
+        x = torch.randn(32, 64, requires_grad=True)
+        with gact.step():
+            hidden = model(x)
+            loss = hidden.square().mean()
+        loss.backward()
+    watched = [ref(x), ref(hidden), ref(loss)]
+    del x, hidden, loss
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * 3
+    gact.detach()
