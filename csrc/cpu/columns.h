@@ -9,38 +9,6 @@
 namespace gact {
 namespace {
 
-inline void prefetch(const void* start, int size_bytes) {
-#if defined(__x86_64__)
-  for (int line = 0; line < size_bytes; line += kCacheLine) {
-    _mm_prefetch(static_cast<const char*>(start) + line, _MM_HINT_T0);
-  }
-#endif
-}
-
-// Prefetches rows of a panel, some at a time, in the order of memory.
-template <class T>
-class RowsAhead {
- public:
-  RowsAhead(const T* first, i64 stride, int width) : row_(first), stride_(stride), width_(width) {}
-
-  void advance(int elements) {
-    while (elements > 0) {
-      const int count = elements < width_ - column_ ? elements : width_ - column_;
-      prefetch(row_ + column_, count * static_cast<int>(sizeof(T)));
-      elements -= count;
-      column_ += count;
-      if (column_ < width_) return;
-      column_ = 0;
-      row_ += stride_;
-    }
-  }
-
- private:
-  const T* row_;
-  i64 stride_;
-  int width_, column_ = 0;
-};
-
 inline void end_of_streaming(bool stream) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
@@ -190,7 +158,7 @@ Rows<T> strip_of(T* first, i64 stride, int lanes) {
 // A last tile of fewer than 32 rows, filled with the offsets, whose codes and fractions are zero.
 template <class Isa, class T, int BITS>
 void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
-                   const TileNoise<Isa>& noise, const Rows<u32>& out) {
+                   const TileNoise<Isa>& noise, const Rows<u32>& out, RowsAhead<T>& ahead) {
   constexpr int kWidth = kStrip<Isa>;
   T values[kTileRows * kWidth];
   alignas(kCacheLine) u32 words[BITS * kWidth];
@@ -204,7 +172,7 @@ void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, Strip
     }
   }
   quantise_tile<Isa, T, BITS>(strip_of<const T>(values, kWidth, Isa::kLanes), groups, noise,
-                              strip_of(words, kWidth, Isa::kLanes));
+                              strip_of(words, kWidth, Isa::kLanes), ahead);
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
   });
@@ -237,11 +205,10 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
       const Rows<u32> out = strip_of(words + column, columns, kLanes);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + 2 * number, keys, job.seed, panel.first_row + row);
       if (row + kTileRows > panel.rows) {
-        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
+        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
         continue;
       }
-      ahead.advance(kTileRows * kStrip<Isa>);
-      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out);
+      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, ahead);
     }
   }
   for (int column = 0; column < panel.width; column += kLanes) {

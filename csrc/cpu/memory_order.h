@@ -84,7 +84,7 @@ struct SetGroups {
 // The sets of a tile, whose first group is number `group` of the arrays. Writes the sums of edge_of.
 template <class Isa, class T, int BITS>
 void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int group, const TileNoise<Isa>& noise,
-                   u32* words, u32* edges) {
+                   u32* words, u32* edges, RowsAhead<T>& ahead) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
   typename Isa::Words of_quads[2][kQuads];
@@ -94,7 +94,8 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
     of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
     of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
   }
-  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise, sets_at<Isa>(words, BITS * kRowElements));
+  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise, sets_at<Isa>(words, BITS * kRowElements),
+                              ahead);
   for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
   for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
 }
@@ -134,11 +135,11 @@ void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count)
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   ranges_of<Isa>(x, size, count / size, groups);
   describe_groups<T>(groups, count / size, BITS, job.offsets + start / size);
+  RowsAhead<T> ahead(x + kPrefetchElements, count, count);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
-    prefetch(x + i + kPrefetchElements, kTileElements<Isa> * sizeof(T));
     quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set), job.words + set * BITS * kRowElements,
-                                edges);
+                                edges, ahead);
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
@@ -161,7 +162,8 @@ void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) 
   for (int g = group_count; g < kElements / size; ++g) groups.offset[g] = groups.inverse[g] = 0.0f;
   for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
-  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges);
+  RowsAhead<T> nothing_ahead(x, 0, kElements);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, nothing_ahead);
   edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
   for (int set = 0; set * kSetElements < count; ++set) {
     const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
