@@ -45,6 +45,20 @@ inline Panel panel_at(i64 unit, i64 numel, int group_size, i64 columns, int elem
 template <class Isa>
 constexpr int kStrip = 2 * Isa::kLanes;  // columns of two vectors
 
+// Rows of a strip.
+template <class Isa, class T>
+struct StripRows {
+  T* first;
+  i64 stride;
+
+  T* at(int vector, i64 row) const { return first + row * stride + vector * Isa::kLanes; }
+};
+
+template <class Isa, class T>
+StripRows<Isa, T> strip_of(T* first, i64 stride) {
+  return StripRows<Isa, T>{first, stride};
+}
+
 // Those of each vector of columns of a panel.
 template <class Isa>
 using PanelNoise = PairVectors<Isa>[kMostGroups / Isa::kLanes];
@@ -150,15 +164,10 @@ struct StripGroups {
   }
 };
 
-template <class T>
-Rows<T> strip_of(T* first, i64 stride, int lanes) {
-  return Rows<T>{{first, first + lanes}, stride};
-}
-
 // A last tile of fewer than 32 rows, filled with the offsets, whose codes and fractions are zero.
 template <class Isa, class T, int BITS>
-void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
-                   const TileNoise<Isa>& noise, const Rows<u32>& out, RowsAhead<T>& ahead) {
+void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
+                   const TileNoise<Isa>& noise, const StripRows<Isa, u32>& out, RowsAhead<T>& ahead) {
   constexpr int kWidth = kStrip<Isa>;
   T values[kTileRows * kWidth];
   alignas(kCacheLine) u32 words[BITS * kWidth];
@@ -171,8 +180,8 @@ void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, Strip
       }
     }
   }
-  quantise_tile<Isa, T, BITS>(strip_of<const T>(values, kWidth, Isa::kLanes), groups, noise,
-                              strip_of(words, kWidth, Isa::kLanes), ahead);
+  quantise_tile<Isa, T, BITS>(strip_of<Isa, const T>(values, kWidth), groups, noise, strip_of<Isa>(words, kWidth),
+                              ahead);
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
   });
@@ -201,8 +210,8 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
     u32* words = job.words + (panel.first_row + row) / kTileRows * BITS * columns + panel.first_column;
     for (int column = 0; column < panel.width; column += kStrip<Isa>) {
       const int number = column / kStrip<Isa>;
-      const Rows<const T> tile = strip_of(x + row * columns + column, columns, kLanes);
-      const Rows<u32> out = strip_of(words + column, columns, kLanes);
+      const auto tile = strip_of<Isa>(x + row * columns + column, columns);
+      const auto out = strip_of<Isa>(words + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + 2 * number, keys, job.seed, panel.first_row + row);
       if (row + kTileRows > panel.rows) {
         quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
@@ -312,16 +321,16 @@ StripUnits<Isa> units_at(const DecodeArrays& arrays, int column) {
 }
 
 template <class Isa, class T, int BITS>
-void decode_rest(const Rows<const u32>& words, int rows, const StripUnits<Isa>& groups, const TileNoise<Isa>* noise,
-                 const Rows<T>& out) {
+void decode_rest(const StripRows<Isa, const u32>& words, int rows, const StripUnits<Isa>& groups,
+                 const TileNoise<Isa>* noise, const StripRows<Isa, T>& out) {
   constexpr int kWidth = kStrip<Isa>;
   alignas(kCacheLine) u32 whole[BITS * kWidth] = {};
   T values[kTileRows * kWidth];
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(whole + in_whole * kWidth, words.at(0, row), kWidth * sizeof(u32));
   });
-  decode_blocks<Isa, T, BITS>(strip_of<const u32>(whole, kWidth, Isa::kLanes), groups, noise,
-                              strip_of(values, kWidth, Isa::kLanes), false, 0, kBlocks);
+  decode_blocks<Isa, BITS>(strip_of<Isa, const u32>(whole, kWidth), groups, noise, strip_of<Isa>(values, kWidth), false,
+                           0, kBlocks);
   for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
 }
 
@@ -341,12 +350,12 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
     const u32* words = job.words + (panel.first_row + tile) / kTileRows * BITS * columns + panel.first_column;
     for (int column = 0; column < panel.width; column += kStrip<Isa>) {
       const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
-      const Rows<const u32> stored = strip_of(words + column, columns, Isa::kLanes);
-      const Rows<T> values = strip_of(out + tile * columns + column, columns, Isa::kLanes);
+      const auto stored = strip_of<Isa>(words + column, columns);
+      const auto values = strip_of<Isa>(out + tile * columns + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
       if (whole) {
-        decode_blocks<Isa, T, BITS>(stored, groups, used, values, stream, block, block + 1);
+        decode_blocks<Isa, BITS>(stored, groups, used, values, stream, block, block + 1);
       } else {
         decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);
       }

@@ -24,11 +24,20 @@ constexpr int set_of(int vector) {
   return vector * Isa::kLanes / kRowElements;
 }
 
-// Vectors of a tile, given its elements or its words; `set_size` of these are a set.
-template <class Isa, class T>
-Rows<T> sets_at(T* first, int set_size) {
-  constexpr int kInRow = Isa::kLanes % kRowElements;
-  return Rows<T>{{first, first + set_of<Isa>(1) * set_size + kInRow}, kRowElements};
+// Rows of a tile, given its elements or its words; SIZE of these are a set.
+template <class Isa, int SIZE, class T>
+struct SetRows {
+  T* first;
+
+  T* at(int vector, i64 row) const {
+    constexpr int kSecond = set_of<Isa>(1) * SIZE + Isa::kLanes % kRowElements;
+    return first + row * kRowElements + vector * kSecond;
+  }
+};
+
+template <class Isa, int SIZE, class T>
+SetRows<Isa, SIZE, T> sets_at(T* first) {
+  return SetRows<Isa, SIZE, T>{first};
 }
 
 // The pairs of columns of the vectors of a tile.
@@ -94,7 +103,7 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
     of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
     of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
   }
-  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise, sets_at<Isa>(words, BITS * kRowElements),
+  quantise_tile<Isa, T, BITS>(sets_at<Isa, kSetElements>(x), of_tile, noise, sets_at<Isa, BITS * kRowElements>(words),
                               ahead);
   for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
   for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
@@ -225,8 +234,8 @@ void decode_sets(const u32* words, int group_size, const DecodeArrays& arrays, i
     groups.bases[v] = arrays.base + first;
     groups.masks[v] = arrays.mask + first;
   }
-  decode_blocks<Isa, T, BITS>(sets_at<Isa>(words, BITS * kRowElements), groups, arrays.any_dithered ? &noise : nullptr,
-                              sets_at<Isa>(out, kSetElements), stream, 0, kBlocks);
+  decode_blocks<Isa, BITS>(sets_at<Isa, BITS * kRowElements>(words), groups, arrays.any_dithered ? &noise : nullptr,
+                           sets_at<Isa, kSetElements>(out), stream, 0, kBlocks);
 }
 
 template <class Isa, class T, int BITS>
