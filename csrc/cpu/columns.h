@@ -9,6 +9,9 @@
 namespace gact {
 namespace {
 
+// Whether a cache line begins there, as stores that bypass the cache need.
+inline bool is_line(const void* start) { return reinterpret_cast<u64>(start) % kCacheLine == 0; }
+
 inline void end_of_streaming(bool stream) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
@@ -181,7 +184,7 @@ void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offs
     }
   }
   quantise_tile<Isa, T, BITS>(strip_of<Isa, const T>(values, kWidth), groups, noise, strip_of<Isa>(words, kWidth),
-                              ahead);
+                              false, ahead);
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
   });
@@ -189,7 +192,7 @@ void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offs
 
 template <class Isa, class T, int BITS>
 void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, const GroupArrays& groups,
-                    u32 edges[kMostGroups]) {
+                    u32 edges[kMostGroups], bool stream) {
   constexpr int kLanes = Isa::kLanes;
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   const i64 columns = job.columns;
@@ -217,22 +220,22 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
         quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
         continue;
       }
-      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, ahead);
+      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, stream, ahead);
     }
   }
   for (int column = 0; column < panel.width; column += kLanes) {
-    Isa::store(edges + column, Isa::edge_sums(strips[column / kStrip<Isa>].sums[column / kLanes % 2]));
+    Isa::store(edges + column, Isa::edge_sums(strips[column / kStrip<Isa>].sums[column / kLanes % 2]), false);
   }
 }
 
 template <class Isa, class T, int BITS>
-void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys) {
+void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
   alignas(kCacheLine) GroupArrays groups;
   alignas(kCacheLine) u32 edges[kMostGroups];
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   column_ranges(x, job.columns, panel, groups);
   describe_groups<T>(groups, panel.width, BITS, job.offsets + panel.first_group);
-  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges);
+  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream);
   const u32 of_filling = 128u * static_cast<u32>(-panel.rows & (kTileRows - 1));
   i32 any_slow = 0;
   for (int c = 0; c < panel.width; ++c) {
@@ -249,9 +252,11 @@ template <class Isa, class T, int BITS>
 void pack_panels(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
+  const bool stream = job.stream && is_line(job.words);
   for (i64 unit = first; unit < last; ++unit) {
-    pack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys);
+    pack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys, stream);
   }
+  end_of_streaming(stream);
 }
 
 // ---- unpack
@@ -368,7 +373,7 @@ template <class Isa, class T, int BITS>
 void unpack_panels(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
-  const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
+  const bool stream = job.stream && is_line(job.out);
   for (i64 unit = first; unit < last; ++unit) {
     unpack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys, stream);
   }

@@ -56,7 +56,7 @@ struct Avx2Isa {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
 
-  static void store(u32* out, Words words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), words); }
+  static void store(u32* out, Words words, bool stream) { store32(out, words, stream); }
 
   template <bool>
   static void store_values(float* first, float* second, Floats x, Floats y, bool stream) {
@@ -113,7 +113,7 @@ struct Avx2Isa {
   static Words edge_sums(Words x) { return _mm256_add_epi32(both(x, set(0xFFFFu)), _mm256_srli_epi32(x, 16)); }
   static u32 sum(Words x) {
     alignas(32) u32 lanes[8];
-    store(lanes, x);
+    store(lanes, x, false);
     u32 total = 0;
     for (u32 lane : lanes) total += lane;
     return total;

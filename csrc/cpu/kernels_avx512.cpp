@@ -63,7 +63,7 @@ struct Avx512Isa {
     return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, _mm512_load_si512(kUpper), twice));
   }
 
-  static void store(u32* out, Words words) { _mm512_storeu_si512(out, words); }
+  static void store(u32* out, Words words, bool stream) { store64(out, words, stream); }
 
   template <bool ADJACENT>
   static void store_values(float* first, float* second, Floats x, Floats y, bool stream) {

@@ -33,7 +33,7 @@ struct ScalarIsa {
     for (int i = 0; i < kLanes; ++i) values[i] = to_float(x[i]);
     return values;
   }
-  static void store(u32* out, Words words) { std::memcpy(out, &words, sizeof(words)); }
+  static void store(u32* out, Words words, bool) { std::memcpy(out, &words, sizeof(words)); }
   template <bool, class T>
   GACT_LANES void store_values(T* first, T* second, Floats x, Floats y, bool) {
     for (int i = 0; i < kLanes; ++i) from_float(x[i], first + i);

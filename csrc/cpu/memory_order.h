@@ -93,7 +93,7 @@ struct SetGroups {
 // The sets of a tile, whose first group is number `group` of the arrays. Writes the sums of edge_of.
 template <class Isa, class T, int BITS>
 void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int group, const TileNoise<Isa>& noise,
-                   u32* words, u32* edges, RowsAhead<T>& ahead) {
+                   u32* words, u32* edges, bool stream, RowsAhead<T>& ahead) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
   typename Isa::Words of_quads[2][kQuads];
@@ -104,7 +104,7 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
     of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
   }
   quantise_tile<Isa, T, BITS>(sets_at<Isa, kSetElements>(x), of_tile, noise, sets_at<Isa, BITS * kRowElements>(words),
-                              ahead);
+                              stream, ahead);
   for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
   for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
 }
@@ -135,7 +135,7 @@ void finish_groups(const PackJob& job, i64 first, int count, const GroupArrays& 
 
 // Whole tiles: elements start .. start + count - 1, at most kChunkElements.
 template <class Isa, class T, int BITS>
-void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count, bool stream) {
   GroupArrays groups;
   u32 edges[kChunkElements / 64];
   const T* x = static_cast<const T*>(job.x) + start;
@@ -148,7 +148,7 @@ void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count)
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set), job.words + set * BITS * kRowElements,
-                                edges, ahead);
+                                edges, stream, ahead);
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
@@ -172,7 +172,7 @@ void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) 
   for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   RowsAhead<T> nothing_ahead(x, 0, kElements);
-  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, nothing_ahead);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, false, nothing_ahead);
   edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
   for (int set = 0; set * kSetElements < count; ++set) {
     const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
@@ -202,9 +202,11 @@ template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
+  const bool stream = job.stream && is_line(job.words);
   for_chunks<Isa>(
-      job.numel, first, last, [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count); },
+      job.numel, first, last, [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count, stream); },
       [&](i64 start, int count) { pack_rest<Isa, T, BITS>(job, keys, start, count); });
+  end_of_streaming(stream);
 }
 
 // ---- unpack
@@ -280,7 +282,7 @@ template <class Isa, class T, int BITS>
 void unpack_units(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
-  const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
+  const bool stream = job.stream && is_line(job.out);
   for_chunks<Isa>(
       job.numel, first, last,
       [&](i64 start, int count) { unpack_chunk<Isa, T, BITS>(job, keys, start, count, stream); },

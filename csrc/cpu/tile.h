@@ -7,7 +7,7 @@
 //   kPairs                             0, 0, 1, 0, 2, 0 ..: pairs of columns in the lower halves of 64 bits
 //   multiply(x, factor), upper(x)      the 64-bit products of those halves; the upper halves as lower ones
 //   last_words(product, x, key)        lower halves of 64 bits: upper(product) ^ x ^ key beneath the product's own
-//   load(x), store(out, words)         a vector of elements of any type, of words
+//   load(x), store(out, words, stream) a vector of elements of any type, of words
 //   store_values<ADJACENT>(first, second, x, y, stream)    two vectors as elements; the second may follow the first
 //   set(x)                             on each lane
 //   add, both, xored, shifted_left<N>, shifted_right<N>, shifted_right_by     on each lane; both is &, xored has three
@@ -186,21 +186,21 @@ GACT_INLINE typename Isa::Words with_field(typename Isa::Words word, const typen
 
 template <class Isa, int BITS, class Out>
 GACT_INLINE void put_codes(const typename Isa::Words codes[2], int block, int vector, FieldWords<Isa>& fields,
-                           const Out& out) {
+                           const Out& out, bool stream) {
   if constexpr (kHasField<BITS, 8>) {
-    Isa::store(out.at(vector, 2 * block), codes[0]);
-    Isa::store(out.at(vector, 2 * block + 1), codes[1]);
+    Isa::store(out.at(vector, 2 * block), codes[0], stream);
+    Isa::store(out.at(vector, 2 * block + 1), codes[1], stream);
   }
   if constexpr (kHasField<BITS, 4>) {
-    Isa::store(out.at(vector, block), with_field<Isa, BITS, 4>(codes[0], codes));
+    Isa::store(out.at(vector, block), with_field<Isa, BITS, 4>(codes[0], codes), stream);
   }
   if constexpr (kHasField<BITS, 2>) {
     fields.of_two[vector] = with_field<Isa, BITS, 2>(fields.of_two[vector], codes);
-    if (block % 2 == 1) Isa::store(out.at(vector, field_start(BITS, 2) + block / 2), fields.of_two[vector]);
+    if (block % 2 == 1) Isa::store(out.at(vector, field_start(BITS, 2) + block / 2), fields.of_two[vector], stream);
   }
   if constexpr (kHasField<BITS, 1>) {
     fields.of_one[vector] = with_field<Isa, BITS, 1>(fields.of_one[vector], codes);
-    if (block == kBlocks - 1) Isa::store(out.at(vector, field_start(BITS, 1)), fields.of_one[vector]);
+    if (block == kBlocks - 1) Isa::store(out.at(vector, field_start(BITS, 1)), fields.of_one[vector], stream);
   }
 }
 
@@ -256,7 +256,7 @@ GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad,
 
 template <class Isa, class T, int BITS, class Groups, class In, class Out>
 __attribute__((noinline)) void quantise_tile(const In x, Groups& stored_groups, const TileNoise<Isa>& noise,
-                                             const Out out, RowsAhead<T>& stored_ahead) {
+                                             const Out out, bool stream, RowsAhead<T>& stored_ahead) {
   Groups groups = stored_groups;  // in registers
   RowsAhead<T> ahead = stored_ahead;
   FieldWords<Isa> fields = {};
@@ -267,7 +267,7 @@ __attribute__((noinline)) void quantise_tile(const In x, Groups& stored_groups, 
     for (int v = 0; v < 2; ++v) {
       const typename Isa::Words codes[2] = {quantise_quad<Isa, T>(x, v, 2 * block, groups, random[v][0], ahead),
                                             quantise_quad<Isa, T>(x, v, 2 * block + 1, groups, random[v][1], ahead)};
-      put_codes<Isa, BITS>(codes, block, v, fields, out);
+      put_codes<Isa, BITS>(codes, block, v, fields, out, stream);
     }
   }
   stored_groups = groups;
