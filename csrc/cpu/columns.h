@@ -107,30 +107,35 @@ struct RangeArrays {
   Unsigned most[kMostGroups], least[kMostGroups];
 };
 
+// Prefetches half as many elements as it reads.
 template <int ROWS, class T>
-void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays) {
+void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays, RowsAhead<T>& ahead) {
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
-  for (int c = 0; c < width; ++c) {
-    Signed most_signed = arrays.most_signed[c];
-    Unsigned most = arrays.most[c], least = arrays.least[c];
-    for (int row = 0; row < ROWS; ++row) {
-      const Unsigned bits = raw(x[row * stride + c]);
-      const Signed as_signed = static_cast<Signed>(bits);
-      most_signed = as_signed > most_signed ? as_signed : most_signed;
-      most = bits > most ? bits : most;
-      least = bits < least ? bits : least;
+  constexpr int kColumns = RowsAhead<T>::kElements;
+  for (int first = 0; first < width; first += kColumns) {
+    for (int i = 0; i < ROWS / 2; ++i) ahead.advance();
+    for (int c = first; c < first + kColumns; ++c) {
+      Signed most_signed = arrays.most_signed[c];
+      Unsigned most = arrays.most[c], least = arrays.least[c];
+      for (int row = 0; row < ROWS; ++row) {
+        const Unsigned bits = raw(x[row * stride + c]);
+        const Signed as_signed = static_cast<Signed>(bits);
+        most_signed = as_signed > most_signed ? as_signed : most_signed;
+        most = bits > most ? bits : most;
+        least = bits < least ? bits : least;
+      }
+      arrays.most_signed[c] = most_signed;
+      arrays.most[c] = most;
+      arrays.least[c] = least;
     }
-    arrays.most_signed[c] = most_signed;
-    arrays.most[c] = most;
-    arrays.least[c] = least;
   }
 }
 
 // Floats as integers: among negative ones the largest is the lowest float, and beyond an infinity there is NaN. So of
 // the largest signed, the largest unsigned and the smallest unsigned integer two are the range, and NaN is one of them.
 template <class T>
-void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups) {
+void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups, RowsAhead<T>& ahead) {
   constexpr int kRowsAtOnce = 8;
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
@@ -141,9 +146,9 @@ void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& grou
   }
   int row = 0;
   for (; row + kRowsAtOnce <= panel.rows; row += kRowsAtOnce) {
-    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays);
+    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays, ahead);
   }
-  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays);
+  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays, ahead);
   for (int c = 0; c < panel.width; ++c) {
     const bool any_negative = static_cast<Signed>(arrays.most[c]) < 0, all_negative = arrays.most_signed[c] < 0;
     const float low = from_raw(any_negative ? arrays.most[c] : arrays.least[c], T{});
@@ -159,6 +164,8 @@ template <class Isa>
 struct StripGroups {
   typename Isa::Floats offsets[2], inverses[2];
   typename Isa::Words sums[2];
+
+  static constexpr int kPerAhead = 64;  // half of what is read; the ranges prefetch the other half
 
   GACT_INLINE typename Isa::Floats offset(int vector, int) const { return offsets[vector]; }
   GACT_INLINE typename Isa::Floats inverse(int vector, int) const { return inverses[vector]; }
@@ -192,13 +199,10 @@ void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offs
 
 template <class Isa, class T, int BITS>
 void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, const GroupArrays& groups,
-                    u32 edges[kMostGroups], bool stream) {
+                    u32 edges[kMostGroups], bool stream, RowsAhead<T>& ahead) {
   constexpr int kLanes = Isa::kLanes;
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   const i64 columns = job.columns;
-  const bool in_next_block = panel.first_column + panel.width == columns;
-  const T* next = in_next_block ? x - panel.first_column + job.group_size * columns : x + panel.width;
-  RowsAhead<T> ahead(next, columns, panel.width);
   PanelNoise<Isa> pairs;
   StripGroups<Isa> strips[kMostGroups / kStrip<Isa>];
   make_pairs<Isa>(panel, keys, pairs);
@@ -220,6 +224,7 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
         quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
         continue;
       }
+      ahead.translate();
       quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, stream, ahead);
     }
   }
@@ -233,9 +238,12 @@ void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, b
   alignas(kCacheLine) GroupArrays groups;
   alignas(kCacheLine) u32 edges[kMostGroups];
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
-  column_ranges(x, job.columns, panel, groups);
+  const bool in_next_block = panel.first_column + panel.width == job.columns;
+  const T* next = in_next_block ? x - panel.first_column + job.group_size * job.columns : x + panel.width;
+  RowsAhead<T> ahead(next, job.columns, panel.width);
+  column_ranges(x, job.columns, panel, groups, ahead);
   describe_groups<T>(groups, panel.width, BITS, job.offsets + panel.first_group);
-  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream);
+  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream, ahead);
   const u32 of_filling = 128u * static_cast<u32>(-panel.rows & (kTileRows - 1));
   i32 any_slow = 0;
   for (int c = 0; c < panel.width; ++c) {

@@ -71,6 +71,8 @@ struct SetGroups {
   int shift;
   typename Isa::Words (*edges)[kQuads];  // of each vector
 
+  static constexpr int kPerAhead = 32;
+
   GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
     return Isa::set(offsets[vector][quad >> shift]);
   }

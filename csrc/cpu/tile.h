@@ -62,6 +62,9 @@ class RowsAhead {
   RowsAhead(const T* first, i64 stride, int width)
       : next_(first), end_(first + width), stride_(stride), width_(width) {}
 
+  // Has the address of a page translated that comes two rows later, for which its prefetches would wait.
+  GACT_INLINE void translate() const { prefetch(next_ + 2 * stride_); }
+
   GACT_INLINE void advance() {
     for (int i = 0; i < kElements; i += kCacheLine / sizeof(T)) prefetch(next_ + i);
     next_ += kElements;
@@ -233,8 +236,8 @@ GACT_INLINE void get_codes(const In& words, int block, int vector, typename Isa:
 
 // ---- quantising
 
-// The codes of four rows of a vector as bytes; as many elements are prefetched. Groups has offset(vector, quad) and
-// inverse(vector, quad), and takes add_edges(vector, quad, edges).
+// The codes of four rows of a vector as bytes. Groups has offset(vector, quad) and inverse(vector, quad), takes
+// add_edges(vector, quad, edges), and has some prefetched after every kPerAhead elements.
 template <class Isa, class T, class Groups, class In>
 GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad, Groups& groups,
                                               typename Isa::Words noise, RowsAhead<T>& ahead) {
@@ -244,7 +247,7 @@ GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad,
   for (int i = 0; i < 4; ++i) {
     sums[i] =
         Isa::rounded(Isa::load(x.at(vector, 4 * quad + i)), groups.offset(vector, quad), groups.inverse(vector, quad));
-    if ((i + 1) * Isa::kLanes % RowsAhead<T>::kElements == 0) ahead.advance();
+    if ((4 * vector + i + 1) * Isa::kLanes % Groups::kPerAhead == 0) ahead.advance();
   }
   // Two rows in the halves of a lane: their sums with the noise have 16 bits.
   const Words even = Isa::lower_halves(sums[0], sums[2]), odd = Isa::lower_halves(sums[1], sums[3]);
