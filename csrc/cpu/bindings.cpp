@@ -127,7 +127,8 @@ void run(Function in_order, Function by_column, const Job& job, int element_byte
   torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { function(job, first, last); });
 }
 
-void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer, int64_t columns) {
+void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const Tensor& buffer, bool stream,
+               int64_t columns) {
   check_format(bits, group_size);
   check_flat(x, "x");
   check_columns(x.numel(), columns);
@@ -144,16 +145,22 @@ void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, T
                     static_cast<u64>(seed),
                     reinterpret_cast<u32*>(bytes),
                     reinterpret_cast<u16*>(bytes + where.scale_start),
-                    reinterpret_cast<u16*>(bytes + where.offset_start)};
+                    reinterpret_cast<u16*>(bytes + where.offset_start),
+                    stream};
   const Kernels* kernels = active_kernels();
   run(kernels->pack, kernels->pack_columns, job, static_cast<int>(x.element_size()));
+}
+
+// As unpack_out.
+void pack_out(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, Tensor buffer, int64_t columns) {
+  pack_into(x, bits, group_size, seed, buffer, buffer.numel() >= kStreamBytes, columns);
 }
 
 Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int64_t columns) {
   check_format(bits, group_size);
   check_columns(x.numel(), columns);
   Tensor buffer = new_flat(sections(x.numel(), bits, group_size, columns).total, ScalarType::Byte);
-  pack_out(x, bits, group_size, seed, buffer, columns);
+  pack_into(x, bits, group_size, seed, buffer, false, columns);
   return buffer;
 }
 

@@ -9,37 +9,8 @@
 namespace gact {
 namespace {
 
-inline void prefetch(const void* start, int size_bytes) {
-#if defined(__x86_64__)
-  for (int line = 0; line < size_bytes; line += kCacheLine) {
-    _mm_prefetch(static_cast<const char*>(start) + line, _MM_HINT_T0);
-  }
-#endif
-}
-
-// Prefetches rows of a panel, some at a time, in the order of memory.
-template <class T>
-class RowsAhead {
- public:
-  RowsAhead(const T* first, i64 stride, int width) : row_(first), stride_(stride), width_(width) {}
-
-  void advance(int elements) {
-    while (elements > 0) {
-      const int count = elements < width_ - column_ ? elements : width_ - column_;
-      prefetch(row_ + column_, count * static_cast<int>(sizeof(T)));
-      elements -= count;
-      column_ += count;
-      if (column_ < width_) return;
-      column_ = 0;
-      row_ += stride_;
-    }
-  }
-
- private:
-  const T* row_;
-  i64 stride_;
-  int width_, column_ = 0;
-};
+// Whether a cache line begins there, as stores that bypass the cache need.
+inline bool is_line(const void* start) { return reinterpret_cast<u64>(start) % kCacheLine == 0; }
 
 inline void end_of_streaming(bool stream) {
 #if defined(__x86_64__)
@@ -76,6 +47,20 @@ inline Panel panel_at(i64 unit, i64 numel, int group_size, i64 columns, int elem
 
 template <class Isa>
 constexpr int kStrip = 2 * Isa::kLanes;  // columns of two vectors
+
+// Rows of a strip.
+template <class Isa, class T>
+struct StripRows {
+  T* first;
+  i64 stride;
+
+  T* at(int vector, i64 row) const { return first + row * stride + vector * Isa::kLanes; }
+};
+
+template <class Isa, class T>
+StripRows<Isa, T> strip_of(T* first, i64 stride) {
+  return StripRows<Isa, T>{first, stride};
+}
 
 // Those of each vector of columns of a panel.
 template <class Isa>
@@ -122,30 +107,35 @@ struct RangeArrays {
   Unsigned most[kMostGroups], least[kMostGroups];
 };
 
+// Prefetches half as many elements as it reads.
 template <int ROWS, class T>
-void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays) {
+void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays, RowsAhead<T>& ahead) {
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
-  for (int c = 0; c < width; ++c) {
-    Signed most_signed = arrays.most_signed[c];
-    Unsigned most = arrays.most[c], least = arrays.least[c];
-    for (int row = 0; row < ROWS; ++row) {
-      const Unsigned bits = raw(x[row * stride + c]);
-      const Signed as_signed = static_cast<Signed>(bits);
-      most_signed = as_signed > most_signed ? as_signed : most_signed;
-      most = bits > most ? bits : most;
-      least = bits < least ? bits : least;
+  constexpr int kColumns = RowsAhead<T>::kElements;
+  for (int first = 0; first < width; first += kColumns) {
+    for (int i = 0; i < ROWS / 2; ++i) ahead.advance();
+    for (int c = first; c < first + kColumns; ++c) {
+      Signed most_signed = arrays.most_signed[c];
+      Unsigned most = arrays.most[c], least = arrays.least[c];
+      for (int row = 0; row < ROWS; ++row) {
+        const Unsigned bits = raw(x[row * stride + c]);
+        const Signed as_signed = static_cast<Signed>(bits);
+        most_signed = as_signed > most_signed ? as_signed : most_signed;
+        most = bits > most ? bits : most;
+        least = bits < least ? bits : least;
+      }
+      arrays.most_signed[c] = most_signed;
+      arrays.most[c] = most;
+      arrays.least[c] = least;
     }
-    arrays.most_signed[c] = most_signed;
-    arrays.most[c] = most;
-    arrays.least[c] = least;
   }
 }
 
 // Floats as integers: among negative ones the largest is the lowest float, and beyond an infinity there is NaN. So of
 // the largest signed, the largest unsigned and the smallest unsigned integer two are the range, and NaN is one of them.
 template <class T>
-void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups) {
+void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups, RowsAhead<T>& ahead) {
   constexpr int kRowsAtOnce = 8;
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
@@ -156,9 +146,9 @@ void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& grou
   }
   int row = 0;
   for (; row + kRowsAtOnce <= panel.rows; row += kRowsAtOnce) {
-    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays);
+    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays, ahead);
   }
-  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays);
+  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays, ahead);
   for (int c = 0; c < panel.width; ++c) {
     const bool any_negative = static_cast<Signed>(arrays.most[c]) < 0, all_negative = arrays.most_signed[c] < 0;
     const float low = from_raw(any_negative ? arrays.most[c] : arrays.least[c], T{});
@@ -175,6 +165,8 @@ struct StripGroups {
   typename Isa::Floats offsets[2], inverses[2];
   typename Isa::Words sums[2];
 
+  static constexpr int kPerAhead = 64;  // half of what is read; the ranges prefetch the other half
+
   GACT_INLINE typename Isa::Floats offset(int vector, int) const { return offsets[vector]; }
   GACT_INLINE typename Isa::Floats inverse(int vector, int) const { return inverses[vector]; }
   GACT_INLINE void add_edges(int vector, int, typename Isa::Words edges) {
@@ -182,15 +174,10 @@ struct StripGroups {
   }
 };
 
-template <class T>
-Rows<T> strip_of(T* first, i64 stride, int lanes) {
-  return Rows<T>{{first, first + lanes}, stride};
-}
-
 // A last tile of fewer than 32 rows, filled with the offsets, whose codes and fractions are zero.
 template <class Isa, class T, int BITS>
-void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
-                   const TileNoise<Isa>& noise, const Rows<u32>& out) {
+void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
+                   const TileNoise<Isa>& noise, const StripRows<Isa, u32>& out, RowsAhead<T>& ahead) {
   constexpr int kWidth = kStrip<Isa>;
   T values[kTileRows * kWidth];
   alignas(kCacheLine) u32 words[BITS * kWidth];
@@ -203,8 +190,8 @@ void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, Strip
       }
     }
   }
-  quantise_tile<Isa, T, BITS>(strip_of<const T>(values, kWidth, Isa::kLanes), groups, noise,
-                              strip_of(words, kWidth, Isa::kLanes));
+  quantise_tile<Isa, T, BITS>(strip_of<Isa, const T>(values, kWidth), groups, noise, strip_of<Isa>(words, kWidth),
+                              false, ahead);
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
   });
@@ -212,13 +199,10 @@ void quantise_rest(const Rows<const T>& x, int rows, const float* offsets, Strip
 
 template <class Isa, class T, int BITS>
 void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, const GroupArrays& groups,
-                    u32 edges[kMostGroups]) {
+                    u32 edges[kMostGroups], bool stream, RowsAhead<T>& ahead) {
   constexpr int kLanes = Isa::kLanes;
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   const i64 columns = job.columns;
-  const bool in_next_block = panel.first_column + panel.width == columns;
-  const T* next = in_next_block ? x - panel.first_column + job.group_size * columns : x + panel.width;
-  RowsAhead<T> ahead(next, columns, panel.width);
   PanelNoise<Isa> pairs;
   StripGroups<Isa> strips[kMostGroups / kStrip<Isa>];
   make_pairs<Isa>(panel, keys, pairs);
@@ -233,30 +217,33 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
     u32* words = job.words + (panel.first_row + row) / kTileRows * BITS * columns + panel.first_column;
     for (int column = 0; column < panel.width; column += kStrip<Isa>) {
       const int number = column / kStrip<Isa>;
-      const Rows<const T> tile = strip_of(x + row * columns + column, columns, kLanes);
-      const Rows<u32> out = strip_of(words + column, columns, kLanes);
+      const auto tile = strip_of<Isa>(x + row * columns + column, columns);
+      const auto out = strip_of<Isa>(words + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + 2 * number, keys, job.seed, panel.first_row + row);
       if (row + kTileRows > panel.rows) {
-        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
+        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
         continue;
       }
-      ahead.advance(kTileRows * kStrip<Isa>);
-      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out);
+      ahead.translate();
+      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, stream, ahead);
     }
   }
   for (int column = 0; column < panel.width; column += kLanes) {
-    Isa::store(edges + column, Isa::edge_sums(strips[column / kStrip<Isa>].sums[column / kLanes % 2]));
+    Isa::store(edges + column, Isa::edge_sums(strips[column / kStrip<Isa>].sums[column / kLanes % 2]), false);
   }
 }
 
 template <class Isa, class T, int BITS>
-void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys) {
+void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
   alignas(kCacheLine) GroupArrays groups;
   alignas(kCacheLine) u32 edges[kMostGroups];
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
-  column_ranges(x, job.columns, panel, groups);
+  const bool in_next_block = panel.first_column + panel.width == job.columns;
+  const T* next = in_next_block ? x - panel.first_column + job.group_size * job.columns : x + panel.width;
+  RowsAhead<T> ahead(next, job.columns, panel.width);
+  column_ranges(x, job.columns, panel, groups, ahead);
   describe_groups<T>(groups, panel.width, BITS, job.offsets + panel.first_group);
-  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges);
+  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream, ahead);
   const u32 of_filling = 128u * static_cast<u32>(-panel.rows & (kTileRows - 1));
   i32 any_slow = 0;
   for (int c = 0; c < panel.width; ++c) {
@@ -273,9 +260,11 @@ template <class Isa, class T, int BITS>
 void pack_panels(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
+  const bool stream = job.stream && is_line(job.words);
   for (i64 unit = first; unit < last; ++unit) {
-    pack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys);
+    pack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys, stream);
   }
+  end_of_streaming(stream);
 }
 
 // ---- unpack
@@ -345,16 +334,16 @@ StripUnits<Isa> units_at(const DecodeArrays& arrays, int column) {
 }
 
 template <class Isa, class T, int BITS>
-void decode_rest(const Rows<const u32>& words, int rows, const StripUnits<Isa>& groups, const TileNoise<Isa>* noise,
-                 const Rows<T>& out) {
+void decode_rest(const StripRows<Isa, const u32>& words, int rows, const StripUnits<Isa>& groups,
+                 const TileNoise<Isa>* noise, const StripRows<Isa, T>& out) {
   constexpr int kWidth = kStrip<Isa>;
   alignas(kCacheLine) u32 whole[BITS * kWidth] = {};
   T values[kTileRows * kWidth];
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(whole + in_whole * kWidth, words.at(0, row), kWidth * sizeof(u32));
   });
-  decode_blocks<Isa, T, BITS>(strip_of<const u32>(whole, kWidth, Isa::kLanes), groups, noise,
-                              strip_of(values, kWidth, Isa::kLanes), false, 0, kBlocks);
+  decode_blocks<Isa, BITS>(strip_of<Isa, const u32>(whole, kWidth), groups, noise, strip_of<Isa>(values, kWidth), false,
+                           0, kBlocks);
   for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
 }
 
@@ -374,12 +363,12 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
     const u32* words = job.words + (panel.first_row + tile) / kTileRows * BITS * columns + panel.first_column;
     for (int column = 0; column < panel.width; column += kStrip<Isa>) {
       const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
-      const Rows<const u32> stored = strip_of(words + column, columns, Isa::kLanes);
-      const Rows<T> values = strip_of(out + tile * columns + column, columns, Isa::kLanes);
+      const auto stored = strip_of<Isa>(words + column, columns);
+      const auto values = strip_of<Isa>(out + tile * columns + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
       if (whole) {
-        decode_blocks<Isa, T, BITS>(stored, groups, used, values, stream, block, block + 1);
+        decode_blocks<Isa, BITS>(stored, groups, used, values, stream, block, block + 1);
       } else {
         decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);
       }
@@ -392,7 +381,7 @@ template <class Isa, class T, int BITS>
 void unpack_panels(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
-  const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
+  const bool stream = job.stream && is_line(job.out);
   for (i64 unit = first; unit < last; ++unit) {
     unpack_panel<Isa, T, BITS>(job, panel_at(unit, job.numel, job.group_size, job.columns, sizeof(T)), keys, stream);
   }

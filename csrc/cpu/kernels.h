@@ -26,6 +26,7 @@ struct PackJob {
   u32* words;    // codes, as docs/codec.md has them
   u16* scales;   // [groups] bfloat16
   u16* offsets;  // [groups]
+  bool stream;   // words bypass the cache
 };
 
 struct UnpackJob {

@@ -56,7 +56,7 @@ struct Avx2Isa {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
 
-  static void store(u32* out, Words words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), words); }
+  static void store(u32* out, Words words, bool stream) { store32(out, words, stream); }
 
   template <bool>
   static void store_values(float* first, float* second, Floats x, Floats y, bool stream) {
@@ -76,6 +76,9 @@ struct Avx2Isa {
   static Words joined(Words x, Words y, Words mask) { return _mm256_or_si256(x, _mm256_and_si256(y, mask)); }
   static Words chosen(Words mask, Words x, Words y) { return _mm256_blendv_epi8(y, x, mask); }
   static Words lower_halves(Words x, Words y) { return _mm256_blend_epi16(x, _mm256_slli_epi32(y, 16), 0xAA); }
+  static Words lower_bytes(Words x, Words y) { return chosen(set(kEvenBytes), x, _mm256_slli_epi32(y, 8)); }
+  static Words upper_bytes(Words x, Words y) { return chosen(set(kEvenBytes), _mm256_srli_epi32(x, 8), y); }
+  static Words odd_bytes(Words x) { return _mm256_srli_epi16(x, 8); }
   static Words shifted_right_by(Words x, int count) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(count)); }
   template <int N>
   static Words shifted_left(Words x) {
@@ -88,7 +91,9 @@ struct Avx2Isa {
 
   static Words multiply(Words x, u32 factor) { return _mm256_mul_epu32(x, _mm256_set1_epi64x(factor)); }
   static Words upper(Words x) { return _mm256_srli_epi64(x, 32); }
-  static Words in_pairs(Words x, Words y) { return _mm256_blend_epi32(x, _mm256_slli_epi64(y, 32), 0xAA); }
+  static Words last_words(Words product, Words x, Words key) {
+    return _mm256_blend_epi32(xored(upper(product), x, key), _mm256_slli_epi64(product, 32), 0xAA);
+  }
 
   // The difference the other way round, which reads x from memory by itself.
   static Words rounded(Floats x, Floats offset, Floats inverse) {
@@ -108,7 +113,7 @@ struct Avx2Isa {
   static Words edge_sums(Words x) { return _mm256_add_epi32(both(x, set(0xFFFFu)), _mm256_srli_epi32(x, 16)); }
   static u32 sum(Words x) {
     alignas(32) u32 lanes[8];
-    store(lanes, x);
+    store(lanes, x, false);
     u32 total = 0;
     for (u32 lane : lanes) total += lane;
     return total;

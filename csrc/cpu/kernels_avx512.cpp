@@ -54,12 +54,16 @@ struct Avx512Isa {
   static Words load(const u32* x) { return _mm512_loadu_si512(x); }
   static Floats load(const float* x) { return _mm512_loadu_ps(x); }
   static Floats load(const Half* x) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
+  // To the upper halves in one shuffle.
   static Floats load(const Bfloat* x) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    alignas(64) static constexpr u32 kUpper[kLanes] = {0x00000, 0x10000, 0x20000, 0x30000, 0x40000, 0x50000,
+                                                       0x60000, 0x70000, 0x80000, 0x90000, 0xA0000, 0xB0000,
+                                                       0xC0000, 0xD0000, 0xE0000, 0xF0000};
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, _mm512_load_si512(kUpper), twice));
   }
 
-  static void store(u32* out, Words words) { _mm512_storeu_si512(out, words); }
+  static void store(u32* out, Words words, bool stream) { store64(out, words, stream); }
 
   template <bool ADJACENT>
   static void store_values(float* first, float* second, Floats x, Floats y, bool stream) {
@@ -81,9 +85,20 @@ struct Avx512Isa {
   static Words xored(Words x, Words y, Words z) { return _mm512_ternarylogic_epi32(x, y, z, 0x96); }
   static Words joined(Words x, Words y, Words mask) { return _mm512_ternarylogic_epi32(x, y, mask, 0xF8); }
   static Words chosen(Words mask, Words x, Words y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xCA); }
+  // One shuffle puts bytes where they belong and merges them: a shift and a blend are two instructions, and Intel's
+  // processors shift 512 bits on one port only.
   static Words lower_halves(Words x, Words y) {
-    return _mm512_mask_blend_epi16(0xAAAAAAAA, x, _mm512_slli_epi32(y, 16));
+    const Words raised = _mm512_set4_epi32(0x0D0C0000, 0x09080000, 0x05040000, 0x01000000);
+    return _mm512_mask_shuffle_epi8(x, 0xCCCCCCCCCCCCCCCC, y, raised);
   }
+  static Words swapped_bytes() { return _mm512_set4_epi32(0x0E0F0C0D, 0x0A0B0809, 0x06070405, 0x02030001); }
+  static Words lower_bytes(Words x, Words y) {
+    return _mm512_mask_shuffle_epi8(x, 0xAAAAAAAAAAAAAAAA, y, swapped_bytes());
+  }
+  static Words upper_bytes(Words x, Words y) {
+    return _mm512_mask_shuffle_epi8(y, 0x5555555555555555, x, swapped_bytes());
+  }
+  static Words odd_bytes(Words x) { return _mm512_maskz_shuffle_epi8(0x5555555555555555, x, swapped_bytes()); }
   static Words shifted_right_by(Words x, int count) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(count)); }
   template <int N>
   static Words shifted_left(Words x) {
@@ -96,7 +111,9 @@ struct Avx512Isa {
 
   static Words multiply(Words x, u32 factor) { return _mm512_mul_epu32(x, _mm512_set1_epi64(factor)); }
   static Words upper(Words x) { return _mm512_srli_epi64(x, 32); }
-  static Words in_pairs(Words x, Words y) { return _mm512_mask_blend_epi32(0xAAAA, x, _mm512_slli_epi64(y, 32)); }
+  static Words last_words(Words product, Words x, Words key) {
+    return _mm512_mask_ternarylogic_epi32(_mm512_shuffle_epi32(product, _MM_PERM_CDAB), 0x5555, x, key, 0x96);
+  }
 
   // The difference the other way round, which reads x from memory by itself.
   static Words rounded(Floats x, Floats offset, Floats inverse) {

@@ -33,7 +33,7 @@ struct ScalarIsa {
     for (int i = 0; i < kLanes; ++i) values[i] = to_float(x[i]);
     return values;
   }
-  static void store(u32* out, Words words) { std::memcpy(out, &words, sizeof(words)); }
+  static void store(u32* out, Words words, bool) { std::memcpy(out, &words, sizeof(words)); }
   template <bool, class T>
   GACT_LANES void store_values(T* first, T* second, Floats x, Floats y, bool) {
     for (int i = 0; i < kLanes; ++i) from_float(x[i], first + i);
@@ -47,6 +47,9 @@ struct ScalarIsa {
   static Words joined(Words x, Words y, Words mask) { return x | (y & mask); }
   static Words chosen(Words mask, Words x, Words y) { return (x & mask) | (y & ~mask); }
   static Words lower_halves(Words x, Words y) { return (x & 0xFFFFu) | (y << 16); }
+  static Words lower_bytes(Words x, Words y) { return (x & kEvenBytes) | ((y & kEvenBytes) << 8); }
+  static Words upper_bytes(Words x, Words y) { return odd_bytes(x) | (y & ~kEvenBytes); }
+  static Words odd_bytes(Words x) { return (x >> 8) & kEvenBytes; }
   static Words shifted_right_by(Words x, int count) { return x >> static_cast<u32>(count); }
   template <int N>
   static Words shifted_left(Words x) {
@@ -61,7 +64,10 @@ struct ScalarIsa {
     return reinterpret_cast<Words>(lower * factor);
   }
   static Words upper(Words x) { return reinterpret_cast<Words>(reinterpret_cast<FourProducts>(x) >> 32); }
-  static Words in_pairs(Words x, Words y) { return Words{x[0], y[0], x[2], y[2], x[4], y[4], x[6], y[6]}; }
+  static Words last_words(Words product, Words x, Words key) {
+    const Words lower = upper(product) ^ x ^ key;
+    return Words{lower[0], product[0], lower[2], product[2], lower[4], product[4], lower[6], product[6]};
+  }
 
   GACT_LANES Words rounded(Floats x, Floats offset, Floats inverse) {
     Words words;

@@ -24,11 +24,20 @@ constexpr int set_of(int vector) {
   return vector * Isa::kLanes / kRowElements;
 }
 
-// Vectors of a tile, given its elements or its words; `set_size` of these are a set.
-template <class Isa, class T>
-Rows<T> sets_at(T* first, int set_size) {
-  constexpr int kInRow = Isa::kLanes % kRowElements;
-  return Rows<T>{{first, first + set_of<Isa>(1) * set_size + kInRow}, kRowElements};
+// Rows of a tile, given its elements or its words; SIZE of these are a set.
+template <class Isa, int SIZE, class T>
+struct SetRows {
+  T* first;
+
+  T* at(int vector, i64 row) const {
+    constexpr int kSecond = set_of<Isa>(1) * SIZE + Isa::kLanes % kRowElements;
+    return first + row * kRowElements + vector * kSecond;
+  }
+};
+
+template <class Isa, int SIZE, class T>
+SetRows<Isa, SIZE, T> sets_at(T* first) {
+  return SetRows<Isa, SIZE, T>{first};
 }
 
 // The pairs of columns of the vectors of a tile.
@@ -62,6 +71,8 @@ struct SetGroups {
   int shift;
   typename Isa::Words (*edges)[kQuads];  // of each vector
 
+  static constexpr int kPerAhead = 32;
+
   GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
     return Isa::set(offsets[vector][quad >> shift]);
   }
@@ -84,7 +95,7 @@ struct SetGroups {
 // The sets of a tile, whose first group is number `group` of the arrays. Writes the sums of edge_of.
 template <class Isa, class T, int BITS>
 void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int group, const TileNoise<Isa>& noise,
-                   u32* words, u32* edges) {
+                   u32* words, u32* edges, bool stream, RowsAhead<T>& ahead) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
   typename Isa::Words of_quads[2][kQuads];
@@ -94,7 +105,8 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
     of_tile.offsets[v] = groups.offset + group + set_of<Isa>(v) * in_set;
     of_tile.inverses[v] = groups.inverse + group + set_of<Isa>(v) * in_set;
   }
-  quantise_tile<Isa, T, BITS>(sets_at<Isa>(x, kSetElements), of_tile, noise, sets_at<Isa>(words, BITS * kRowElements));
+  quantise_tile<Isa, T, BITS>(sets_at<Isa, kSetElements>(x), of_tile, noise, sets_at<Isa, BITS * kRowElements>(words),
+                              stream, ahead);
   for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
   for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
 }
@@ -125,7 +137,7 @@ void finish_groups(const PackJob& job, i64 first, int count, const GroupArrays& 
 
 // Whole tiles: elements start .. start + count - 1, at most kChunkElements.
 template <class Isa, class T, int BITS>
-void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count) {
+void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count, bool stream) {
   GroupArrays groups;
   u32 edges[kChunkElements / 64];
   const T* x = static_cast<const T*>(job.x) + start;
@@ -134,11 +146,11 @@ void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count)
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   ranges_of<Isa>(x, size, count / size, groups);
   describe_groups<T>(groups, count / size, BITS, job.offsets + start / size);
+  RowsAhead<T> ahead(x + kPrefetchElements, count, count);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
-    prefetch(x + i + kPrefetchElements, kTileElements<Isa> * sizeof(T));
     quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set), job.words + set * BITS * kRowElements,
-                                edges);
+                                edges, stream, ahead);
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
@@ -161,7 +173,8 @@ void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) 
   for (int g = group_count; g < kElements / size; ++g) groups.offset[g] = groups.inverse[g] = 0.0f;
   for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
-  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges);
+  RowsAhead<T> nothing_ahead(x, 0, kElements);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, false, nothing_ahead);
   edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
   for (int set = 0; set * kSetElements < count; ++set) {
     const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;
@@ -191,9 +204,11 @@ template <class Isa, class T, int BITS>
 void pack_units(const PackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
+  const bool stream = job.stream && is_line(job.words);
   for_chunks<Isa>(
-      job.numel, first, last, [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count); },
+      job.numel, first, last, [&](i64 start, int count) { pack_chunk<Isa, T, BITS>(job, keys, start, count, stream); },
       [&](i64 start, int count) { pack_rest<Isa, T, BITS>(job, keys, start, count); });
+  end_of_streaming(stream);
 }
 
 // ---- unpack
@@ -223,8 +238,8 @@ void decode_sets(const u32* words, int group_size, const DecodeArrays& arrays, i
     groups.bases[v] = arrays.base + first;
     groups.masks[v] = arrays.mask + first;
   }
-  decode_blocks<Isa, T, BITS>(sets_at<Isa>(words, BITS * kRowElements), groups, arrays.any_dithered ? &noise : nullptr,
-                              sets_at<Isa>(out, kSetElements), stream, 0, kBlocks);
+  decode_blocks<Isa, BITS>(sets_at<Isa, BITS * kRowElements>(words), groups, arrays.any_dithered ? &noise : nullptr,
+                           sets_at<Isa, kSetElements>(out), stream, 0, kBlocks);
 }
 
 template <class Isa, class T, int BITS>
@@ -269,7 +284,7 @@ template <class Isa, class T, int BITS>
 void unpack_units(const UnpackJob& job, i64 first, i64 last) {
   const StandardFloatMode standard;
   const RoundKeys keys(job.seed);
-  const bool stream = job.stream && reinterpret_cast<u64>(job.out) % kCacheLine == 0;
+  const bool stream = job.stream && is_line(job.out);
   for_chunks<Isa>(
       job.numel, first, last,
       [&](i64 start, int count) { unpack_chunk<Isa, T, BITS>(job, keys, start, count, stream); },

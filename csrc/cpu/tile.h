@@ -6,8 +6,8 @@
 // An Isa has vectors of kLanes 32-bit integers (Words) and floats (Floats), and
 //   kPairs                             0, 0, 1, 0, 2, 0 ..: pairs of columns in the lower halves of 64 bits
 //   multiply(x, factor), upper(x)      the 64-bit products of those halves; the upper halves as lower ones
-//   in_pairs(x, y)                     lower halves of 64 bits: x beneath y
-//   load(x), store(out, words)         a vector of elements of any type, of words
+//   last_words(product, x, key)        lower halves of 64 bits: upper(product) ^ x ^ key beneath the product's own
+//   load(x), store(out, words, stream) a vector of elements of any type, of words
 //   store_values<ADJACENT>(first, second, x, y, stream)    two vectors as elements; the second may follow the first
 //   set(x)                             on each lane
 //   add, both, xored, shifted_left<N>, shifted_right<N>, shifted_right_by     on each lane; both is &, xored has three
@@ -16,6 +16,9 @@
 //   joined(x, y, mask)                 x | (y & mask)
 //   chosen(mask, x, y)                 bits of x where the mask has ones, of y elsewhere
 //   lower_halves(x, y)                 the lower half of x beneath the lower half of y
+//   lower_bytes(x, y)                  of the halves of x beneath those of the halves of y
+//   upper_bytes(x, y)                  the same of their upper bytes
+//   odd_bytes(x)                       the upper bytes of the halves, as integers
 //   rounded(x, offset, inverse)        the bits of fused(x - offset, inverse, kMagic)
 //   value(units, unit, base)           fused(float(units), unit, base)
 //   edges(fractions), add_edges(x, y), edge_sums(x)    sums of the edge_of of four bytes, in a form that add_edges adds
@@ -38,13 +41,41 @@ constexpr int kBlocks = kTileRows / kPhiloxRows;  // of rows with one counter fo
 constexpr int kQuads = kTileRows / 4;             // of rows whose codes are the bytes of a word of 8-bit fields
 constexpr u32 kEvenBytes = 0x00FF00FFu;
 
-// Where the two vectors of the first row begin, and how far apart rows are.
-template <class T>
-struct Rows {
-  T* vectors[2];
-  i64 stride;
+// ---- elements that are quantised later
 
-  T* at(int vector, i64 row) const { return vectors[vector] + row * stride; }
+// Into the L2 cache: L1 has little room beside what is worked on. Always inlined, as g++ drops calls of a function that
+// does nothing else.
+GACT_INLINE void prefetch([[maybe_unused]] const void* start) {
+#if defined(__x86_64__)
+  _mm_prefetch(static_cast<const char*>(start), _MM_HINT_T1);
+#endif
+}
+
+// Prefetches rows, some elements at a time, in the order of memory. A line or two between instructions that compute:
+// more at once fill the buffers of what is on its way to the cache, and all else waits. `width` is a multiple of
+// kElements.
+template <class T>
+class RowsAhead {
+ public:
+  static constexpr int kElements = 32;
+
+  RowsAhead(const T* first, i64 stride, int width)
+      : next_(first), end_(first + width), stride_(stride), width_(width) {}
+
+  // Has the address of a page translated that comes two rows later, for which its prefetches would wait.
+  GACT_INLINE void translate() const { prefetch(next_ + 2 * stride_); }
+
+  GACT_INLINE void advance() {
+    for (int i = 0; i < kElements; i += kCacheLine / sizeof(T)) prefetch(next_ + i);
+    next_ += kElements;
+    if (next_ != end_) return;
+    end_ += stride_;
+    next_ = end_ - width_;
+  }
+
+ private:
+  const T *next_, *end_;
+  i64 stride_, width_;
 };
 
 // ---- noise
@@ -100,7 +131,7 @@ struct TileNoise {
       state[v][3] = pairs[v]->low;
     }
 #pragma GCC unroll 10
-    for (int round = 3; round < kPhiloxRounds; ++round) {
+    for (int round = 3; round < kPhiloxRounds - 1; ++round) {
       const Words first_key = Isa::set(keys->first[round]), second_key = Isa::set(keys->second[round]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
@@ -112,10 +143,12 @@ struct TileNoise {
         state[v][3] = product0;
       }
     }
+    const Words first_key = Isa::set(keys->first[kPhiloxRounds - 1]);
+    const Words second_key = Isa::set(keys->second[kPhiloxRounds - 1]);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      noise[v][0] = Isa::in_pairs(state[v][0], state[v][1]);
-      noise[v][1] = Isa::in_pairs(state[v][2], state[v][3]);
+      noise[v][0] = Isa::last_words(Isa::multiply(state[v][2], kPhiloxM1), state[v][1], first_key);
+      noise[v][1] = Isa::last_words(Isa::multiply(state[v][0], kPhiloxM0), state[v][3], second_key);
     }
   }
 };
@@ -154,23 +187,23 @@ GACT_INLINE typename Isa::Words with_field(typename Isa::Words word, const typen
   return Isa::joined(both, shifted<Isa, -2 * FIELD>(word), Isa::set(bits_of_bytes(kFirst, 0)));
 }
 
-template <class Isa, int BITS>
+template <class Isa, int BITS, class Out>
 GACT_INLINE void put_codes(const typename Isa::Words codes[2], int block, int vector, FieldWords<Isa>& fields,
-                           const Rows<u32>& out) {
+                           const Out& out, bool stream) {
   if constexpr (kHasField<BITS, 8>) {
-    Isa::store(out.at(vector, 2 * block), codes[0]);
-    Isa::store(out.at(vector, 2 * block + 1), codes[1]);
+    Isa::store(out.at(vector, 2 * block), codes[0], stream);
+    Isa::store(out.at(vector, 2 * block + 1), codes[1], stream);
   }
   if constexpr (kHasField<BITS, 4>) {
-    Isa::store(out.at(vector, block), with_field<Isa, BITS, 4>(codes[0], codes));
+    Isa::store(out.at(vector, block), with_field<Isa, BITS, 4>(codes[0], codes), stream);
   }
   if constexpr (kHasField<BITS, 2>) {
     fields.of_two[vector] = with_field<Isa, BITS, 2>(fields.of_two[vector], codes);
-    if (block % 2 == 1) Isa::store(out.at(vector, field_start(BITS, 2) + block / 2), fields.of_two[vector]);
+    if (block % 2 == 1) Isa::store(out.at(vector, field_start(BITS, 2) + block / 2), fields.of_two[vector], stream);
   }
   if constexpr (kHasField<BITS, 1>) {
     fields.of_one[vector] = with_field<Isa, BITS, 1>(fields.of_one[vector], codes);
-    if (block == kBlocks - 1) Isa::store(out.at(vector, field_start(BITS, 1)), fields.of_one[vector]);
+    if (block == kBlocks - 1) Isa::store(out.at(vector, field_start(BITS, 1)), fields.of_one[vector], stream);
   }
 }
 
@@ -183,8 +216,8 @@ GACT_INLINE void add_field(typename Isa::Words word, typename Isa::Words codes[2
   codes[1] = Isa::joined(codes[1], shifted<Isa, kStart - FIELD>(word), mask);
 }
 
-template <class Isa, int BITS>
-GACT_INLINE void get_codes(const Rows<const u32>& words, int block, int vector, typename Isa::Words codes[2]) {
+template <class Isa, int BITS, class In>
+GACT_INLINE void get_codes(const In& words, int block, int vector, typename Isa::Words codes[2]) {
   codes[0] = codes[1] = Isa::set(0u);
   if constexpr (kHasField<BITS, 8>) {
     codes[0] = Isa::load(words.at(vector, 2 * block));
@@ -203,53 +236,54 @@ GACT_INLINE void get_codes(const Rows<const u32>& words, int block, int vector, 
 
 // ---- quantising
 
-// The codes of four rows of a vector as bytes. Groups has offset(vector, quad) and inverse(vector, quad), and takes
-// add_edges(vector, quad, edges).
-template <class Isa, class T, class Groups>
-GACT_INLINE typename Isa::Words quantise_quad(const Rows<const T>& x, int vector, int quad, Groups& groups,
-                                              typename Isa::Words noise) {
+// The codes of four rows of a vector as bytes. Groups has offset(vector, quad) and inverse(vector, quad), takes
+// add_edges(vector, quad, edges), and has some prefetched after every kPerAhead elements.
+template <class Isa, class T, class Groups, class In>
+GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad, Groups& groups,
+                                              typename Isa::Words noise, RowsAhead<T>& ahead) {
   using Words = typename Isa::Words;
-  const Words even_bytes = Isa::set(kEvenBytes);
   Words sums[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     sums[i] =
         Isa::rounded(Isa::load(x.at(vector, 4 * quad + i)), groups.offset(vector, quad), groups.inverse(vector, quad));
+    if ((4 * vector + i + 1) * Isa::kLanes % Groups::kPerAhead == 0) ahead.advance();
   }
   // Two rows in the halves of a lane: their sums with the noise have 16 bits.
   const Words even = Isa::lower_halves(sums[0], sums[2]), odd = Isa::lower_halves(sums[1], sums[3]);
-  const Words fractions = Isa::chosen(even_bytes, even, Isa::template shifted_left<8>(odd));
-  groups.add_edges(vector, quad, Isa::edges(fractions));
-  const Words even_sums = Isa::add(even, Isa::both(noise, even_bytes));
-  const Words odd_sums = Isa::add(odd, Isa::both(Isa::template shifted_right<8>(noise), even_bytes));
-  return Isa::chosen(even_bytes, Isa::template shifted_right<8>(even_sums), odd_sums);
+  groups.add_edges(vector, quad, Isa::edges(Isa::lower_bytes(even, odd)));
+  const Words even_sums = Isa::add(even, Isa::both(noise, Isa::set(kEvenBytes)));
+  const Words odd_sums = Isa::add(odd, Isa::odd_bytes(noise));
+  return Isa::upper_bytes(even_sums, odd_sums);
 }
 
-template <class Isa, class T, int BITS, class Groups>
-__attribute__((noinline)) void quantise_tile(const Rows<const T> x, Groups& stored_groups, const TileNoise<Isa>& noise,
-                                             const Rows<u32> out) {
+template <class Isa, class T, int BITS, class Groups, class In, class Out>
+__attribute__((noinline)) void quantise_tile(const In x, Groups& stored_groups, const TileNoise<Isa>& noise,
+                                             const Out out, bool stream, RowsAhead<T>& stored_ahead) {
   Groups groups = stored_groups;  // in registers
+  RowsAhead<T> ahead = stored_ahead;
   FieldWords<Isa> fields = {};
   for (int block = 0; block < kBlocks; ++block) {
     typename Isa::Words random[2][2];
     noise.words_of(block, random);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
-      const typename Isa::Words codes[2] = {quantise_quad<Isa>(x, v, 2 * block, groups, random[v][0]),
-                                            quantise_quad<Isa>(x, v, 2 * block + 1, groups, random[v][1])};
-      put_codes<Isa, BITS>(codes, block, v, fields, out);
+      const typename Isa::Words codes[2] = {quantise_quad<Isa, T>(x, v, 2 * block, groups, random[v][0], ahead),
+                                            quantise_quad<Isa, T>(x, v, 2 * block + 1, groups, random[v][1], ahead)};
+      put_codes<Isa, BITS>(codes, block, v, fields, out, stream);
     }
   }
   stored_groups = groups;
+  stored_ahead = ahead;
 }
 
 // ---- decoding
 
 // Four rows of both vectors. Groups has unit(vector, quad), base(vector, quad) and mask(vector, quad), the noise that
 // is subtracted.
-template <class Isa, class T, class Groups>
+template <class Isa, class Groups, class Out>
 GACT_INLINE void decode_quad(const typename Isa::Words codes[2], int quad, const Groups& groups,
-                             const typename Isa::Words noise[2], const Rows<T>& out, bool stream) {
+                             const typename Isa::Words noise[2], const Out& out, bool stream) {
   using Words = typename Isa::Words;
   const Words even_bytes = Isa::set(kEvenBytes), lower_half = Isa::set(0xFFFFu);
   typename Isa::Floats values[2][4];
@@ -271,10 +305,9 @@ GACT_INLINE void decode_quad(const typename Isa::Words codes[2], int quad, const
 }
 
 // Blocks first .. last - 1 of a tile, without noise where none of the groups subtracts it.
-template <class Isa, class T, int BITS, class Groups>
-__attribute__((noinline)) void decode_blocks(const Rows<const u32> words, const Groups& stored_groups,
-                                             const TileNoise<Isa>* noise, const Rows<T> out, bool stream, int first,
-                                             int last) {
+template <class Isa, int BITS, class Groups, class In, class Out>
+__attribute__((noinline)) void decode_blocks(const In words, const Groups& stored_groups, const TileNoise<Isa>* noise,
+                                             const Out out, bool stream, int first, int last) {
   const Groups groups = stored_groups;  // in registers
   typename Isa::Words random[2][2] = {};
   for (int block = first; block < last; ++block) {
