@@ -1,16 +1,15 @@
 """What is saved in the same way step after step, recognised by a few looks.
 
 [Note: settled] To find the name and the role of a tensor, and that it is neither a parameter nor of the batch, takes
-walks of the call stack and of the graph, and looks into a dozen tables. Between the kernels of a job, which push all of
-that out of the processor's caches, this took 200 to 300 microseconds for each saved tensor. In the steps of a job
-nearly all of it comes out as in the step before. So what was seen of a save and what followed is kept, and with it what
-was saved next. The pack hook first compares what it sees with what is expected: the frames up to the user's line, the
-module, the nodes that made the tensor, its type, shape and strides. Whatever the long way looks at is compared, follows
-from what is compared, or belongs to the memory (is it stored already, is it of the batch), which is looked up as ever.
-If anything differs the tensor goes the long way, and the order is taken up behind what that finds. Only plain saves are
-settled; a checkpoint's inputs, custom functions, compiled regions, subclasses and all that is told by values go the
-long way every time. A forward that shows roles or readers, a measurement, a new plan, and a state that is loaded make
-the hooks forget all of it.
+walks of the call stack and of the graph, and looks into a dozen tables, which the kernels of a job have pushed out of
+the processor's caches. In a job's steps nearly all of it comes out as in the step before. So what was seen of a save
+and what followed is kept, and with it what was saved next. The pack hook first compares what it sees with what is
+expected: the frames up to the user's line, the module, the nodes that made the tensor, its type, shape and strides.
+Whatever the long way looks at is compared, follows from what is compared, or belongs to the memory (is it stored
+already, is it of the batch), which is looked up as ever. If anything differs the tensor goes the long way, and the
+order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom functions,
+compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or readers, a
+measurement, a new plan, and a state that is loaded make the hooks forget all of it.
 
 One thing is not looked at again: whether the result of a view, or of arithmetic, is made from activations or from
 parameters alone. Where that changes from one step to the next at one place, the tensor has the bits of its name.
