@@ -12,6 +12,17 @@ namespace {
 // Whether a cache line begins there, as stores that bypass the cache need.
 inline bool is_line(const void* start) { return reinterpret_cast<u64>(start) % kCacheLine == 0; }
 
+// Of _mm_prefetch.
+constexpr int kToL1 = 3, kToL2 = 2;
+
+// Always inlined, as g++ drops calls of a function that does nothing else.
+template <int HINT>
+GACT_INLINE void prefetch([[maybe_unused]] const void* start) {
+#if defined(__x86_64__)
+  _mm_prefetch(static_cast<const char*>(start), static_cast<_mm_hint>(HINT));
+#endif
+}
+
 inline void end_of_streaming(bool stream) {
 #if defined(__x86_64__)
   if (stream) _mm_sfence();
@@ -107,35 +118,30 @@ struct RangeArrays {
   Unsigned most[kMostGroups], least[kMostGroups];
 };
 
-// Prefetches half as many elements as it reads.
 template <int ROWS, class T>
-void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays, RowsAhead<T>& ahead) {
+void extend_ranges(const T* x, i64 stride, int width, RangeArrays<T>& arrays) {
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
-  constexpr int kColumns = RowsAhead<T>::kElements;
-  for (int first = 0; first < width; first += kColumns) {
-    for (int i = 0; i < ROWS / 2; ++i) ahead.advance();
-    for (int c = first; c < first + kColumns; ++c) {
-      Signed most_signed = arrays.most_signed[c];
-      Unsigned most = arrays.most[c], least = arrays.least[c];
-      for (int row = 0; row < ROWS; ++row) {
-        const Unsigned bits = raw(x[row * stride + c]);
-        const Signed as_signed = static_cast<Signed>(bits);
-        most_signed = as_signed > most_signed ? as_signed : most_signed;
-        most = bits > most ? bits : most;
-        least = bits < least ? bits : least;
-      }
-      arrays.most_signed[c] = most_signed;
-      arrays.most[c] = most;
-      arrays.least[c] = least;
+  for (int c = 0; c < width; ++c) {
+    Signed most_signed = arrays.most_signed[c];
+    Unsigned most = arrays.most[c], least = arrays.least[c];
+    for (int row = 0; row < ROWS; ++row) {
+      const Unsigned bits = raw(x[row * stride + c]);
+      const Signed as_signed = static_cast<Signed>(bits);
+      most_signed = as_signed > most_signed ? as_signed : most_signed;
+      most = bits > most ? bits : most;
+      least = bits < least ? bits : least;
     }
+    arrays.most_signed[c] = most_signed;
+    arrays.most[c] = most;
+    arrays.least[c] = least;
   }
 }
 
 // Floats as integers: among negative ones the largest is the lowest float, and beyond an infinity there is NaN. So of
 // the largest signed, the largest unsigned and the smallest unsigned integer two are the range, and NaN is one of them.
 template <class T>
-void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups, RowsAhead<T>& ahead) {
+void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& groups) {
   constexpr int kRowsAtOnce = 8;
   using Signed = typename RangeArrays<T>::Signed;
   using Unsigned = typename RangeArrays<T>::Unsigned;
@@ -146,9 +152,9 @@ void column_ranges(const T* x, i64 stride, const Panel& panel, GroupArrays& grou
   }
   int row = 0;
   for (; row + kRowsAtOnce <= panel.rows; row += kRowsAtOnce) {
-    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays, ahead);
+    extend_ranges<kRowsAtOnce>(x + row * stride, stride, panel.width, arrays);
   }
-  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays, ahead);
+  for (; row < panel.rows; ++row) extend_ranges<1>(x + row * stride, stride, panel.width, arrays);
   for (int c = 0; c < panel.width; ++c) {
     const bool any_negative = static_cast<Signed>(arrays.most[c]) < 0, all_negative = arrays.most_signed[c] < 0;
     const float low = from_raw(any_negative ? arrays.most[c] : arrays.least[c], T{});
@@ -165,8 +171,6 @@ struct StripGroups {
   typename Isa::Floats offsets[2], inverses[2];
   typename Isa::Words sums[2];
 
-  static constexpr int kPerAhead = 64;  // half of what is read; the ranges prefetch the other half
-
   GACT_INLINE typename Isa::Floats offset(int vector, int) const { return offsets[vector]; }
   GACT_INLINE typename Isa::Floats inverse(int vector, int) const { return inverses[vector]; }
   GACT_INLINE void add_edges(int vector, int, typename Isa::Words edges) {
@@ -174,10 +178,34 @@ struct StripGroups {
   }
 };
 
+// Two lines of a row after another. So the pages of several rows are translated at a time, which takes longer than the
+// lines of one page.
+template <class T>
+struct RowsAhead {
+  static constexpr int kElements = 2 * kCacheLine / sizeof(T);
+
+  const T* next;
+  i64 stride;
+
+  GACT_INLINE void advance() {
+    prefetch<kToL1>(next);
+    prefetch<kToL1>(next + kElements / 2);
+    next += stride;
+  }
+};
+
+// Beside the tile in this row and column: that of the next panel, or half of two adjacent ones.
+template <class T>
+RowsAhead<T> ahead_of(const T* next, i64 stride, int row, int column) {
+  constexpr int kElements = RowsAhead<T>::kElements;
+  const int first_row = row + column % kElements * kTileRows / kElements;
+  return RowsAhead<T>{next + first_row * stride + column / kElements * kElements, stride};
+}
+
 // A last tile of fewer than 32 rows, filled with the offsets, whose codes and fractions are zero.
 template <class Isa, class T, int BITS>
 void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offsets, StripGroups<Isa>& groups,
-                   const TileNoise<Isa>& noise, const StripRows<Isa, u32>& out, RowsAhead<T>& ahead) {
+                   const TileNoise<Isa>& noise, const StripRows<Isa, u32>& out) {
   constexpr int kWidth = kStrip<Isa>;
   T values[kTileRows * kWidth];
   alignas(kCacheLine) u32 words[BITS * kWidth];
@@ -191,7 +219,7 @@ void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offs
     }
   }
   quantise_tile<Isa, T, BITS>(strip_of<Isa, const T>(values, kWidth), groups, noise, strip_of<Isa>(words, kWidth),
-                              false, ahead);
+                              false, RowsAhead<T>{values, 0});
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(out.at(0, row), words + in_whole * kWidth, kWidth * sizeof(u32));
   });
@@ -199,10 +227,12 @@ void quantise_rest(const StripRows<Isa, const T>& x, int rows, const float* offs
 
 template <class Isa, class T, int BITS>
 void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, const GroupArrays& groups,
-                    u32 edges[kMostGroups], bool stream, RowsAhead<T>& ahead) {
+                    u32 edges[kMostGroups], bool stream) {
   constexpr int kLanes = Isa::kLanes;
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
   const i64 columns = job.columns;
+  const bool in_next_block = panel.first_column + panel.width == columns;
+  const T* next = in_next_block ? x - panel.first_column + job.group_size * columns : x + panel.width;
   PanelNoise<Isa> pairs;
   StripGroups<Isa> strips[kMostGroups / kStrip<Isa>];
   make_pairs<Isa>(panel, keys, pairs);
@@ -221,11 +251,10 @@ void quantise_panel(const PackJob& job, const Panel& panel, const RoundKeys& key
       const auto out = strip_of<Isa>(words + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + 2 * number, keys, job.seed, panel.first_row + row);
       if (row + kTileRows > panel.rows) {
-        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out, ahead);
+        quantise_rest<Isa, T, BITS>(tile, panel.rows - row, groups.offset + column, strips[number], noise, out);
         continue;
       }
-      ahead.translate();
-      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, stream, ahead);
+      quantise_tile<Isa, T, BITS>(tile, strips[number], noise, out, stream, ahead_of(next, columns, row, column));
     }
   }
   for (int column = 0; column < panel.width; column += kLanes) {
@@ -238,12 +267,9 @@ void pack_panel(const PackJob& job, const Panel& panel, const RoundKeys& keys, b
   alignas(kCacheLine) GroupArrays groups;
   alignas(kCacheLine) u32 edges[kMostGroups];
   const T* x = static_cast<const T*>(job.x) + panel.first_row * job.columns + panel.first_column;
-  const bool in_next_block = panel.first_column + panel.width == job.columns;
-  const T* next = in_next_block ? x - panel.first_column + job.group_size * job.columns : x + panel.width;
-  RowsAhead<T> ahead(next, job.columns, panel.width);
-  column_ranges(x, job.columns, panel, groups, ahead);
+  column_ranges(x, job.columns, panel, groups);
   describe_groups<T>(groups, panel.width, BITS, job.offsets + panel.first_group);
-  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream, ahead);
+  quantise_panel<Isa, T, BITS>(job, panel, keys, groups, edges, stream);
   const u32 of_filling = 128u * static_cast<u32>(-panel.rows & (kTileRows - 1));
   i32 any_slow = 0;
   for (int c = 0; c < panel.width; ++c) {

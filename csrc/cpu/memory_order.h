@@ -71,8 +71,6 @@ struct SetGroups {
   int shift;
   typename Isa::Words (*edges)[kQuads];  // of each vector
 
-  static constexpr int kPerAhead = 32;
-
   GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
     return Isa::set(offsets[vector][quad >> shift]);
   }
@@ -92,10 +90,24 @@ struct SetGroups {
   }
 };
 
+// The elements of a later tile, up to the end of the tensor. In the L2 cache, as L1 holds two chunks at most.
+template <class T>
+struct TileAhead {
+  static constexpr int kElements = 32;
+
+  const T *next, *end;
+
+  GACT_INLINE void advance() {
+    if (next >= end) return;
+    for (int i = 0; i < kElements; i += kCacheLine / sizeof(T)) prefetch<kToL2>(next + i);
+    next += kElements;
+  }
+};
+
 // The sets of a tile, whose first group is number `group` of the arrays. Writes the sums of edge_of.
 template <class Isa, class T, int BITS>
 void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int group, const TileNoise<Isa>& noise,
-                   u32* words, u32* edges, bool stream, RowsAhead<T>& ahead) {
+                   u32* words, u32* edges, bool stream, const TileAhead<T>& ahead) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
   typename Isa::Words of_quads[2][kQuads];
@@ -140,17 +152,16 @@ template <class Isa, class T, int BITS>
 void pack_chunk(const PackJob& job, const RoundKeys& keys, i64 start, int count, bool stream) {
   GroupArrays groups;
   u32 edges[kChunkElements / 64];
-  const T* x = static_cast<const T*>(job.x) + start;
+  const T *x = static_cast<const T*>(job.x) + start, *end = static_cast<const T*>(job.x) + job.numel;
   const int size = job.group_size;
   const i64 first_set = start / kSetElements;
   const SetNoise<Isa> noise(first_set, keys, job.seed);
   ranges_of<Isa>(x, size, count / size, groups);
   describe_groups<T>(groups, count / size, BITS, job.offsets + start / size);
-  RowsAhead<T> ahead(x + kPrefetchElements, count, count);
   for (int i = 0; i < count; i += kTileElements<Isa>) {
     const i64 set = first_set + i / kSetElements;
     quantise_sets<Isa, T, BITS>(x + i, size, groups, i / size, noise.at(set), job.words + set * BITS * kRowElements,
-                                edges, stream, ahead);
+                                edges, stream, TileAhead<T>{x + i + kPrefetchElements, end});
   }
   finish_groups<T>(job, start / size, count / size, groups, edges, count);
 }
@@ -173,8 +184,7 @@ void pack_rest(const PackJob& job, const RoundKeys& keys, i64 start, int count) 
   for (int g = group_count; g < kElements / size; ++g) groups.offset[g] = groups.inverse[g] = 0.0f;
   for (int i = count; i < kElements; ++i) from_float(groups.offset[i / size], x + i);
   const SetNoise<Isa> noise(first_set, keys, job.seed);
-  RowsAhead<T> nothing_ahead(x, 0, kElements);
-  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, false, nothing_ahead);
+  quantise_sets<Isa, T, BITS>(x, size, groups, 0, noise.at(first_set), words, edges, false, TileAhead<T>{x, x});
   edges[group_count - 1] -= 128u * static_cast<u32>(group_count * size - count);
   for (int set = 0; set * kSetElements < count; ++set) {
     const int left = (count - set * kSetElements + kRowElements - 1) / kRowElements;

@@ -41,43 +41,6 @@ constexpr int kBlocks = kTileRows / kPhiloxRows;  // of rows with one counter fo
 constexpr int kQuads = kTileRows / 4;             // of rows whose codes are the bytes of a word of 8-bit fields
 constexpr u32 kEvenBytes = 0x00FF00FFu;
 
-// ---- elements that are quantised later
-
-// Into the L2 cache: L1 has little room beside what is worked on. Always inlined, as g++ drops calls of a function that
-// does nothing else.
-GACT_INLINE void prefetch([[maybe_unused]] const void* start) {
-#if defined(__x86_64__)
-  _mm_prefetch(static_cast<const char*>(start), _MM_HINT_T1);
-#endif
-}
-
-// Prefetches rows, some elements at a time, in the order of memory. A line or two between instructions that compute:
-// more at once fill the buffers of what is on its way to the cache, and all else waits. `width` is a multiple of
-// kElements.
-template <class T>
-class RowsAhead {
- public:
-  static constexpr int kElements = 32;
-
-  RowsAhead(const T* first, i64 stride, int width)
-      : next_(first), end_(first + width), stride_(stride), width_(width) {}
-
-  // Has the address of a page translated that comes two rows later, for which its prefetches would wait.
-  GACT_INLINE void translate() const { prefetch(next_ + 2 * stride_); }
-
-  GACT_INLINE void advance() {
-    for (int i = 0; i < kElements; i += kCacheLine / sizeof(T)) prefetch(next_ + i);
-    next_ += kElements;
-    if (next_ != end_) return;
-    end_ += stride_;
-    next_ = end_ - width_;
-  }
-
- private:
-  const T *next_, *end_;
-  i64 stride_, width_;
-};
-
 // ---- noise
 
 struct RoundKeys {
@@ -236,18 +199,19 @@ GACT_INLINE void get_codes(const In& words, int block, int vector, typename Isa:
 
 // ---- quantising
 
-// The codes of four rows of a vector as bytes. Groups has offset(vector, quad) and inverse(vector, quad), takes
-// add_edges(vector, quad, edges), and has some prefetched after every kPerAhead elements.
-template <class Isa, class T, class Groups, class In>
+// The codes of four rows of a vector as bytes. Groups has offset(vector, quad) and inverse(vector, quad), and takes
+// add_edges(vector, quad, edges). Ahead prefetches kElements that are quantised later, a line or two: more at once fill
+// the buffers of what is on its way to the cache, and all else waits.
+template <class Isa, class T, class Groups, class In, class Ahead>
 GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad, Groups& groups,
-                                              typename Isa::Words noise, RowsAhead<T>& ahead) {
+                                              typename Isa::Words noise, Ahead& ahead) {
   using Words = typename Isa::Words;
   Words sums[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     sums[i] =
         Isa::rounded(Isa::load(x.at(vector, 4 * quad + i)), groups.offset(vector, quad), groups.inverse(vector, quad));
-    if ((4 * vector + i + 1) * Isa::kLanes % Groups::kPerAhead == 0) ahead.advance();
+    if ((4 * vector + i + 1) * Isa::kLanes % Ahead::kElements == 0) ahead.advance();
   }
   // Two rows in the halves of a lane: their sums with the noise have 16 bits.
   const Words even = Isa::lower_halves(sums[0], sums[2]), odd = Isa::lower_halves(sums[1], sums[3]);
@@ -257,11 +221,10 @@ GACT_INLINE typename Isa::Words quantise_quad(const In& x, int vector, int quad,
   return Isa::upper_bytes(even_sums, odd_sums);
 }
 
-template <class Isa, class T, int BITS, class Groups, class In, class Out>
+template <class Isa, class T, int BITS, class Groups, class In, class Out, class Ahead>
 __attribute__((noinline)) void quantise_tile(const In x, Groups& stored_groups, const TileNoise<Isa>& noise,
-                                             const Out out, bool stream, RowsAhead<T>& stored_ahead) {
+                                             const Out out, bool stream, Ahead ahead) {
   Groups groups = stored_groups;  // in registers
-  RowsAhead<T> ahead = stored_ahead;
   FieldWords<Isa> fields = {};
   for (int block = 0; block < kBlocks; ++block) {
     typename Isa::Words random[2][2];
@@ -274,7 +237,6 @@ __attribute__((noinline)) void quantise_tile(const In x, Groups& stored_groups, 
     }
   }
   stored_groups = groups;
-  stored_ahead = ahead;
 }
 
 // ---- decoding
