@@ -471,6 +471,8 @@ class SavedTensorHooks:
 
     def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
         """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
+        if self._is_of_model(tensor) or self._is_given(tensor):
+            return None
         storage, key = storage_with_id(tensor)
         record = self._storages.known(key)
         found = None if record is None else find_stored(tensor, record)
@@ -487,15 +489,10 @@ class SavedTensorHooks:
         else:
             if (found is not None and not own_result) or expected.series.count != expected.occurrence:
                 return None
-            if not expected.has_graph and (self.given.has(key) or self._parameters.has(key)):
-                return None
-            if key in self._namer.scope.made:
-                return None
             expected.series.count += 1
             if record is None:
                 record = self._storages.add(tensor, storage, key)
-            has_recipe = expected.has_recipe
-            handle = self._sink.take(Captured(tensor, expected.name, expected.role, record, may_have_recipe=has_recipe))
+            handle = self._sink.take(Captured(tensor, expected.name, expected.role, record))
             if own_result:
                 record.relu_versions |= {tensor._version}
             else:
@@ -525,7 +522,6 @@ class SavedTensorHooks:
         if met is None:
             return
         met.name, met.role, met.series = base.name, role, self._namer.latest
-        met.has_recipe = isinstance(base.payload, Recipe)
         met.occurrence = met.series.count - 1
         self._settled.settle((base.name, is_alias and (id(frame.f_code), frame.f_lasti)), met)
 

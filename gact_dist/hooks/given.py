@@ -80,10 +80,6 @@ class Given:
         parts = [] if tensor.requires_grad else parts_of(tensor)
         return bool(parts) and all(type(part) in PLAIN and self._memory_of(part) is not None for part in parts)
 
-    def has(self, key: int) -> bool:
-        """Whether a storage is that of an argument or of the batch. key: its storage_id()."""
-        return key in self._of_forward or key in self._of_step
-
     def keep(self, tensor: Tensor) -> Kept:
         """The handle of a tensor that holds() has found."""
         memory = self._memory_of(tensor)

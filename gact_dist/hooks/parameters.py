@@ -150,10 +150,6 @@ class ParameterRecognition:
             return True
         return all(storage_id(part) in self._owned for part in parts_of(tensor))
 
-    def has(self, key: int) -> bool:
-        """Whether a storage is that of a parameter or a buffer. key: its storage_id()."""
-        return key in self._owned
-
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
         """Within the context the model's present buffers count as well: the clones that replace its own during a

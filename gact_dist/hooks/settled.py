@@ -5,14 +5,11 @@ walks of the call stack and of the graph, and looks into a dozen tables, which t
 the processor's caches. In a job's steps nearly all of it comes out as in the step before. So what was seen of a save
 and what followed is kept, and with it what was saved next. The pack hook first compares what it sees with what is
 expected: the frames up to the user's line, the module, the nodes that made the tensor, its type, shape and strides.
-Whatever the long way looks at is compared, follows from what is compared, or belongs to the memory (is it stored
-already, is it of the batch), which is looked up as ever. If anything differs the tensor goes the long way, and the
-order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom functions,
-compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or readers, a
-measurement, a new plan, and a state that is loaded make the hooks forget all of it.
-
-One thing is not looked at again: whether the result of a view, or of arithmetic, is made from activations or from
-parameters alone. Where that changes from one step to the next at one place, the tensor has the bits of its name.
+Whatever the long way looks at is compared, follows from what is compared, or is looked up as ever: whether the memory
+is stored already, of the model, made from parameters alone, or of the batch. If anything differs the tensor goes the
+long way, and the order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom
+functions, compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or
+readers, a measurement, a new plan, and a state that is loaded make the hooks forget all of it.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class Settled:
 
     __slots__ = (
         "_activation", "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_node",
-        "_number", "_shape", "_strides", "has_graph", "has_recipe", "is_alias", "is_relu", "name", "next", "occurrence",
+        "_number", "_shape", "_strides", "is_alias", "is_relu", "name", "next", "occurrence",
         "role", "series",
     )  # fmt: skip
 
@@ -55,15 +52,12 @@ class Settled:
         self._below: type | None = None
         if source is not None and source.name() in RESHAPES:
             self._below = type(source.next_functions[0][0])
-        self.has_graph = node is not None
         self.is_relu = node is not None and node.name() == _RELU
         self.name = ""
         """of what is stored, or of what holds the memory already"""
         self.role: Role | None = None
         self.is_alias = False
         """whether another handle holds the memory"""
-        self.has_recipe = False
-        """whether it was made from others"""
         self.series, self.occurrence = _NO_SERIES, 0
         self.next: Settled | None = None
         """what was saved after it"""
@@ -156,7 +150,7 @@ def settled(
     source = node if base is None else base.grad_fn
     if base is not None and (source is None or (base.numel() != tensor.numel() and not is_alias)):
         return None
-    if node is None and (tensor.requires_grad or _may_be_cast(tensor, stack)):
+    if node is None and tensor.requires_grad:
         return None
     for each in (node, source):
         if each is not None and (type(each).__name__ != each.name() or passes_on(each)):
@@ -171,9 +165,3 @@ def settled(
 def may_settle(role: Role | None) -> bool:
     """Whether a tensor of a role can be settled."""
     return role not in _UNSETTLED
-
-
-def _may_be_cast(tensor: Tensor, stack: Sequence[Entry]) -> bool:
-    """Whether a tensor without a graph may be a cast of a frozen parameter of the module that is running."""
-    own = stack[-1][1]._parameters.values() if stack else ()
-    return any(parameter is not None and parameter.dtype != tensor.dtype for parameter in own)

@@ -40,8 +40,6 @@ class Captured(NamedTuple):
     """how the whole repeats it"""
     recipe: Recipe | None = None
     """what gives it back exactly"""
-    may_have_recipe: bool = True
-    """whether to look for what gives it back as others are stored"""
 
     @property
     def graph(self) -> Tensor:
@@ -169,7 +167,7 @@ class Store(Sink):
     def _content_of(self, captured: Captured) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
         tensor, name, role, _, _, read, *_ = captured
-        encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None and captured.may_have_recipe
+        encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
             if RECOMPUTED in name:  # until the next plan what was measured as stored is stored
                 measured = name in self.plan.bits
