@@ -232,7 +232,7 @@ def llama(batch_size: int = 4, length: int = 128, words: int = 32_000, layers: i
     )
 
 
-def llama_deep(batch_size: int = 16, length: int = 512, words: int = 64, layers: int = 24, width: int = 128) -> Job:
+def llama_deep(batch_size: int = 8, length: int = 512, words: int = 64, layers: int = 24, width: int = 128) -> Job:
     """A Llama of many narrow blocks and few words: what a checkpoint keeps is an input for each block."""
     job = llama(batch_size, length, words, layers, width)
     return replace(job, optimizer=partial(torch.optim.SGD, lr=0.01))

@@ -11,9 +11,10 @@ from .derived import STARTS, origins_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
+from .function_calls import GivenToFunction, given_to_functions
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
-from .naming import WORKSPACE, origin, producer
+from .naming import LEAVES_CHECKPOINT, WORKSPACE, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
@@ -22,6 +23,7 @@ from .roles import BACKWARDS, OperatorObserver
 
 __all__ = [
     "BACKWARDS",
+    "LEAVES_CHECKPOINT",
     "LOG_SOFTMAX",
     "STARTS",
     "WORKSPACE",
@@ -31,6 +33,7 @@ __all__ = [
     "Draw",
     "Encoder",
     "Footprint",
+    "GivenToFunction",
     "LearntNames",
     "Noted",
     "OperatorObserver",
@@ -53,6 +56,7 @@ __all__ = [
     "decoded",
     "exponent_of",
     "fixes_rows",
+    "given_to_functions",
     "has_compiled_parts",
     "jumps",
     "kept_exactly",

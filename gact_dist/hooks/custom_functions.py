@@ -8,7 +8,8 @@ grows exponentially. Then the inputs are kept exactly too. With a single input t
 and losses read a statistic of it, and rounding it is as safe as in the operators of torch that do the same.
 A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over. For
 a fused attention of the user's own this means that its queries, keys, values and result are not compressed; those of
-torch's scaled_dot_product_attention are, see fused_attention.py.
+torch's scaled_dot_product_attention are, see fused_attention.py. A checkpoint around the call alone makes such a
+function run again on its rounded inputs, and what it computes fits them whatever it is.
 """
 
 import logging
@@ -98,8 +99,10 @@ class CustomFunctions:
         if self._roles.get(place) is not Role.STATISTIC:
             say(
                 _log,
-                "%s is kept exactly: it combines its inputs with what it computed from them",
+                "%s is kept exactly: it combines its inputs with what it computed from them. Under a checkpoint of its "
+                "own, checkpoint(%s.apply, ..., use_reentrant=False), it keeps its inputs alone, in few bits",
                 place,
+                function,
                 level=logging.DEBUG if function in self._said else logging.INFO,
             )
             self._said.add(function)

@@ -40,10 +40,11 @@ from torch import Tensor, nn
 
 from .. import _fields, codec
 from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, RESHAPES, saved_handle
-from ..distributed import CONVERSIONS, Layout, forwarding_nodes, own_part
+from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
+from .naming import FORWARDING
 from .saved_edges import saved_at
 
 _VECTOR_FRACTION = 16
@@ -58,7 +59,6 @@ _IN_THE_SAME_MEMORY = frozenset((
 ))  # fmt: skip
 _NOT_AS_SAVED = frozenset(("LogSoftmaxBackward0",))
 """what is saved of their results may be a sample"""
-_FORWARDING = forwarding_nodes()
 STARTS = "starts_a_graph"
 """attribute of nodes that stand for what lies elsewhere"""
 
@@ -155,7 +155,7 @@ def _passed_through(edge: _Edge) -> Iterator[_Edge]:
         name, below = node.name(), node.next_functions
         if name in _IN_THE_SAME_MEMORY:
             passed = 0
-        elif name in _FORWARDING and number < len(below):
+        elif name in FORWARDING and number < len(below):
             passed = number
         else:
             return

@@ -37,6 +37,7 @@ from .checkpoint import inside_checkpoint
 from .roles import leaves_of
 
 _KNOWN_FUNCTIONS = frozenset(operator_aliases())
+_APPLY_CODE = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
 class FunctionCall(NamedTuple):
@@ -108,6 +109,88 @@ def calls_remembered() -> Iterator[None]:
 
 _Place = tuple[int, int]
 """(id of a frame, its instruction)"""
+
+
+class GivenToFunction(NamedTuple):
+    """A call of a custom function, as it may be made again."""
+
+    function: Any
+    """its class"""
+    arguments: list[Any]
+    """without a graph"""
+    saved: dict[int, int]
+    """of the arguments that it saves the number among all that it saves"""
+    computes: bool
+    """whether it saves anything else"""
+
+
+@contextmanager
+def given_to_functions(note: Callable[[Any, GivenToFunction], None]) -> Iterator[None]:
+    """Within the context note(node, call) is told of the calls of custom functions in this thread that save tensors.
+
+    Of those of which all is known that they were given, and which are given plain tensors. What they are given they
+    may write over later.
+    """
+    with _GIVEN.listening(FunctionCtx, (threading.get_ident(), note)):
+        yield
+
+
+def _noting(save_for_backward: Callable[..., None], listeners: list[Any]) -> Any:
+    """FunctionCtx.save_for_backward that also tells what its function was given."""
+
+    @untraced
+    @wraps(save_for_backward)
+    def noting(self: Any, *tensors: Any) -> None:
+        save_for_backward(self, *tensors)
+        for thread, note in listeners:
+            if thread == threading.get_ident() and not in_backward():
+                call = _given(self, tensors, sys._getframe(1))
+                if call is not None:
+                    note(self, call)
+
+    return noting
+
+
+_GIVEN = SharedPatch("save_for_backward", _noting)
+
+
+def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToFunction | None:
+    """frame: of the code that saves."""
+    function = function_of_context(context)
+    if function is None or not _is_custom(function) or not any(context.needs_input_grad):
+        return None
+    _, method, forward = _frames_around(frame, function)
+    if forward is None:
+        return None
+    applied = forward.f_back
+    if applied is not None and applied.f_code is _APPLY_CODE:
+        arguments = list(applied.f_locals.get("args", ()))
+    else:
+        arguments, unknown = _trusted(context, _arguments(forward, method))
+        arguments = [] if unknown else arguments
+    if len(arguments) != len(context.needs_input_grad) or not all(map(_is_plain, arguments)):
+        return None
+    saved = {
+        place: number
+        for number, tensor in enumerate(tensors)
+        for place, argument in enumerate(arguments)
+        if isinstance(argument, Tensor) and isinstance(tensor, Tensor) and _is_same(argument, tensor)
+    }
+    detached = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+    computes = any(isinstance(tensor, Tensor) and number not in saved.values() for number, tensor in enumerate(tensors))
+    return GivenToFunction(function, detached, saved, computes)
+
+
+def _is_plain(argument: Any) -> bool:
+    return not isinstance(argument, Tensor) or type(argument) in PLAIN_OR_PARAMETER
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (
+        type(other) in PLAIN_OR_PARAMETER
+        and one.data_ptr() == other.data_ptr()
+        and (one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype)
+    )
 
 
 class _Remembered(NamedTuple):

@@ -49,7 +49,10 @@ _ACTIVATIONS = frozenset(
     and kind.__module__ == activation.__name__
     and kind.forward.__code__.co_varnames == ("self", "input")  # a frame that is looked into holds its variables longer
 )
-_FORWARDING = forwarding_nodes()
+LEAVES_CHECKPOINT = "LeavesCheckpointBackward"
+"""the node by which a measurement tells what a checkpoint hands out from the same tensor in it"""
+FORWARDING = forwarding_nodes() | {LEAVES_CHECKPOINT}
+"""names of nodes that only hand on what another has made"""
 _RESHAPE, _LINEAR = "UnsafeViewBackward0", "AddmmBackward0"
 WORKSPACE = "Workspace"
 """in place of an operator, in the name of what an operator saves that it alone can read"""
@@ -294,9 +297,9 @@ def _producer_with_name(tensor: Tensor) -> tuple[Any, str]:
     if node is None:
         return None, ""
     name = node.name()
-    if name in _FORWARDING:
+    if name in FORWARDING:
         number = tensor.output_nr
-        while name in _FORWARDING:
+        while name in FORWARDING:
             below = node.next_functions
             node, number = below[number] if number < len(below) else below[-1]
             if node is None:
@@ -311,7 +314,7 @@ def _producer_with_name(tensor: Tensor) -> tuple[Any, str]:
 
 def passes_on(node: Any) -> bool:
     """Whether a node only hands on what another has made."""
-    return node.name() in _FORWARDING
+    return node.name() in FORWARDING
 
 
 def _spell(path: str | None, operator: str, site: str | None, occurrence: int) -> str:

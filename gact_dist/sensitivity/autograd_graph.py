@@ -145,8 +145,8 @@ def leaves_below(nodes: Sequence[Any], leaves: Sequence[Tensor]) -> dict[Any, in
 
 
 @contextmanager
-def watched(nodes: Iterable[Any], opaque: list[str]) -> Iterator[None]:
-    """Within the context backwards with create_graph=True add the names of nodes whose results have no derivative.
+def watched(nodes: Iterable[Any], opaque: list[Any]) -> Iterator[None]:
+    """Within the context backwards with create_graph=True add the nodes whose results have no derivative.
 
     Such is a kernel that autograd cannot see.
     """
@@ -158,7 +158,12 @@ def watched(nodes: Iterable[Any], opaque: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
+def name_of(node: Any) -> str:
+    """As autograd has it."""
+    return str(node.name())
+
+
+def _watch(node: Any, opaque: list[Any]) -> Callable[..., None]:
     """A hook that notes a node whose results do not depend, for autograd, on what they are computed from."""
 
     def hook(results: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
@@ -172,6 +177,6 @@ def _watch(node: Any, opaque: list[str]) -> Callable[..., None]:
                 varies = varies or (isinstance(node, BackwardCFunction) and keeps_tensors(node))
                 underivable = varies and not result.requires_grad and bool(own_part(result).any())
             if underivable:
-                opaque.append(node.name())
+                opaque.append(node)
 
     return hook

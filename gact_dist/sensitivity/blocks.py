@@ -31,6 +31,7 @@ from .._patches import replaced
 from .._torch_internals import checkpoint_calls, next_sequence_number
 from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
+    LEAVES_CHECKPOINT,
     STARTS,
     Noted,
     Recorded,
@@ -363,7 +364,8 @@ class BlockForward:
 
         def again(*call: Any, **kw: Any) -> Any:
             hooks = replaying(replay, whole=False) if self._hooks.compresses_recomputed else exactly()
-            return self._checkpoint_inside(hooks, calls, *call, **kw)
+            outputs = self._checkpoint_inside(hooks, calls, *call, **kw)
+            return map_tensors(outputs, lambda tensor: _Leaves.apply(tensor) if tensor.requires_grad else tensor)
 
         with told_of_checkpoints(lambda _, call: calls.append(call)), checkpoint_calls(again):
             yield
@@ -574,6 +576,25 @@ def _tied(model: nn.Module) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             tied[name] = first[id(parameter)]
     return tied
+
+
+class _Leaves(Function):
+    """Identity at what a checkpoint hands out: an edge for what is stored outside, of its own.
+
+    Inside, operators may save the same tensor, as a fused attention does its output. That is made again from the
+    checkpoint's inputs, which it moves, while what is stored outside moves nothing else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.data  # no view, which would forbid operations in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+_Leaves._backward_cls.__name__ = LEAVES_CHECKPOINT
 
 
 @cache

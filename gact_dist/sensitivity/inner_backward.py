@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge
 from .._errors import first_line, is_out_of_memory
 from .._torch_internals import in_backward, next_sequence_number
 from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
-from .autograd_graph import gradients_of_parameters, nodes_below, parameters_among, scalar, watched
+from .autograd_graph import gradients_of_parameters, name_of, nodes_below, parameters_among, scalar, watched
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
@@ -74,8 +74,10 @@ class InnerBackwards(MeasuringMode):
             self.opaque.append("grad_outputs with a graph")
             return super().call(function, args, kwargs)
         before = nodes_below(roots)
-        with watched(before, self.opaque):
+        opaque: list[Any] = []
+        with watched(before, opaque):
             found = super().call(function, args, kwargs)
+        self.opaque += map(name_of, opaque)
         self._number += 1
         results = _gradients_of_leaves(before) if found is None else [part for part in found if part is not None]
         for node in set(nodes_below(results)).difference(before):
@@ -120,8 +122,10 @@ class ReadProducts:
         self._made_by, self._seed = dict(inner.made_by), seed
         self._unclear: set[Edge] = set()
         nodes = nodes_below([loss])
-        with watched(nodes, inner.opaque):
+        opaque: list[Any] = []
+        with watched(nodes, opaque):
             found = torch.autograd.grad(loss, parameters_among(nodes), create_graph=True, allow_unused=True)
+        inner.opaque += map(name_of, opaque)
         self._gradients = [part for part in found if part is not None and part.requires_grad]
         if inner.opaque:
             names = ", ".join(sorted(set(inner.opaque)))

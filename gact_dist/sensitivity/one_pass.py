@@ -39,6 +39,7 @@ from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError
+from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
 from .compressed_perturbation import CompressedPerturbation
@@ -359,7 +360,7 @@ class _ByWalk:
         mode = MeasuringMode(fits=self.columns is None)
         cut = BlockForward(self.hooks, self.model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=self.seed)
         try:
-            with untouched(self.model, blocks), measurable(mode):
+            with untouched(self.model, blocks), measurable(mode), given_noted():
                 if generators is not None:
                     generators.restore()
                 with cut.run(forward, self.fraction):

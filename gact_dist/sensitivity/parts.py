@@ -16,7 +16,8 @@ from .._errors import first_line, is_out_of_memory
 from .._torch_internals import once, repeated_dimensions
 from ..distributed import any_rank, differentiable_twice, own_part, part_of_gradient
 from ..hooks import ReadOnce, Recorded, Replayed, read_once
-from .autograd_graph import backward, watched
+from .autograd_graph import backward, name_of, watched
+from .by_differences import by_differences, learn, noted
 
 
 class OpaqueError(RuntimeError):
@@ -50,15 +51,30 @@ class Part:
         self, entering: Sequence[Tensor] | None, groups: Sequence[Any] = ()
     ) -> tuple[list[Gradient | None], ReadOnce]:
         """The graph of the same, and what holds what that has saved. Raises OpaqueError if some backward leaves it or
-        refuses, on all ranks of groups.
+        refuses, on all ranks of groups. A custom function whose backward does is differentiated by differences.
 
         If it does not run at all, the plain backward of a perturbation raises the error.
         """
-        opaque: list[str] = []
-        with watched(self.nodes, opaque), refused(), differentiable_twice(self.nodes), read_once() as held:
-            found = [_without_values(gradient) for gradient in self.gradients(entering, create_graph=True)]
+        functions = [] if groups else noted(self.nodes)  # ranks of groups would have to find the same ones
+        while True:
+            opaque: list[Any] = []
+            error: OpaqueError | None = None
+            found: list[Gradient | None] = []
+            derivable = by_differences(functions, self.is_open), differentiable_twice(self.nodes)
+            with derivable[0], derivable[1], watched(self.nodes, opaque), read_once() as held:
+                try:
+                    with refused():
+                        gradients = self.gradients(entering, create_graph=True)
+                        found = [_without_values(gradient) for gradient in gradients]
+                        del gradients
+                except OpaqueError as refusal:
+                    error = refusal
+            if not learn(functions, opaque, error):
+                break
+        if error is not None:
+            raise error
         if any_rank([bool(opaque)], groups)[0]:
-            names = ", ".join(sorted(set(opaque))) or "an operator on another rank"
+            names = ", ".join(sorted(set(map(name_of, opaque)))) or "an operator on another rank"
             raise OpaqueError(f"backward of {names} has no derivative")
         return found, held
 

@@ -12,6 +12,7 @@ from messages import Messages
 from small_models import loss_of, mlp
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from unusual_jobs import (
     JOBS,
     WIDTH,
@@ -345,6 +346,35 @@ def test_one_line_says_of_a_custom_attention_that_it_is_exact_and_why(level):
     assert sum("Mul" in name for name in exact) == 6
     assert sum(FlashAttention.__name__ in name for name in exact) == 3
     gact.detach()
+
+
+@pytest.mark.usefixtures("met")
+@pytest.mark.parametrize("function", [FlashAttention, RebindingAttention, DecoratedAttention, TwoPartAttention])
+def test_under_a_checkpoint_of_its_own_a_custom_attention_keeps_its_inputs_in_few_bits(function):
+    """It runs again on what is stored: at 2 bits too what it saves fits its inputs."""
+
+    def again(*qkv):
+        return checkpoint(function.apply, *qkv, use_reentrant=False)
+
+    torch.manual_seed(0)
+    job = squared(OwnAttention(1.5, again), torch.randn(4, 64, WIDTH))
+    job.loss_fn(job.batch).backward()
+    exact = gradients_of(job.model)
+    for level, tolerance in (("L0", 0.0), ("L1", 0.1), ("L2.2", 0.5)):
+        with Messages(logging.INFO) as messages:
+            gact = gact_dist.attach(job.model, level)
+            for _ in range(3):
+                job.model.zero_grad()
+                with gact.step(job.loss_fn, job.batch):
+                    loss = job.loss_fn(job.batch)
+                loss.backward()
+                assert (gradients_of(job.model) - exact).norm() <= tolerance * exact.norm()
+        assert not any("kept exactly" in text for text in messages.texts)
+        if level != "L0":
+            inputs = [row.codec for row in gact.report().rows if "BlockInput" in row.name]
+            assert inputs == ["quantised"] * 3
+            assert not any(function.__name__ in row.name for row in gact.report().rows)
+        gact.detach()
 
 
 @pytest.mark.usefixtures("met")

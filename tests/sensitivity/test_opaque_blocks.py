@@ -21,6 +21,8 @@ BITS, DIRECTIONS, DRAWS = 6, 16, 16
 def test_the_variance_of_the_gradient_is_predicted(name, in_sections, caplog, monkeypatch):
     """What hangs on the opaque block alone is perturbed, and the others see through it by differences of its forward.
 
+    A custom function is differentiated itself, by differences of its own.
+
     16 directions leave 2% on the sum over tensors, draws of the measured squared norm less than 3%; one rounding of
     each tensor of the opaque block leaves up to 30% on that tensor, of which there are few.
     """
@@ -33,8 +35,8 @@ def test_the_variance_of_the_gradient_is_predicted(name, in_sections, caplog, mo
     hooks.close()
     perturbed = [item.name for item in found if item.by_perturbation]
     # torch's own LSTM runs as differentiable operators on a CPU
-    assert ("its block saves is measured by perturbation" in caplog.text) is (name != "LSTM")
-    assert perturbed
+    assert ("its block saves is measured by perturbation" in caplog.text) is (name == "EmbeddingBag")
+    assert bool(perturbed) is (name != "Function")
     assert len(perturbed) < len(found)
     predicted = sum(float(item.variance[BITS - 1]) for item in found)
     gact = gact_dist.attach(case.model, config=Config(policy="uniform", bits=BITS, min_numel=0))

@@ -528,7 +528,7 @@ class WithFunction(Layer):
 
 
 def opaque_in_inner_checkpoints() -> Case:
-    return on_rows(Stack(Layer(), Wrapped(WithFunction(), reentrant=False), Layer()))
+    return on_rows(Stack(Layer(), Wrapped(Bags(), reentrant=False), Layer()))
 
 
 class Recurrent(nn.Module):
