@@ -14,7 +14,7 @@ from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, r
 from .function_calls import GivenToFunction, given_to_functions
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
-from .naming import LEAVES_CHECKPOINT, WORKSPACE, origin, producer
+from .naming import LEAVES_CHECKPOINT, RECOMPUTED, WORKSPACE, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
@@ -25,6 +25,7 @@ __all__ = [
     "BACKWARDS",
     "LEAVES_CHECKPOINT",
     "LOG_SOFTMAX",
+    "RECOMPUTED",
     "STARTS",
     "WORKSPACE",
     "Calling",

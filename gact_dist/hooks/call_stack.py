@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.autograd.function as autograd_function
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 from .._paths import PACKAGE_ROOT
@@ -68,6 +69,22 @@ def call_site(frame: FrameType, tensor: Tensor) -> CallSite:
     if call is None or site.region is not None or site.checkpoint is not None:
         return site
     return site._replace(function=call)
+
+
+def site_in_checkpoint(frame: FrameType, tensor: Tensor) -> CallSite:
+    """The same inside of a checkpoint. Where its function is one of torch no line of the user's leads to what it saves,
+    neither in the forward, where one calls the checkpoint, nor in the backward."""
+    site = call_site(frame, tensor)
+    is_apply = frame.f_code.co_filename == autograd_function.__file__
+    if is_apply and getattr(frame.f_locals.get("cls"), "__module__", "") == torch_checkpoint.__name__:
+        return site  # an input of a checkpoint inside of it
+    above: FrameType | None = frame
+    while above is not None and _kind(above.f_code) is not _Kind.USERS:
+        if is_of_checkpoint(above):
+            call = call_of_frame(frame) if is_apply else site.function
+            return site._replace(line=None, checkpoint=None, function=call)
+        above = above.f_back
+    return site
 
 
 _HAVE_WORKSPACES = [

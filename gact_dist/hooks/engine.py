@@ -39,7 +39,15 @@ from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_at, alias_of, find_stored, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
-from .call_stack import CallSite, call_site, caller, current_line, is_workspace, site_in_backward
+from .call_stack import (
+    CallSite,
+    call_site,
+    caller,
+    current_line,
+    is_workspace,
+    site_in_backward,
+    site_in_checkpoint,
+)
 from .checkpoint import refuse_inside_checkpoint
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
@@ -62,7 +70,7 @@ from .handles import (
     lazy_bits,
 )
 from .known_roles import KnownRoles, LearntRoles, Place
-from .naming import RECOMPUTED, ModuleScope, Namer
+from .naming import RECOMPUTED, Entry, ModuleScope, Namer
 from .one_bit import Read, read_by, role_of_read
 from .own_hooks import Registration
 from .parameters import ParameterRecognition
@@ -303,11 +311,16 @@ class SavedTensorHooks:
         self._bypassing.note(frame)
         if self.compresses_recomputed and not self._namer.scope.compiled:
             encoder, plan = self.encoder.of_this_step(), self._job.plan
-            keep_handles(call, partial(self._recomputed, encoder, plan))
+            keep_handles(call, partial(self._recomputed, encoder, plan, [*self._namer.scope.stack]))
 
     @contextmanager
-    def _recomputed(self, encoder: Encoder, plan: Plan, hand_over: HandOver) -> Iterator[None]:
-        """Within the context a checkpointed block runs again. See [Note: recomputed]."""
+    def _recomputed(
+        self, encoder: Encoder, plan: Plan, caller_stack: list[Entry], hand_over: HandOver
+    ) -> Iterator[None]:
+        """Within the context a checkpointed block runs again. See [Note: recomputed].
+
+        caller_stack: the modules whose forwards were running when the checkpoint was called.
+        """
         block = BlockAgain(self._namer.scope, self._roles, encoder, plan)
 
         def pack(tensor: Tensor) -> Any:
@@ -321,8 +334,13 @@ class SavedTensorHooks:
             hand_over(tensor, None if isinstance(handle, Kept) else handle)
             return handle
 
-        with _hooked(pack, _unpack):
-            yield
+        stack = self._namer.scope.stack
+        before, stack[:] = [*stack], caller_stack
+        try:
+            with _hooked(pack, _unpack):
+                yield
+        finally:
+            stack[:] = before
 
     def _forget_step(self) -> None:
         if not self._sink.records:  # a rounded walk makes recipes when the forward is over
@@ -394,11 +412,15 @@ class SavedTensorHooks:
             raise ReplayError("tensors can be noted only while a forward is recorded")
         before, known = (record.notes, self._namer.recomputed), len(record.found)
         record.notes, self._namer.recomputed = True, recomputed
+        storages = self._storages
+        if recomputed:  # it will be stored in other memory than that of the forward, where others save its results
+            self._storages = StorageRecords()
         try:
             with _hooked(pack, _unpack):
                 yield
         finally:
             record.notes, self._namer.recomputed = before
+            self._storages = storages
         if recomputed:
             record.recomputed.append(sum(noted.numel for noted in record.found[known:]))
 
@@ -543,7 +565,7 @@ class SavedTensorHooks:
         self._instruction = instruction(frame, self._readers is not None) if sink is self._job else None
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, CallSite(current_line()), frame)
-        site = call_site(frame, tensor)
+        site = (site_in_checkpoint if self._namer.recomputed else call_site)(frame, tensor)
         if site.region is not None:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):

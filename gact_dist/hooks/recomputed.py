@@ -32,7 +32,8 @@ from .._torch_internals import CheckpointFrame, innermost_hooks
 from ..policies import Bits, Plan
 from .accounting import Account
 from .aliases import StorageRecord, StorageRecords, alias_of, note_stored
-from .call_stack import CallSite, call_site
+from .call_stack import CallSite, site_in_checkpoint
+from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .handles import Stored, View
 from .known_roles import KnownRoles
@@ -137,22 +138,25 @@ class BlockAgain:
         self._namer, self._roles, self._encoder, self._plan = Namer(scope, recomputed=True), roles, encoder, plan
         self._sink = Store(encoder, plan, Account(), derived=roles.derived)
         self._storages = StorageRecords()
+        self._functions = CustomFunctions(roles.by_name)
 
     def pack(self, tensor: Tensor, frame: FrameType) -> Stored | View:
         """The handle of a plain tensor that is not the model's. frame: of the caller of the pack hook."""
-        site, record = call_site(frame, tensor), self._storages.of(tensor)
+        site, record = site_in_checkpoint(frame, tensor), self._storages.of(tensor)
         floating = self._encoder.rounds(tensor)
         sign = floating and is_own_relu_save(tensor)
         read = read_by(frame) if floating and not sign else None
         alias = None if sign or read is not None else alias_of(tensor, record)
         derives = floating and self._encoder.may_derive
-        if alias is not None and not self._may_have(alias.base, site):
+        if alias is not None and not self._may_have(alias.base, tensor, site):
             return _as_it_is(alias.base.name, tensor)
         if alias is not None:
             if derives:
                 note_saved(tensor, alias)
             return alias
         name = self._namer.name(tensor, site)
+        if self._of_function(tensor, name, site) is not Role.ACTIVATION:
+            return _as_it_is(name, tensor)
         if sign:
             return self._sink.take(Captured(tensor, name, Role.SIGN, record))
         if read is not None:
@@ -169,11 +173,24 @@ class BlockAgain:
         self._sink.after(tensor.grad_fn)
         return handle
 
-    def _may_have(self, stored: Any, site: CallSite) -> bool:
+    def _of_function(self, tensor: Tensor, name: str, site: CallSite) -> Role | None:
+        """The role that a custom function which is saving leaves to an activation. See [Note: custom functions]."""
+        if site.function is None:
+            self._functions.leave()
+            return Role.ACTIVATION
+        place = self._namer.place(site, site.function.name)
+        return self._functions.role(tensor, name, Role.ACTIVATION, site.function, place, False)
+
+    def _may_have(self, stored: Any, tensor: Tensor, site: CallSite) -> bool:
         """Whether another reader may have what is stored already."""
+        if stored.is_exact:
+            return True
+        call = site.function
+        if call is not None and self._functions.needs_exact(tensor, call, self._namer.place(site, call.name)):
+            return False
         stack = self._namer.scope.stack
         place = site.line, stack[-1][0] if stack else None, None
-        return stored.is_exact or self._roles.alias_role(stored.name, place) is Role.ACTIVATION
+        return self._roles.alias_role(stored.name, place) is Role.ACTIVATION
 
     def _bits(self, tensor: Tensor, name: str) -> Bits:
         """None where no measurement has seen the tensor, nor a comparison with the exact gradient."""

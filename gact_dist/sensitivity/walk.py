@@ -43,6 +43,7 @@ from ..distributed import (
     whole_value,
 )
 from ..hooks import (
+    RECOMPUTED,
     Noted,
     Recorded,
     Replaceable,
@@ -632,7 +633,7 @@ class Walk:
                     part, leaving, tangents, [*inputs, *part.tails] if passing else inputs, direction
                 )
             held.is_last = is_last
-            self._add_through(through, part, leaving, tangents, direction)
+            self._add_through(through, [] if alone else found, part, leaving, tangents, direction)
             if is_last:
                 leaving = []  # with the graph of the backward
             for place, tangent in zip(entered, products, strict=False):
@@ -651,17 +652,23 @@ class Walk:
     def _add_through(
         self,
         through: Sequence[Replayed],
+        found: Sequence[Replayed],
         part: Part,
         leaving: Sequence[Gradient | None],
         tangents: Sequence[list[Tensor] | None],
         direction: int,
     ) -> None:
-        """Add the products of what others of a part are computed from once more. See _transposed()."""
+        """Add the products of what others of a part are computed from once more. See _transposed().
+
+        found: all else that the part saved; what lies outside of checkpoints is not computed once more.
+        """
         measured = [item for item in through if item.first in self._tallies and item.record.node is not None]
         edges = list(dict.fromkeys(map(edge_of, measured)))
         if not edges:
             return
-        products = self._products(part, leaving, tangents, [GradientEdge(*edge) for edge in edges], direction)
+        outside = [item for item in found if RECOMPUTED not in item.first.name]
+        with cut_off([*outside, *through]):
+            products = self._products(part, leaving, tangents, [GradientEdge(*edge) for edge in edges], direction)
         by_edge = dict(zip(edges, products, strict=True))
         for item in measured:
             self._tallies[item.first].add(_seen_by_edge([item], by_edge), direction, self._directions)

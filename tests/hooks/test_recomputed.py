@@ -13,6 +13,7 @@ from small_models import TinyGPT, loss_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from unusual_jobs import WIDTH, OwnAttention
 
 import gact_dist
 from gact_dist import Config, codec
@@ -75,7 +76,36 @@ def masked() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(32, 32), Within(Masked()), Within(Masked())), torch.randn(64, 32)
 
 
-MODELS = {"around": around, "within": within, "masks": masked}
+class AttentionAlone(nn.Module):
+    """[batch, time, width] -> the same: attention under a checkpoint of its own, whose result a layer outside saves."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = checkpoint(functional.scaled_dot_product_attention, 4 * q, 4 * k, v, use_reentrant=False)
+        return x + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+def attention_alone() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(32, 32), AttentionAlone(), AttentionAlone()), torch.randn(4, 24, 32)
+
+
+def functions() -> tuple[nn.Module, Tensor]:
+    """A custom attention, which keeps what it computes exactly, and its inputs."""
+    blocks = (Within(nn.Sequential(nn.LayerNorm(WIDTH), OwnAttention(3.0))) for _ in range(2))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks), torch.randn(4, 24, WIDTH)
+
+
+MODELS = {
+    "around": around,
+    "within": within,
+    "masks": masked,
+    "attention alone": attention_alone,
+    "functions": functions,
+}
 ANY_MODEL = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
@@ -124,7 +154,9 @@ def test_the_measured_error_is_the_predicted_one(make, derive):
     job.gradient()  # which shows what a block makes from others when it runs again
     job.calibrate()
     assert len(recomputed(job.gact.plan)) >= 4
-    assert bool(recomputed(job.gact._schedule.hooks.derived_names)) == (derive and make is not masked)
+    assert bool(recomputed(job.gact._schedule.hooks.derived_names)) == (
+        derive and make in (around, within, attention_alone)
+    )
     errors = torch.stack([(job.gradient() - job.exact).square().sum() for _ in range(DRAWS)])
     spread = 3 * float(errors.std()) / DRAWS**0.5
     predicted = job.gact.adaptation.predicted_variance
