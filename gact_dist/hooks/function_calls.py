@@ -182,15 +182,16 @@ def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToF
 
 
 def _is_plain(argument: Any) -> bool:
-    return not isinstance(argument, Tensor) or type(argument) in PLAIN_OR_PARAMETER
+    if not isinstance(argument, Tensor):
+        return True
+    return type(argument) in PLAIN_OR_PARAMETER and argument.layout is torch.strided and not argument.is_nested
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return (
-        type(other) in PLAIN_OR_PARAMETER
-        and one.data_ptr() == other.data_ptr()
-        and (one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype)
-    )
+    if type(other) not in PLAIN_OR_PARAMETER or other.layout is not torch.strided or one.dtype != other.dtype:
+        return False
+    in_place = one.storage_offset() == other.storage_offset() and one.stride() == other.stride()
+    return in_place and one.shape == other.shape and storage_id(one) == storage_id(other)
 
 
 class _Remembered(NamedTuple):

@@ -30,6 +30,7 @@ from torch.autograd import Function
 
 from .._patches import replaced
 from ..hooks import GivenToFunction, given_to_functions, kept_exactly
+from .autograd_graph import float32_parts
 from .isolation import generators_restored
 from .surroundings import Surroundings
 
@@ -129,7 +130,8 @@ def _backward_of(node: Any, *gradients: Tensor | None) -> Any:
     """The backward of a custom function, as a node that can be differentiated."""
     given: _Given = getattr(node, _GIVEN)
     saved = node.saved_tensors
-    inputs = {place: saved[number] for place, number in given.call.saved.items()}
+    values = {place: saved[number] for place, number in given.call.saved.items()}
+    inputs = {place: value for place, value in values.items() if value.requires_grad}
     context = _Context(node, tuple(map(_detached, saved)))
     with torch.no_grad():
         results = given.call.function.backward(context, *map(_detached, gradients))
@@ -137,7 +139,8 @@ def _backward_of(node: Any, *gradients: Tensor | None) -> Any:
     places = [place for place, result in enumerate(results) if isinstance(result, Tensor)]
     if not places:
         return results
-    twice = _Twice(given, places, len(gradients), list(inputs))
+    fixed = {place: value for place, value in values.items() if place not in inputs}
+    twice = _Twice(given, places, len(gradients), list(inputs), fixed)
     made = iter(_Differentiable.apply(twice, [results[place] for place in places], *gradients, *inputs.values()))
     return tuple(next(made) if isinstance(result, Tensor) else result for result in results)
 
@@ -153,13 +156,17 @@ class _Twice(NamedTuple):
     gradients: int
     """how many gradients enter its backward"""
     inputs: list[int]
-    """of its arguments, those that it saved"""
+    """of its arguments, those that it saved and that something was computed for"""
+    fixed: dict[int, Tensor]
+    """what it saved of the others"""
 
     def derivatives(
         self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Of <weights, what the backward gives>, along the gradients that enter it, then along the inputs it saved."""
         values = [*self.given.call.arguments]
+        for place, value in self.fixed.items():
+            values[place] = value
         for place, value in zip(self.inputs, inputs, strict=True):
             values[place] = value
         ways = {place: way for place, way in zip(self.places, weights, strict=True) if way is not None}
@@ -203,7 +210,8 @@ class _Twice(NamedTuple):
 
 def _step(moved: Sequence[tuple[Tensor, Tensor]]) -> float:
     """How far to go along ways, of (value, way): a hundredth of what is moved, twice that in low precision."""
-    ratios = [float(value.float().norm() / way.float().norm()) for value, way in moved if bool(way.any())]
+    norms = [(float(float32_parts(value).norm()), float(float32_parts(way).norm())) for value, way in moved]
+    ratios = [value / way for value, way in norms if way > 0.0]
     low = any(value.dtype in (torch.bfloat16, torch.float16) for value, _ in moved)
     return (0.02 if low else 0.01) * min((ratio for ratio in ratios if ratio > 0.0), default=0.0)
 

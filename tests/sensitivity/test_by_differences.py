@@ -73,6 +73,22 @@ class Projected(torch.autograd.Function):
         return inner @ weight, inner.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
+class Picked(torch.autograd.Function):
+    """x * mask in the order of some indices, both of which it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, order, mask)
+        return torch.tanh(x * mask)[..., order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, order, mask = ctx.saved_tensors
+        gradient = torch.zeros_like(x).index_copy_(-1, order, grads[0])
+        return gradient * mask * (1 - torch.tanh(x * mask) ** 2), None, None
+
+
 class Refusing(Gated):
     """Its backward raises where autograd records it."""
 
@@ -118,6 +134,17 @@ class ProjectedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden, total = Projected.apply(x, self.weight, 0.7, None)
         return self.down(hidden) + (0.1 * total.sin()[..., None] if self.both else 0.0)
+
+
+class PickedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("order", torch.randperm(2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.linspace(0.5, 1.5, 2 * WIDTH)
+        return self.down(Picked.apply(self.up(x), self.order, mask))
 
 
 class Normed(nn.Module):
@@ -205,6 +232,7 @@ JOBS = {
     "attention in two parts": attention(opaque(TwoPartAttention).apply),
     "gate": partial(GatedMlp, opaque(Gated).apply),
     "gate whose backward refuses": partial(GatedMlp, Refusing.apply),
+    "indices and a mask": PickedMlp,
     "norm": partial(Normed, opaque(RmsNorm).apply),
     "a parameter, one of two results": partial(ProjectedMlp, False),
     "a parameter, both results": partial(ProjectedMlp, True),
