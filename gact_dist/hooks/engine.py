@@ -23,6 +23,7 @@ from .._torch_internals import (
     PLAIN,
     PLAIN_OR_PARAMETER,
     in_backward,
+    is_compiled,
     is_inside_transform,
     saves_own_result,
     storage_id,
@@ -209,7 +210,8 @@ class SavedTensorHooks:
     def _watched(self) -> ModuleScope:
         """Put the hooks on the model's modules."""
         compiled = has_compiled_parts(self._model)
-        if not compiled and not isinstance(self._model, torch.jit.RecursiveScriptModule):
+        # a hook on what is compiled itself would be in its graph; one on a model of compiled blocks is not
+        if not is_compiled(self._model) and not isinstance(self._model, torch.jit.RecursiveScriptModule):
             self._arguments = self.given.watch(self._model)
         return ModuleScope(self._model, compiled)
 
@@ -690,8 +692,9 @@ class SavedTensorHooks:
         return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made
 
     def _is_given(self, tensor: Tensor) -> bool:
-        """See [Note: given] in given.py. What a compiled region reads is stored as before."""
-        return not self._namer.scope.compiled and self.given.holds(tensor)
+        """See [Note: given] in given.py. What a graph packs itself is stored as before."""
+        in_graphs = self._namer.scope.compiled and self.config.compile_hooks == "inlined"
+        return not in_graphs and self.given.holds(tensor)
 
     def _keep(self, tensor: Tensor, frame: FrameType | None) -> Kept:
         """A tensor of a kind that no codec knows. A sparse or a quantised one has a row, but for the model's own."""

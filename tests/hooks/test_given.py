@@ -84,6 +84,31 @@ def test_the_batch_has_no_row_and_no_bits(way, follows, config):
     assert gact.report().exact_bytes == 4 * rows * (2 * 32 + WIDTH)  # of two layers, and the output for its square
 
 
+@pytest.mark.parametrize("follows", [True, False], ids=["follow", "step"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole model", "one layer"])
+def test_what_is_compiled_reads_the_batch_as_it_is(whole, follows):
+    """Where the model itself is compiled its arguments are not known, but the batch that step() is given is."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(ROWS, WIDTH)
+    (exact,) = torch.autograd.grad(model(x).square().mean(), model[0].weight)
+    (model if whole else model[0]).compile(backend="aot_eager")
+    gact = gact_dist.attach(model, config=ADAPTIVE)
+    if follows:
+        gact.follow()
+    for _ in range(4):
+        model.zero_grad()
+        if follows:
+            model(x).square().mean().backward()
+            continue
+        with gact.step(lambda given: model(given).square().mean(), x):
+            loss = model(x).square().mean()
+        loss.backward()
+    is_stored = any(row.shape == tuple(x.shape) for row in gact.report().rows)
+    assert is_stored == (whole and follows)
+    assert (model[0].weight.grad - exact).norm() < 0.2 * exact.norm()
+
+
 def test_backward_reads_the_batch_unrounded():
     model, x = nn.Linear(WIDTH, 8), torch.randn(ROWS, WIDTH)
     (exact,) = torch.autograd.grad(model(x).sum(), model.weight)
