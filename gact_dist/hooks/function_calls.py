@@ -159,6 +159,9 @@ def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToF
     function = function_of_context(context)
     if function is None or not _is_custom(function) or not any(context.needs_input_grad):
         return None
+    has_backward = getattr(function, "vjp", None) is getattr(torch.autograd.Function, "vjp", None)
+    if not has_backward or getattr(function, "boxed_grads_call", False):  # its backward is called in another way
+        return None
     _, method, forward = _frames_around(frame, function)
     if forward is None:
         return None

@@ -88,7 +88,8 @@ def learn(nodes: Iterable[Any], opaque: Sequence[Any], error: BaseException | No
     new = set()
     for node in nodes:
         function: Any = _function_of(node)
-        if function not in _without_derivative and (node in opaque or unwrap(function.backward).__code__ in raised):
+        raises = getattr(unwrap(function.backward), "__code__", None) in raised
+        if function not in _without_derivative and (raises or node in opaque):
             new.add(function)
     _without_derivative.update(new)
     return bool(new)
