@@ -329,7 +329,7 @@ class SavedTensorHooks:
             frame = caller()
             with without_modes():
                 exact = frame is None or _without_codec(tensor) or type(tensor) not in PLAIN
-                if exact or self._is_of_model(tensor) or self._is_given(tensor):
+                if exact or self._is_of_model(tensor) or self.given.holds(tensor):
                     handle: Any = Kept(tensor)
                 else:
                     handle = self._namer.scope.within(frame, block.pack, tensor)
@@ -495,7 +495,7 @@ class SavedTensorHooks:
 
     def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
         """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
-        if self._is_of_model(tensor) or self._is_given(tensor):
+        if self._is_of_model(tensor) or self.given.holds(tensor):
             return None
         storage, key = storage_with_id(tensor)
         record = self._storages.known(key)
@@ -572,7 +572,7 @@ class SavedTensorHooks:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
-        if self._is_given(tensor):
+        if self.given.holds(tensor):
             if site.checkpoint is not None:
                 self._bypassing.add_held(site.checkpoint)
             return self.given.keep(tensor)
@@ -641,7 +641,7 @@ class SavedTensorHooks:
             return Kept(tensor)  # what is recomputed is freed at once
         if type(tensor) not in PLAIN_OR_PARAMETER:
             return self._pack_distributed(tensor, site)
-        if self._is_given(tensor):
+        if self.given.holds(tensor):
             return self.given.keep(tensor)
         record = self._storages.of(tensor)
         alias = alias_of(tensor, record)
@@ -691,11 +691,6 @@ class SavedTensorHooks:
             return True
         return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made
 
-    def _is_given(self, tensor: Tensor) -> bool:
-        """See [Note: given] in given.py. What a graph packs itself is stored as before."""
-        in_graphs = self._namer.scope.compiled and self.config.compile_hooks == "inlined"
-        return not in_graphs and self.given.holds(tensor)
-
     def _keep(self, tensor: Tensor, frame: FrameType | None) -> Kept:
         """A tensor of a kind that no codec knows. A sparse or a quantised one has a row, but for the model's own."""
         if frame is None or tensor.is_nested or is_inside_transform(tensor) or self.given.holds_parts_of(tensor):
@@ -713,7 +708,7 @@ class SavedTensorHooks:
     def _pack_subclass(self, tensor: Tensor, site: CallSite) -> Any:
         """A subclass is kept as it is, unless another tensor in its memory is stored already."""
         plain = without_subclass(tensor)
-        if plain is not None and self._is_given(plain):
+        if plain is not None and self.given.holds(plain):
             return Kept(tensor)
         alias = None if plain is None else alias_of(plain, self._storages.of(plain))
         if alias is None or plain is None:
@@ -783,7 +778,7 @@ class SavedTensorHooks:
         if mask is None:
             return None
         record = self._storages.of(mask)
-        handle: Any = self.given.keep(mask) if self._is_given(mask) else alias_of(mask, record)
+        handle: Any = self.given.keep(mask) if self.given.holds(mask) else alias_of(mask, record)
         if handle is None:
             record.seen_bytes = max(record.seen_bytes, mask.untyped_storage().nbytes())  # no operator saves it
             handle = self._sink.take(Captured(mask, f"{name} of booleans", None, record))
@@ -839,7 +834,7 @@ class SavedTensorHooks:
         local = local_part(tensor)
         if local is None or type(local) not in PLAIN:
             return self._pack_subclass(tensor, site)
-        if tensor.grad_fn is None and self._is_given(local):
+        if tensor.grad_fn is None and self.given.holds(local):
             return Kept(tensor)
         record = self._storages.of(local)
         read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
@@ -883,7 +878,7 @@ class SavedTensorHooks:
 
     def _note_bypassing(self, tensor: Tensor, operator: str, part: tuple[int, int]) -> None:
         """A checkpoint keeps a tensor past all hooks. part: of its storage, (offset, span)."""
-        if self._is_given(tensor):
+        if self.given.holds(tensor):
             return
         record = self._storages.of(tensor)
         if part not in record.bypassing:

@@ -59,7 +59,7 @@ def test_layers_that_python_or_numpy_drop_are_the_same_in_every_pass(generator):
         found.append({item.name: item.variance.tolist() for item in measured})
         hooks.close()
     assert found[0] == found[1]
-    assert len(found[0]) > sum(decisions)
+    assert len(found[0]) == sum(decisions)  # each saves its result; the batch is nobody's to round
 
 
 class OutProduct(torch.autograd.Function):
