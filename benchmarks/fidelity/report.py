@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 UNTOUCHED = "untouched"
-COLOURS = {"uniform": "#7f7f7f", "gact": "#1f4e79", "acgc": "#d1495b", "actnn": "#3a7d44"}
-MARKS = {"uniform": "o", "gact": "s", "acgc": "*", "actnn": "^"}
-LABELS = {"uniform": (6, -10), "gact": (6, 4), "acgc": (6, 4), "actnn": (-11, 4)}  # from a mark, in points
+STORED = "stored 2"  # policy gact with what backward can make again stored as well
+IN_BYTES_OF_STORED = f"gact in the bytes of {STORED}"
+LESS_BYTES = 0.75  # of those of a plan that derives nothing
+COLOURS = {"uniform": "#7f7f7f", "gact": "#1f4e79", "acgc": "#d1495b", "actnn": "#3a7d44", "stored": "#e08e1b"}
+MARKS = {"uniform": "o", "gact": "s", "acgc": "*", "actnn": "^", "stored": "d"}
+LABELS = {"uniform": (6, -10), "gact": (6, 4), "acgc": (6, 4), "actnn": (-11, 4), "stored": (6, -10)}  # in points
 Rows = list[dict[str, Any]]
 
 
 def tables(held: dict[str, Any]) -> str:
     """Markdown: every model with its settings, then adaptive against uniform widths, then the error bound of acgc."""
     parts = [model_table(model, held["runs"]) for model in model_names(held["runs"])]
-    return "\n\n".join([*parts, same_bytes_table(held["comparisons"]), error_bound_table(held)])
+    compared = [table(held["comparisons"]) for table in (same_bytes_table, fewer_bytes_table)]
+    return "\n\n".join([*parts, *compared, error_bound_table(held)])
 
 
 def model_names(runs: Rows) -> list[str]:
@@ -101,6 +105,25 @@ def gains_in_same_bytes(comparisons: Rows, bits: int) -> list[tuple[str, float]]
 
 def _by_point(comparisons: Rows, setting: str) -> dict[tuple, dict[str, Any]]:
     return {(row["model"], row["seed"], row["step"]): row for row in comparisons if row["setting"] == setting}
+
+
+def fewer_bytes_table(comparisons: Rows) -> str:
+    """Measured variance of plans that derive, in fewer bytes, divided by that of plans that store."""
+    widths = sorted({int(row["setting"].split()[1]) for row in comparisons if row["setting"].startswith("stored ")})
+    titles = " | ".join(f"variance in {LESS_BYTES:g} of the bytes of stored {bits}, over its" for bits in widths)
+    lines = [f"| model | {titles} |", "|---" * (len(widths) + 1) + "|"]
+    for model in dict.fromkeys(row["model"] for row in comparisons):
+        rows = [row for row in comparisons if row["model"] == model]
+        cells = [_range(variance_in_fewer_bytes(rows, bits), ".3g") for bits in widths]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def variance_in_fewer_bytes(comparisons: Rows, bits: int) -> list[float]:
+    """Of each point: measured variance of a plan that derives, in fewer bytes, over that of one that stores."""
+    stored = _by_point(comparisons, f"stored {bits}")
+    derived = _by_point(comparisons, f"derived in fewer bytes than stored {bits}")
+    return [derived[point]["measured"] / row["measured"] for point, row in stored.items() if point in derived]
 
 
 def error_bound_table(held: dict[str, Any]) -> str:
@@ -236,7 +259,7 @@ def _plot_accuracy(axes: Any, runs: Rows, _: Rows) -> None:
         look = {"color": COLOURS[policy], "fillstyle": "none", "markeredgewidth": 1.6}  # what lies beneath can be seen
         axes.plot(*where, MARKS[policy], label=policy, **look)
         place = {"textcoords": "offset points", "xytext": LABELS[policy], "fontsize": 8, "color": COLOURS[policy]}
-        axes.annotate(setting.removeprefix(policy).replace("error-bounded", "e-b"), where, **place)
+        axes.annotate("" if setting == IN_BYTES_OF_STORED else setting.removeprefix(policy), where, **place)
     axes.margins(x=0.12)
     axes.set(xlabel="exact / retained bytes", ylabel="accuracy against untouched (points)")
 

@@ -7,7 +7,8 @@
 One process and one thread for each. A run trains a model with one setting, from the same initialisation and on the same
 batches as the untouched run of its seed; a third into it and at its end, the variance that its plan adds to the
 gradient is predicted and measured on the batches that come next. A comparison takes the untouched job's weights at the
-same two moments and sets uniform widths against adaptive ones in the same bytes, and against policy acgc. Every run and
+same two moments and sets uniform widths against adaptive ones in the same bytes, and against policy acgc; and plans
+that store what backward could make again against plans that derive it, in three quarters of their bytes. Every run and
 every comparison is written as soon as it is done and not repeated: after a change of the library, remove the file.
 """
 
@@ -31,7 +32,7 @@ from torch.nn import functional
 
 import gact_dist
 from benchmarks.fidelity.claims import claims_table
-from benchmarks.fidelity.report import UNTOUCHED, plot, tables
+from benchmarks.fidelity.report import IN_BYTES_OF_STORED, LESS_BYTES, STORED, UNTOUCHED, plot, tables
 from benchmarks.gradient.gradients import Noise, Point, average_bits
 from examples.train.config import ROOT, RunConfig, load_config
 from examples.train.loop import train
@@ -48,22 +49,24 @@ MODELS: dict[str, tuple[str, ...]] = {
     "sage": ("calibration_samples=140",),
     "gat": ("calibration_samples=140",),
 }
+BITS = (("uniform", (2, 4)), ("gact", (2, 3, 4)), ("actnn", (2, 4)))
 SETTINGS: dict[str, dict[str, Any]] = {
     UNTOUCHED: {},
     **{
         f"{policy} {bits}": {"policy": policy, "bits": bits, "group_size": 256 if bits == 2 else 128}  # as the levels
-        for policy in ("uniform", "gact", "actnn")
-        for bits in (2, 3, 4, 8)
+        for policy, widths in BITS
+        for bits in widths
     },
+    STORED: {"policy": "gact", "bits": 2, "group_size": 256, "derive": False},
+    IN_BYTES_OF_STORED: {"policy": "gact"},  # retained_bytes as a run with STORED has found them
     "acgc 0.25": {"policy": "acgc", "error": 0.25},
-    "acgc 0.25 error-bounded": {"policy": "acgc", "error": 0.25, "compressor": "error-bounded"},
 }
 UNIFORM = tuple(range(1, 9))  # widths that are compared
-SAME_BYTES = (2, 3, 4, 8)  # those whose bytes an adaptive plan is given
+SAME_BYTES = (2, 3, 4)  # those whose bytes an adaptive plan is given
 ERROR_BOUND = "acgc 0.25"  # compared with them
+STORED_BITS = {"text": (3, 4), "language": (3, 4)}  # of plans that derive nothing
 MOMENTS = (1 / 3, 1.0)  # of a run, at which gradients are measured
 BATCHES, DRAWS = 6, 2
-MORE_DRAWS = 48  # of both plans in the bytes of 8 uniform bits, which few tensors can leave: they differ by a percent
 
 
 @dataclass
@@ -105,10 +108,10 @@ def settings_of(config: RunConfig, seed: int, **choice: Any) -> gact_dist.Config
     return gact_dist.Config(**schedule, seed=seed, **choice)
 
 
-def trained(config: RunConfig, setting: str, seed: int) -> tuple[dict[str, Any], Recorder]:
-    """A training run: what it reached and kept, and what was recorded for gradients."""
+def trained(config: RunConfig, choice: dict[str, Any], seed: int) -> tuple[dict[str, Any], Recorder]:
+    """A training run: what it reached and kept, and what was recorded for gradients. choice: none if untouched."""
     recorder = Recorder(config.steps)
-    settings = settings_of(config, seed, **SETTINGS[setting]) if SETTINGS[setting] else None
+    settings = settings_of(config, seed, **choice) if choice else None
     started_s = time.process_time()
     measured = train(config, Ranks(), torch.device("cpu"), seed=seed, settings=settings, after_step=recorder)
     found = {"accuracy": measured.accuracy, "test_loss": measured.test_loss}
@@ -136,10 +139,10 @@ def point_of(config: RunConfig, recorder: Recorder, step: int, seed: int) -> Poi
     return Point(task.model, loss_fn, [select(task.train, part) for part in rows], rows)
 
 
-def run(config: RunConfig, setting: str, seed: int) -> dict[str, Any]:
+def run(config: RunConfig, choice: dict[str, Any], seed: int) -> dict[str, Any]:
     """One compressed run, and what its plans add to the gradient."""
-    found, recorder = trained(config, setting, seed)
-    chosen = settings_of(config, seed, **SETTINGS[setting])
+    found, recorder = trained(config, choice, seed)
+    chosen = settings_of(config, seed, **choice)
     noises = {
         step: point_of(config, recorder, step, seed).noise(chosen, draws=DRAWS, state=state)
         for step, state in recorder.states.items()
@@ -147,28 +150,34 @@ def run(config: RunConfig, setting: str, seed: int) -> dict[str, Any]:
     return found | {"moments": [entry(step, noise) for step, noise in noises.items()]}
 
 
-def compare(config: RunConfig, recorder: Recorder, seed: int) -> Iterator[dict[str, Any]]:
+def compare(config: RunConfig, recorder: Recorder, model: str, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of uniform widths, of adaptive ones in the same bytes and of acgc, on the untouched job's weights."""
     for step in recorder.weights:
         point = point_of(config, recorder, step, seed)
-        for setting, draws, found in compared(point, partial(settings_of, config, seed, adapt_tolerance=0.0)):
-            yield {"setting": setting, "draws": draws} | entry(step, found)
+        chosen = partial(settings_of, config, seed, adapt_tolerance=0.0)
+        for setting, found in compared(point, chosen, STORED_BITS.get(model, ())):
+            yield {"setting": setting} | entry(step, found)
 
 
-def compared(point: Point, settings: Callable[..., gact_dist.Config]) -> Iterator[tuple[str, int, Noise]]:
-    """(setting, draws, what it adds) of all that is compared at one moment. settings: the job's, for a choice."""
-    uniform = {bits: point.noise(settings(policy="uniform", bits=bits), draws=draws_of(bits)) for bits in UNIFORM}
+def compared(
+    point: Point, settings: Callable[..., gact_dist.Config], stored_bits: tuple[int, ...]
+) -> Iterator[tuple[str, Noise]]:
+    """(setting, what it adds) of all that is compared at one moment. settings: the job's, for a choice."""
+
+    def adds(**choice: Any) -> Noise:
+        return point.noise(settings(**choice), draws=DRAWS)
+
+    uniform = {bits: adds(policy="uniform", bits=bits) for bits in UNIFORM}
     for bits, found in uniform.items():
-        yield f"uniform {bits}", draws_of(bits), found
+        yield f"uniform {bits}", found
     for bits in SAME_BYTES:
-        adaptive = settings(policy="gact", retained_bytes=uniform[bits].retained_bytes)
-        yield f"gact in the bytes of uniform {bits}", draws_of(bits), point.noise(adaptive, draws=draws_of(bits))
-    yield ERROR_BOUND, DRAWS, point.noise(settings(**SETTINGS[ERROR_BOUND]), draws=DRAWS)
-
-
-def draws_of(bits: int) -> int:
-    """Draws of the rounding of each batch, for a comparison with this uniform width."""
-    return MORE_DRAWS if bits == max(SAME_BYTES) else DRAWS
+        yield f"gact in the bytes of uniform {bits}", adds(policy="gact", retained_bytes=uniform[bits].retained_bytes)
+    for bits in stored_bits:
+        stored = adds(policy="gact", bits=bits, derive=False)
+        yield f"stored {bits}", stored
+        fewer = round(LESS_BYTES * stored.retained_bytes)
+        yield f"derived in fewer bytes than stored {bits}", adds(policy="gact", retained_bytes=fewer)
+    yield ERROR_BOUND, adds(**SETTINGS[ERROR_BOUND])
 
 
 def entry(step: int, noise: Noise) -> dict[str, Any]:
@@ -191,6 +200,16 @@ class Results:
         """Whether the comparison on this job's weights is done."""
         return (model, seed) in {(r["model"], r["seed"]) for r in self.held["comparisons"]}
 
+    def choice(self, model: str, setting: str, seed: int) -> dict[str, Any]:
+        """What a setting means for a run. Raises ValueError where a run that it refers to has not been made."""
+        if setting != IN_BYTES_OF_STORED:
+            return SETTINGS[setting]
+        about = model, STORED, seed
+        found = [r["retained_bytes"] for r in self.held["runs"] if (r["model"], r["setting"], r["seed"]) == about]
+        if not found:
+            raise ValueError(f"{setting!r} needs the run {STORED!r} of {model}, seed {seed}: give that setting as well")
+        return SETTINGS[setting] | {"retained_bytes": round(found[0])}
+
     def add(self, kind: str, *rows: dict[str, Any]) -> None:
         """Write further rows of "runs" or "comparisons"."""
         facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
@@ -210,16 +229,16 @@ def run_missing(
     missing = [setting for setting in settings if not results.has_run(model, setting, seed)]
     lacks_comparison = compares and not results.has_comparison(model, seed)
     if UNTOUCHED in missing or lacks_comparison:
-        found, recorder = trained(config, UNTOUCHED, seed)
+        found, recorder = trained(config, {}, seed)
         if UNTOUCHED in missing:
             results.add("runs", cell | {"setting": UNTOUCHED} | found)
             print(f"{model} {seed} {UNTOUCHED}: {found['accuracy']:.4f}, {found['time_s']:.0f} s", flush=True)
         if lacks_comparison:
-            results.add("comparisons", *(cell | row for row in compare(config, recorder, seed)))
+            results.add("comparisons", *(cell | row for row in compare(config, recorder, model, seed)))
             print(f"{model} {seed} compared", flush=True)
     for setting in missing:
         if setting != UNTOUCHED:
-            found = run(config, setting, seed)
+            found = run(config, results.choice(model, setting, seed), seed)
             results.add("runs", cell | {"setting": setting} | found)
             ratio = found["exact_bytes"] / found["retained_bytes"]
             seen = f"{found['accuracy']:.4f}, ratio {ratio:.2f}, {found['time_s']:.0f} s"

@@ -67,7 +67,7 @@ class Point:
                 gact.load_state_dict(state)
             elif policy_of(config).adapts:
                 self._adapt(gact)
-            with gact.step():  # the first step only learns which tensors are what
+            with gact.step(batch=self._batches[0]):  # the first step only learns which tensors are what
                 self.loss(0)
             measured, reports = 0.0, []
             for number in range(len(self._batches)):
@@ -98,7 +98,7 @@ class Point:
         """Mean squared distance of rounded from exact gradients of one batch. Nothing is learnt of its samples."""
         total, known = 0.0, sample_sizes(gact)
         for _ in range(draws):
-            with gact.step(sample_index=self._indices[number]):
+            with gact.step(batch=self._batches[number], sample_index=self._indices[number]):
                 loss = self.loss(number)
             total += float((gradient(self._model, loss) - self._exact[number]).square().sum())
             sample_gradients(gact).sizes = None if known is None else known.clone()

@@ -26,15 +26,16 @@ def small(monkeypatch):
     except UsageError as error:
         pytest.skip(str(error))
     monkeypatch.setattr(data, "read_characters", functools.cache(data.read_characters))
-    chosen = (run.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", "acgc 0.25")
+    chosen = (run.UNTOUCHED, "uniform 4", "gact 2", "actnn 2", report.STORED, report.IN_BYTES_OF_STORED, "acgc 0.25")
     monkeypatch.setattr(run, "MODELS", {"language": SMALL})
     # what is derived leaves bits to what is stored, and where most of these have one bit the prediction is too high
     stored = {"gact 2": {"derive": False}, "acgc 0.25": {"derive": False}}
     monkeypatch.setattr(run, "SETTINGS", {name: run.SETTINGS[name] | stored.get(name, {}) for name in chosen})
     monkeypatch.setattr(run, "UNIFORM", (2, 4))
     monkeypatch.setattr(run, "SAME_BYTES", (4,))
+    monkeypatch.setattr(run, "STORED_BITS", {"language": (4,)})
+    monkeypatch.setattr(run, "LESS_BYTES", 0.9)  # most of so small a model are masks and statistics
     monkeypatch.setattr(run, "BATCHES", 1)
-    monkeypatch.setattr(run, "MORE_DRAWS", 2)
 
 
 def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp_path, capsys):
@@ -50,11 +51,16 @@ def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp
         assert last["predicted"] == pytest.approx(last["measured"], rel=0.6)
     assert runs["uniform 4"]["average_bits"] == 4
     assert runs["gact 2"]["average_bits"] <= 2
+    assert runs[report.IN_BYTES_OF_STORED]["retained_bytes"] <= runs[report.STORED]["retained_bytes"]
+    assert runs[report.IN_BYTES_OF_STORED]["average_bits"] > runs[report.STORED]["average_bits"]
     compared = {(row["setting"], row["step"]): row for row in held["comparisons"]}
     for step in (1, 3):
         adaptive, uniform = compared["gact in the bytes of uniform 4", step], compared["uniform 4", step]
         assert adaptive["retained_bytes"] <= uniform["retained_bytes"]
         assert adaptive["measured"] < uniform["measured"]
+        stored, derived = compared["stored 4", step], compared["derived in fewer bytes than stored 4", step]
+        assert derived["retained_bytes"] <= run.LESS_BYTES * stored["retained_bytes"]
+        assert derived["measured"] == pytest.approx(derived["predicted"], rel=0.6)
         assert compared["acgc 0.25", step]["measured"] <= 0.25
 
     def no_more(*_):
@@ -126,6 +132,7 @@ def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
         compared("gact in the bytes of uniform 2", 0.25, 99),
         compared("acgc 0.25", 0.24, 110),
     ]
+    runs += [_run(report.IN_BYTES_OF_STORED, seed, accuracy) for seed, accuracy in enumerate((0.80, 0.82, 0.83))]
     for row in runs:
         row["model"] = "image"
     found = [(claim.text.split()[0], claim.found, claim.holds) for claim in claims(
@@ -136,8 +143,23 @@ def test_claims_hold_by_the_worst_of_the_points_and_by_the_mean_over_seeds():
         ("test", "+0.0167", True),
         ("accuracy", "-1.00", False),  # half a point was allowed
         ("ratio", "8.0", False),
+        ("accuracy", "-0.33", True),  # in the bytes of a run that derives nothing
         ("increase", "0.233", True),  # the mean
         ("increase", "0.4", False),  # the worst moment
         ("bytes", "1.1", False),
         ("less", "0.8 times", False),
     ]
+
+
+def test_fewer_bytes_are_claimed_by_the_mean_over_the_points():
+    def compared(setting, step, measured):
+        return {"setting": setting, "measured": measured, "model": "text", "seed": 0, "step": step}
+
+    comparisons = [
+        compared("stored 4", 1, 0.1), compared("derived in fewer bytes than stored 4", 1, 0.2),
+        compared("stored 4", 3, 0.1), compared("derived in fewer bytes than stored 4", 3, 0.1),
+    ]  # fmt: skip
+    held = {"runs": [_run(report.UNTOUCHED, 0, 0.8) | {"model": "text"}], "comparisons": comparisons}
+    (claim,) = claims(held, (2,))
+    assert (claim.found, claim.holds) == ("1.41", False)
+    assert "| text | 1.41 (1 to 2) |" in report.fewer_bytes_table(comparisons)
