@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import zip_longest
 from types import FrameType
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ def calls_remembered() -> Iterator[None]:
         yield
         return
     try:
-        with _SAVE.listening(FunctionCtx, threading.get_ident()):
+        with _SAVES.listening(FunctionCtx, (threading.get_ident(), _remember)):
             yield
     finally:
         _remembered.calls.clear()
@@ -131,27 +131,34 @@ def given_to_functions(note: Callable[[Any, GivenToFunction], None]) -> Iterator
     Of those of which all is known that they were given, and which are given plain tensors. What they are given they
     may write over later.
     """
-    with _GIVEN.listening(FunctionCtx, (threading.get_ident(), note)):
+    with _SAVES.listening(FunctionCtx, (threading.get_ident(), partial(_tell, note))):
         yield
 
 
-def _noting(save_for_backward: Callable[..., None], listeners: list[Any]) -> Any:
-    """FunctionCtx.save_for_backward that also tells what its function was given."""
+def _telling(save_for_backward: Callable[..., None], listeners: list[Any]) -> Any:
+    """FunctionCtx.save_for_backward that also tells of the call, in a forward."""
 
     @untraced
     @wraps(save_for_backward)
-    def noting(self: Any, *tensors: Any) -> None:
+    def telling(self: Any, *tensors: Any) -> None:
         save_for_backward(self, *tensors)
-        for thread, note in listeners:
-            if thread == threading.get_ident() and not in_backward():
-                call = _given(self, tensors, sys._getframe(1))
-                if call is not None:
-                    note(self, call)
+        if not in_backward():
+            for told in {told for thread, told in listeners if thread == threading.get_ident()}:
+                told(self, tensors, sys._getframe(1))
 
-    return noting
+    return telling
 
 
-_GIVEN = SharedPatch("save_for_backward", _noting)
+_SAVES = SharedPatch("save_for_backward", _telling)
+
+
+def _tell(
+    note: Callable[[Any, GivenToFunction], None], context: Any, tensors: tuple[Any, ...], frame: FrameType
+) -> None:
+    """frame: of the code that saves."""
+    call = _given(context, tensors, frame)
+    if call is not None:
+        note(context, call)
 
 
 def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToFunction | None:
@@ -223,24 +230,10 @@ def _is_custom(function: type) -> bool:
 _OWN = __name__.partition(".")[0]
 
 
-def _saving(save_for_backward: Callable[..., None], listeners: list[int]) -> Any:
-    """FunctionCtx.save_for_backward that also remembers the call."""
-
-    @untraced
-    @wraps(save_for_backward)
-    def remembering(self: Any, *tensors: Any) -> None:
-        save_for_backward(self, *tensors)
-        if threading.get_ident() in listeners and not in_backward() and not inside_checkpoint():
-            _remember(self, tensors, sys._getframe(1))
-
-    return remembering
-
-
-_SAVE = SharedPatch("save_for_backward", _saving)
-
-
 def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
     """Remember a call, if one of its inputs needs a gradient: then it will save. frame: of the code that saves."""
+    if inside_checkpoint():
+        return
     function = function_of_context(context)
     if function is None or not _is_custom(function) or function.__module__.startswith(COMPILED_FUNCTIONS):
         return

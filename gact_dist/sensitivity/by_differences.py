@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._patches import replaced
+from ..distributed import whole_value
 from ..hooks import GivenToFunction, given_to_functions, kept_exactly
 from .autograd_graph import float32_parts
 from .isolation import generators_restored
@@ -171,7 +172,7 @@ class _Twice(NamedTuple):
         for place, value in zip(self.inputs, inputs, strict=True):
             values[place] = value
         ways = {place: way for place, way in zip(self.places, weights, strict=True) if way is not None}
-        step = _step([(values[place], way) for place, way in ways.items()])
+        step = step_along((values[place], way) for place, way in ways.items())
         if not ways or step == 0.0:
             return [None] * (len(gradients) + len(inputs))
         ahead, behind = (self._moved(values, ways, gradients, sign * step) for sign in (1.0, -1.0))
@@ -209,12 +210,19 @@ class _Twice(NamedTuple):
         return [*moved, *found]
 
 
-def _step(moved: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """How far to go along ways, of (value, way): a hundredth of what is moved, twice that in low precision."""
-    norms = [(float(float32_parts(value).norm()), float(float32_parts(way).norm())) for value, way in moved]
-    ratios = [value / way for value, way in norms if way > 0.0]
-    low = any(value.dtype in (torch.bfloat16, torch.float16) for value, _ in moved)
-    return (0.02 if low else 0.01) * min((ratio for ratio in ratios if ratio > 0.0), default=0.0)
+def step_along(moved: Iterable[tuple[Tensor, Tensor]], in_low_precision: float = 0.02) -> float:
+    """How far to go along ways, of (value, way): a hundredth of what is moved; 0 where nothing is moved.
+
+    in_low_precision: the part that is used there instead, as differences have few digits. A collective call for
+    distributed tensors.
+    """
+    ratios, low = [], False
+    for value, way in moved:
+        low |= value.dtype in (torch.bfloat16, torch.float16)
+        size, along = (whole_value(float32_parts(part).norm()) for part in (value, way))
+        if along > 0.0 and size > 0.0:
+            ratios.append(size / along)
+    return (in_low_precision if low else 0.01) * min(ratios, default=0.0)
 
 
 class _Differentiable(Function):

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
@@ -56,6 +56,7 @@ from ..hooks import (
 )
 from .autograd_graph import float32_parts, leading_to
 from .blocks import Between, BlockForward, Visit, cut, substituted, value_of
+from .by_differences import step_along
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import Gradient, OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
 from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
@@ -856,14 +857,20 @@ class Walk:
         with gathered(module), torch.no_grad():
             self._forward.learn_names(visit.modules)
             values = [value_of(kept) for _, kept, _ in visit.inputs]
+            parameters = dict(module.named_parameters())
             for direction in range(self._directions):
                 along = {
                     name: self._direction(self._forward.names[id(p)], _NO_EDGE, p, direction)
-                    for name, p in module.named_parameters()
+                    for name, p in parameters.items()
                     if p.requires_grad
                 }
                 ways = [None if tangent is None else tangent[direction] for tangent in tangents]
-                step = least_of_ranks(_step_of(module, along, values, ways), self._forward.groups)
+                moved = [(parameters[name], way) for name, way in along.items()]
+                moved += [
+                    (value, way) for value, way in zip(values, ways, strict=True) if way is not None and way.dim()
+                ]
+                own = step_along(moved, in_low_precision=0.1) or 0.01  # where nothing is moved
+                step = least_of_ranks(own, self._forward.groups)
                 ahead, behind = (self._shifted(visit, along, values, ways, sign * step) for sign in (1.0, -1.0))
                 found.append([(a.float() - b.float()) / (2 * step) for a, b in zip(ahead, behind, strict=True)])
         reached = [n for n, gradient in enumerate(gradients) if gradient is not None]
@@ -927,18 +934,6 @@ def _may_jump(part: Part, first: Any) -> bool:
 
 
 _NO_EDGE: Any = None
-
-
-def _step_of(module: nn.Module, along: dict[str, Tensor], values: Sequence[Tensor], ways: Sequence[Any]) -> float:
-    """How far to go along a direction: a hundredth of what is moved, a tenth of it in low precision."""
-    parameters = dict(module.named_parameters())
-    pairs: list[tuple[Tensor, Any]] = [(parameters[name], way) for name, way in along.items()]
-    pairs += [(value, way) for value, way in zip(values, ways, strict=True) if way is not None and way.dim()]
-    norms = [(whole_value(value.float().norm()), whole_value(way.float().norm())) for value, way in pairs]
-    ratios = [value / way for value, way in norms if way > 0.0]
-    low = any(value.dtype in (torch.bfloat16, torch.float16) for value, _ in pairs)
-    usable = [ratio for ratio in ratios if ratio > 0.0]
-    return (0.1 if low else 0.01) * min(usable, default=1.0)
 
 
 def _input_record(kept: Recorded, cut: Tensor) -> Recorded:
