@@ -451,11 +451,12 @@ def bypass_hooks(mode: Any) -> None:
     It does in torch 2.13. From 2.14 on a checkpoint has an argument for it (pytorch issue 191236); where a job leaves
     that out, torch warns, and in a later version it is to be an error. mode: a KeepingMode.
     """
-    if getattr(mode, _RESPECTS_HOOKS, False) is None:
-        setattr(mode, _RESPECTS_HOOKS, False)
+    if getattr(mode, RESPECTS_HOOKS, False) is None:
+        setattr(mode, RESPECTS_HOOKS, False)
 
 
-_RESPECTS_HOOKS = "respect_saved_tensors_hooks"
+RESPECTS_HOOKS = "respect_saved_tensors_hooks"
+"""the argument of a checkpoint, and attribute of its mode (torch 2.14)"""
 
 
 @contextmanager
@@ -487,6 +488,34 @@ def selective_key(operator: Any, args: tuple) -> Any:
     """The key under which a selective checkpoint caches an operator's results; an older torch uses the operator."""
     key_of = getattr(torch_checkpoint, "_sac_storage_key", None)
     return operator if key_of is None else key_of(operator, args)
+
+
+def has_effects(operator: Any) -> bool:
+    """Whether a selective checkpoint keeps an operator's results in any case, as to run it again would do more than
+    make them (torch 2.15)."""
+    known = getattr(torch_checkpoint, "_is_cacheable_effect", None)
+    return known is not None and bool(known(operator))
+
+
+def modes_of_checkpoint(frame: FrameType) -> tuple[Any, Any] | None:
+    """(context of the forward, context of the recomputation) of a non-reentrant checkpoint that has yet to run.
+
+    frame: of code of the checkpoint, or called by it.
+    """
+    caller: FrameType | None = frame
+    while caller is not None:
+        found = caller.f_locals if caller.f_code.co_filename == torch_checkpoint.__file__ else {}
+        if "forward_context" in found and "recompute_context" in found:
+            return found["forward_context"], found["recompute_context"]
+        if caller.f_code.co_name == "checkpoint" and found:
+            return None
+        caller = caller.f_back
+    return None
+
+
+def counting_versions() -> Any:
+    """A context for code in a dispatch mode: what is detached in it shares the tensor's counter of versions."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 # -- compile ----------------------------------------------------------------------------------------------------

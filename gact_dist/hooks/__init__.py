@@ -18,8 +18,9 @@ from .naming import LEAVES_CHECKPOINT, RECOMPUTED, WORKSPACE, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
-from .replay import Replay, Replayed
+from .replay import Replay, Replayed, made_again
 from .roles import BACKWARDS, OperatorObserver
+from .selective import Adding, Results, Taking, policy_of, running_with
 
 __all__ = [
     "BACKWARDS",
@@ -28,6 +29,7 @@ __all__ = [
     "RECOMPUTED",
     "STARTS",
     "WORKSPACE",
+    "Adding",
     "Calling",
     "Clock",
     "Content",
@@ -46,9 +48,11 @@ __all__ = [
     "ReplayError",
     "Replayed",
     "ReportRow",
+    "Results",
     "SavedTensorHooks",
     "Stored",
     "StoredAgain",
+    "Taking",
     "View",
     "after_forward",
     "batch_size",
@@ -61,6 +65,7 @@ __all__ = [
     "has_compiled_parts",
     "jumps",
     "kept_exactly",
+    "made_again",
     "made_from_parameters",
     "map_tensors",
     "may_hold_adjacency",
@@ -69,10 +74,12 @@ __all__ = [
     "origin",
     "origins_of",
     "parts_of",
+    "policy_of",
     "producer",
     "read_once",
     "recomputing",
     "replaying",
+    "running_with",
     "samples_of",
     "stored_of",
     "tensors_of",

@@ -221,6 +221,13 @@ class Account:
         if self._footprint is not None:
             self._footprint.other_bytes += retained
 
+    def add_made_again(self, tensor: Tensor, name: str, record: StorageRecord) -> None:
+        """Note a tensor that the untouched job would keep, of which nothing is kept."""
+        new_bytes = max(0, tensor.untyped_storage().nbytes() - record.seen_bytes)
+        record.seen_bytes += new_bytes
+        self.exact_bytes += new_bytes
+        self._rows.append((name, tuple(tensor.shape), tensor.dtype, "derived", 0.0, 0))
+
     def derive(self, name: str) -> None:
         """A tensor is made from others instead of being kept exactly, as it was noted if it was."""
         number = next((i for i in reversed(range(len(self._rows))) if self._rows[i][0] == name), None)

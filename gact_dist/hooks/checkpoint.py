@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import distributed
-from .._torch_internals import KeepingMode, bypass_hooks, in_backward, innermost_hooks
+from .._torch_internals import KeepingMode, bypass_hooks, in_backward, innermost_hooks, modes_of_checkpoint
 
 _FILES = (torch_checkpoint.__file__, *distributed.checkpoint_files())
 SAVERS = {
@@ -107,12 +107,9 @@ def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> No
 
     That bypasses every hook: it stays exact, in a cache of the checkpoint. frame: of the caller of a pack hook.
     """
-    caller: FrameType | None = frame
-    while caller is not None and not is_checkpoint_call(caller):
-        mode = caller.f_locals.get("forward_context") if caller.f_code.co_filename == _FILES[0] else None
-        if isinstance(mode, KeepingMode):
-            if not isinstance(mode.policy_fn, _WatchedPolicy):
-                mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
-            bypass_hooks(mode)
-            return
-        caller = caller.f_back
+    modes = modes_of_checkpoint(frame)
+    if modes is not None and isinstance(modes[0], KeepingMode):
+        mode: Any = modes[0]
+        if not isinstance(mode.policy_fn, _WatchedPolicy):
+            mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
+        bypass_hooks(mode)

@@ -65,9 +65,12 @@ class Bypassing:
         """note: called with a tensor, the operator to name it after, and its part of the storage: (offset, span)."""
         self._parameters, self._note = parameters, note
 
+    def watch(self, frame: FrameType) -> None:
+        """Add what a checkpoint's policy will keep. frame: as told_of_checkpoints gives it."""
+        watch_selective(frame, self.add)
+
     def note(self, frame: FrameType) -> None:
-        """Add what a checkpoint holds, and what its policy will keep. frame: as told_of_checkpoints gives it."""
-        watch_selective(frame, self._add)
+        """Add what a checkpoint holds. frame: as told_of_checkpoints gives it."""
         call = checkpoint_call(frame)
         if call is not None:
             self.add_held(call)
@@ -75,9 +78,10 @@ class Bypassing:
     def add_held(self, call: FrameType) -> None:
         """Add what a checkpoint() call keeps past the hooks. A second call for it adds nothing."""
         for given, tensor in held_tensors(call):
-            self._add(tensor, f"BlockInput ({given})")
+            self.add(tensor, f"BlockInput ({given})")
 
-    def _add(self, tensor: Tensor, operator: str) -> None:
+    def add(self, tensor: Tensor, operator: str) -> None:
+        """Add a tensor that is kept as it is. operator: that has returned it, or what it is."""
         local = tensor if type(tensor) in PLAIN else local_part(tensor)
         if local is None or self._parameters.is_parameter(tensor, None):
             return

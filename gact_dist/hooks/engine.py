@@ -22,6 +22,7 @@ from .._torch_internals import (
     APPLY_HAS_FRAME,
     PLAIN,
     PLAIN_OR_PARAMETER,
+    counting_versions,
     in_backward,
     is_compiled,
     is_inside_transform,
@@ -49,7 +50,7 @@ from .call_stack import (
     site_in_backward,
     site_in_checkpoint,
 )
-from .checkpoint import refuse_inside_checkpoint
+from .checkpoint import refuse_inside_checkpoint, running_checkpoints
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
 from .compiled import RegionParameters, has_compiled_parts, running_region
@@ -82,6 +83,7 @@ from .repeated import Repeated
 from .replay import Replay, Replayed
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .saved_edges import note_saved
+from .selective import Way, keep_results, may_not_have_arrived
 from .settled import Settled, SettledSaves, may_settle, settled
 from .sinks import Captured, Record, Rehearsal, Sink, Store
 
@@ -154,6 +156,11 @@ class SavedTensorHooks:
     def compresses_recomputed(self) -> bool:
         """Whether what a checkpointed block saves while it runs again is to be compressed as well."""
         return self.config.recomputed and self.policy.adapts and not self.policy.needs_step_bytes
+
+    @property
+    def compresses_results(self) -> bool:
+        """Whether what selective checkpoints keep is compressed. See [Note: selective checkpoints] in selective.py."""
+        return self.policy.rounds and self.config.checkpoint_inputs
 
     def elements_at_once(self, name: str, numel: int) -> float:
         """Of the elements of a tensor, those that count where the memory of a step is shared out.
@@ -311,6 +318,10 @@ class SavedTensorHooks:
     def _at_checkpoint(self, frame: FrameType, call: Any) -> None:
         """A checkpoint is about to run its block. call: its state."""
         self._bypassing.note(frame)
+        rounds = self.compresses_results and not self._namer.scope.compiled
+        if rounds and keep_results(frame, self.keep_result, self._roles.note_discrete):
+            return  # what its block saves when it runs again is exact
+        self._bypassing.watch(frame)
         if self.compresses_recomputed and not self._namer.scope.compiled:
             encoder, plan = self.encoder.of_this_step(), self._job.plan
             keep_handles(call, partial(self._recomputed, encoder, plan, [*self._namer.scope.stack]))
@@ -343,6 +354,30 @@ class SavedTensorHooks:
                 yield
         finally:
             stack[:] = before
+
+    def keep_result(self, tensor: Tensor, operator: Any, way: Way) -> Any:
+        """What is kept of a result that a selective checkpoint keeps, in a forward of the job or a recorded one."""
+        with without_modes(), counting_versions():
+            if type(tensor) not in PLAIN or _without_codec(tensor) or may_not_have_arrived(operator):
+                if way is not Way.AGAIN:
+                    self._bypassing.add(tensor, str(operator))
+                return Kept(tensor)
+            record, name, sink = self._storages.of(tensor), self._namer.bypassing(str(operator)), self._sink
+            if way is Way.AGAIN:
+                return sink.note_made_again(Captured(tensor, name, None, record))
+            role = None
+            if way is Way.CONSTANT and not sink.records:
+                self._roles.keep_exactly(name)
+            if way in (Way.ROUNDED, Way.CONSTANT) and sink.wants_role(tensor):
+                role = self._roles.role_in_checkpoint(tensor, name, running_checkpoints()[0], sink.records)
+            if isinstance(sink, Record):
+                with sink.only_noting():
+                    return sink.take(Captured(tensor, name, role, record))
+            return sink.take(Captured(tensor, name, role, record))
+
+    def note_discrete(self) -> None:
+        """See KnownRoles."""
+        self._roles.note_discrete()
 
     def _forget_step(self) -> None:
         if not self._sink.records:  # a rounded walk makes recipes when the forward is over

@@ -84,7 +84,7 @@ class KnownRoles:
         """
         self._observer, self._shows_readers = observer, shows_readers
         if observer is not None:
-            observer.on_discrete = self._note_discrete
+            observer.on_discrete = self.note_discrete
         try:
             with nullcontext() if observer is None else observer:
                 yield
@@ -230,6 +230,10 @@ class KnownRoles:
         """
         if not self._compresses_block_inputs or not tensor.requires_grad:
             return Role.STATISTIC
+        return self.role_in_checkpoint(tensor, name, call, recording)
+
+    def role_in_checkpoint(self, tensor: Tensor, name: str, call: FrameType, recording: bool) -> Role:
+        """Whether what a checkpointed block is made again from may be rounded. Arguments: as above."""
         if self._observer is not None and self._observer.holds_mask(tensor):
             self.by_name[name] = Role.STATISTIC
         if call is not self.latest_call:
@@ -246,7 +250,11 @@ class KnownRoles:
         found = self.by_name[name] = Role.STATISTIC if id(call) in self._discrete else Role.ACTIVATION
         return found if recording else Role.STATISTIC  # in a step the block has yet to run
 
-    def _note_discrete(self) -> None:
+    def keep_exactly(self, name: str) -> None:
+        """A tensor of this name must not be rounded."""
+        self.by_name[name] = Role.STATISTIC
+
+    def note_discrete(self) -> None:
         """The operator about to run decides on its operands: the blocks around it need their inputs exactly."""
         for call in running_checkpoints():
             self._discrete[id(call)] = call

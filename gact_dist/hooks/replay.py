@@ -51,6 +51,12 @@ def recorded_in(view: View, tensor: Tensor, whole: Tensor | None) -> tuple[Any, 
     return view.over(part, tensor, view.offset), Replayed(recorded(part, graph, view.repeats), view.base, None)
 
 
+def made_again(tensor: Tensor, first: Any, handle: Any) -> Replayed:
+    """A result that a selective checkpoint keeps, in a block that has run again. first: what the forward made of it."""
+    record = Recorded(getattr(first, "name", ""), handle, tensor.detach(), tensor.grad_fn, tensor.output_nr, True)
+    return Replayed(record, first, None)
+
+
 class Replay:
     """Keeps what one further run of a block saves, under the names of its first run."""
 

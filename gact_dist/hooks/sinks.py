@@ -1,7 +1,8 @@
 """What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,10 @@ class Sink(ABC):
         """A tensor is kept for backward where no hook sees it."""
 
     @abstractmethod
+    def note_made_again(self, captured: Captured) -> None:
+        """A tensor that the untouched job keeps where no hook sees it is made again instead."""
+
+    @abstractmethod
     def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
         """A tensor of a kind that no codec knows is kept as it is. record_of: gives the record of a storage."""
 
@@ -189,6 +194,10 @@ class Store(Sink):
     def note_bypassing(self, captured: Captured) -> None:
         """See Sink.note_bypassing."""
         self.account.add(captured.tensor, captured.name, captured.record, captured.tensor)
+
+    def note_made_again(self, captured: Captured) -> None:
+        """See Sink.note_made_again."""
+        self.account.add_made_again(captured.tensor, captured.name, captured.record)
 
     def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
         """See Sink.note_kept."""
@@ -307,6 +316,15 @@ class Record(Sink):
         self.found.append(record)
         return handle
 
+    @contextmanager
+    def only_noting(self) -> Iterator[None]:
+        """Within the context tensors are only noted, whatever runs."""
+        before, self.notes = self.notes, True
+        try:
+            yield
+        finally:
+            self.notes = before
+
     def _is_derived(self, name: str, graph: Tensor) -> bool:
         if not self.by_parts:
             self._derived.store(name)
@@ -326,6 +344,9 @@ class Record(Sink):
 
     def note_bypassing(self, captured: Captured) -> None:
         """What no hook sees cannot be rounded."""
+
+    def note_made_again(self, captured: Captured) -> None:
+        """Nothing is kept of it."""
 
     def note_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:
         """What no codec knows cannot be rounded."""

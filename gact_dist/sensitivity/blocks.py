@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
 
@@ -28,25 +28,32 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
 from .._patches import replaced
-from .._torch_internals import checkpoint_calls, next_sequence_number
+from .._torch_internals import RESPECTS_HOOKS, checkpoint_calls, next_sequence_number
 from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     LEAVES_CHECKPOINT,
     STARTS,
+    Adding,
     Noted,
     Recorded,
+    Replaceable,
     Replay,
     Replayed,
     ReplayError,
+    Results,
     SavedTensorHooks,
+    Taking,
     exponent_of,
     kept_exactly,
+    made_again,
     made_from_parameters,
     map_tensors,
     nothing_kept,
     origin,
+    policy_of,
     producer,
     replaying,
+    running_with,
     stored_of,
     tensors_of,
     told_of_checkpoints,
@@ -125,6 +132,12 @@ class Visit:
     before: Between | None = None
     leaves: list[Any] = field(default_factory=list)
     """keys of the parameters that it uses, see BlockForward.key_of()"""
+    selective: list[Results] = field(default_factory=list)
+    """what selective checkpoints in it keep, or it itself as one, in their order"""
+    made: list[Replayed] = field(default_factory=list)
+    """of that, what its latest run has made again"""
+    held: dict[Any, Any] = field(default_factory=dict)
+    """of that, the handles that further runs use, by what stands for each"""
     outer: set[Any] = field(default_factory=set)
     """nodes that were there before it ran: of what is made from parameters once, and used by several blocks"""
     gradients: list[Any] = field(default_factory=list)
@@ -133,6 +146,7 @@ class Visit:
     def release_inputs(self) -> None:
         """It will not run again."""
         self.arguments, self.inputs = ((), {}), []
+        self.made, self.held = [], {}
 
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
@@ -247,7 +261,7 @@ class BlockForward:
         with ExitStack() as stack:
             for block in self._blocks:
                 stack.enter_context(replaced(block, "forward", self._at_block(block)))
-            if self._blocks:
+            if self._blocks or self._hooks.compresses_results:
                 stack.enter_context(checkpoint_calls(self._at_checkpoint))
             yield
 
@@ -297,12 +311,20 @@ class BlockForward:
         self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any
     ) -> Any:
         """In place of torch.utils.checkpoint.checkpoint: outside of blocks, what it runs is a block."""
+        if self._passing or not torch.is_grad_enabled():
+            return checkpoint(function, *args, **kw)
+        results = self._results(kw)
+        if results is not None:
+            kw = _without_contexts(kw)
         if self._current is not None:
+            if results is not None:
+                self._current.selective.append(results)
+                return checkpoint(running_with(partial(Adding, results), function), *args, **kw)
             if not self._hooks.compresses_recomputed:
                 return checkpoint(function, *args, **kw)
             noting = self._hooks.noting(self._current.outcomes, recomputed=True)
             return self._checkpoint_inside(noting, None, checkpoint, function, *args, **kw)
-        if self._passing or not torch.is_grad_enabled():
+        if not self._blocks and results is None:
             return checkpoint(function, *args, **kw)
         if "context_fn" in kw or kw.get("use_reentrant", True) is not False:  # reentrant ones come back as others
             self._passing, self._reentrant = "context_fn" in kw, True
@@ -314,9 +336,15 @@ class BlockForward:
 
         def visit(*inputs: Any, **named: Any) -> Any:
             kept = [*_recorded(self.found[known:]), *self._aliases[aliases:]]
-            return self._visit(function, [], inputs, named, True, kept)
+            return self._visit(function, [], inputs, named, True, kept, results)
 
         return checkpoint(visit, *args, **kw)
+
+    def _results(self, kw: dict[str, Any]) -> Results | None:
+        """For what a selective checkpoint keeps, None for one that is left as it is, or another. kw: of its call."""
+        compresses = self._hooks.compresses_results and kw.get(RESPECTS_HOOKS) is not False
+        policy = policy_of(kw.get("context_fn")) if compresses else None
+        return None if policy is None else Results(policy, self._hooks.keep_result, self._hooks.note_discrete)
 
     def _checkpoint_inside(
         self,
@@ -325,16 +353,18 @@ class BlockForward:
         checkpoint: Callable[..., Any],
         function: Callable[..., Any],
         *args: Any,
+        looks: bool = True,
         **kw: Any,
     ) -> Any:
         """In place of torch.utils.checkpoint.checkpoint inside of a block.
 
         hooks: for what it would recompute. calls: receives the states of checkpoints; given where a block runs again,
-        as its backward will recompute it from what is kept of its inputs.
+        as its backward will recompute it from what is kept of its inputs. looks: whether what it saves when it runs
+        again is rounded, and so looked at.
         """
         if self._passing or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kw)
-        if kw.get("use_reentrant", True) is not False and not self._hooks.compresses_recomputed:
+        if kw.get("use_reentrant", True) is not False and not looks:
             return checkpoint(function, *args, **kw)  # comes back as another
         with self._passed():  # checkpoints inside of it, and what a reentrant one comes back as, are left alone
             if "context_fn" in kw or kw.get("use_reentrant", True) is not False:
@@ -342,7 +372,7 @@ class BlockForward:
 
             def block(*inputs: Any, **named: Any) -> Any:
                 kept = calls.pop().get_inputs() if calls else inputs
-                values = None if self._hooks.compresses_recomputed else _values_of(function, inputs, kept, named)
+                values = None if looks else _values_of(function, inputs, kept, named)
                 with hooks:
                     outputs = function(*kept, **named)
                 if values is not None:
@@ -352,9 +382,15 @@ class BlockForward:
             return checkpoint(block, *args, **kw)
 
     @contextmanager
-    def _checkpoints_again(self, visit: Visit, replay: Replay) -> Iterator[None]:
-        """Within the context a block runs again, in which there may be checkpoints. See [Note: open blocks]."""
+    def _checkpoints_again(
+        self, visit: Visit, replay: Replay, opens: bool, taking: Sequence[Callable[[], Taking]]
+    ) -> Iterator[None]:
+        """Within the context a block runs again, in which there may be checkpoints. See [Note: open blocks].
+
+        opens: as for part_of(). taking: contexts for selective checkpoints, in their order.
+        """
         calls: list[Any] = []
+        selective = iter(taking)
 
         @contextmanager
         def exactly() -> Iterator[None]:
@@ -362,9 +398,24 @@ class BlockForward:
             with kept_exactly():
                 yield
 
-        def again(*call: Any, **kw: Any) -> Any:
-            hooks = replaying(replay, whole=False) if self._hooks.compresses_recomputed else exactly()
-            outputs = self._checkpoint_inside(hooks, calls, *call, **kw)
+        @contextmanager
+        def exactly_with(mode: Callable[[], Taking]) -> Iterator[None]:
+            with exactly(), mode():
+                yield
+
+        def again(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+            is_outermost = not self._passing and torch.is_grad_enabled()
+            is_selective = is_outermost and self._results(kw) is not None
+            recomputed = self._hooks.compresses_recomputed and not is_selective
+            mode = next(selective) if is_selective else None
+            if mode is not None:
+                kw = _without_contexts(kw)
+            if not opens and not recomputed:
+                return checkpoint(function if mode is None else running_with(mode, function), *args, **kw)
+            hooks: AbstractContextManager[None] = exactly() if mode is None else exactly_with(mode)
+            if recomputed:
+                hooks = replaying(replay, whole=False)
+            outputs = self._checkpoint_inside(hooks, calls, checkpoint, function, *args, looks=recomputed, **kw)
             return map_tensors(outputs, lambda tensor: _Leaves.apply(tensor) if tensor.requires_grad else tensor)
 
         with told_of_checkpoints(lambda _, call: calls.append(call)), checkpoint_calls(again):
@@ -387,9 +438,12 @@ class BlockForward:
         kwargs: dict,
         checkpointed: bool,
         kept: Sequence[Replayed] = (),
+        results: Results | None = None,
     ) -> Any:
+        """results: of a selective checkpoint."""
         tensors = tensors_of((args, kwargs))
-        opaque = checkpointed and (self._reentrant or not self._hooks.compresses_recomputed)
+        exact = self._reentrant or results is not None or not self._hooks.compresses_recomputed
+        opaque = checkpointed and exact
         chosen = {
             number: tensor
             for number, tensor in enumerate(tensors)
@@ -403,6 +457,9 @@ class BlockForward:
                     self._open.enter_context(self._gathered(module))
                 around = Surroundings(modules, [tensor.device.type for tensor in tensors])
                 visit = Visit(function, modules, arguments, around, checkpointed, opaque)
+                if results is not None:
+                    visit.selective.append(results)
+                    function = running_with(partial(Adding, results), function)
                 for number, tensor in chosen.items():
                     visit.inputs.append((number, self._kept(tensor, kept), get_gradient_edge(tensor)))
                     visit.shapes.append((number, tensor.shape))
@@ -528,21 +585,53 @@ class BlockForward:
         args, kwargs = substituted(copied(visit.arguments), values)
         replay = None if visit.opaque else Replay(visit.outcomes, visit.own, keep)
         visit.is_open = visit.opaque
+        made: list[tuple[Tensor, Any, Any]] = []
+        taking = [partial(Taking, results, partial(self._place, visit, keep, made)) for results in visit.selective]
         with ExitStack() as stack:
             stack.enter_context(visit.surroundings.again())
             if replay is not None:
                 stack.enter_context(replaying(replay))
                 if visit.checkpointed:
                     stack.enter_context(self._passed())
-                elif opens or self._hooks.compresses_recomputed:
-                    stack.enter_context(self._checkpoints_again(visit, replay))
+                elif opens or self._hooks.compresses_recomputed or taking:
+                    stack.enter_context(self._checkpoints_again(visit, replay, opens, taking))
             else:
                 stack.enter_context(kept_exactly())
             stack.enter_context(self.mode)
+            if visit.checkpointed:
+                for mode in taking:
+                    stack.enter_context(mode())
             outputs = tensors_of(visit.function(*args, **kwargs))
+        visit.made = [made_again(tensor, first, handle) for tensor, first, handle in made if tensor.requires_grad]
         if any(number >= len(outputs) or not outputs[number].requires_grad for number, _ in visit.exits):
             raise ReplayError("it returned something else")
         return outputs, list(values.values()), replay
+
+    @staticmethod
+    def _place(
+        visit: Visit,
+        keep: Callable[[Tensor, Any, Tensor], Any],
+        made: list[tuple[Tensor, Any, Any]],
+        tensor: Tensor,
+        first: Any,
+    ) -> None:
+        """A block runs again and has made what a selective checkpoint keeps. first: what the forward made of it."""
+        if not isinstance(first, Noted):  # as it is
+            made.append((tensor, first, Replaceable(tensor)))
+            return
+        handle = visit.held.get(first)
+        if handle is None:
+            handle = keep(tensor, first, tensor)
+        made.append((tensor, first, handle))
+        value = handle.restore_memory() if isinstance(handle, Replaceable) else handle.restore()
+        if value.data_ptr() != tensor.data_ptr():
+            if first not in visit.held and isinstance(handle, Replaceable) and handle.replacement is not None:
+                handle.tensor = tensor.clone()  # as it is
+            tensor.copy_(value)
+
+
+def _without_contexts(kw: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kw.items() if name not in ("context_fn", RESPECTS_HOOKS)}
 
 
 def _values_of(function: Callable[..., Any], inputs: tuple, kept: tuple, named: dict) -> list[Tensor] | None:

@@ -293,6 +293,7 @@ class RoundedWalk:
             if replay is not None:
                 replay.forget()
             keep.forget()
+            visit.made = []
             heads, given = present(part.heads, entering)
             if not heads:
                 return [None] * len(part.tails)

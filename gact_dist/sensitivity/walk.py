@@ -210,6 +210,7 @@ class Walk:
         with self._forward.again(visit, partial(self._keep, False)) as (part, _, _):
             heads, entering = present(part.heads, gradients)
             found = Part(heads, part.tails, (), ()).gradients(entering)
+        visit.made = []
         before.entering = [None if gradient is None else self._forward.boundary(gradient) for gradient in found]
         self._flow(before, found)
 
@@ -374,6 +375,8 @@ class Walk:
         with self._forward.again(visit, partial(self._keep, True)) as (part, replay, inputs):
             part.heads, entering = present(part.heads, gradients)
             self._inputs = {kept.first for _, kept, _ in visit.inputs if isinstance(kept, Replayed)}
+            self._inputs |= {item.first for item in visit.made}
+            visit.held = {item.first: item.record.handle for item in visit.made}
             through = [
                 Replayed(_input_record(kept.record, cut), kept.first, kept.view)
                 for (_, kept, _), cut in zip(visit.inputs, inputs, strict=True)
@@ -382,6 +385,10 @@ class Walk:
             found = [] if replay is None else replay.found
             through += [item for item in found if isinstance(item.first, Noted) and item.first.recomputes]
             found = [item for item in found if item not in through]
+            if visit.opaque:
+                through += visit.made
+            else:
+                found += visit.made
 
             def fallback(error: OpaqueError) -> list[Any]:
                 _log.debug("%s: what its block saves is measured by perturbation", error)
@@ -392,8 +399,9 @@ class Walk:
             for end, tangent in zip(reached, entered, strict=True):
                 end.tangents = tangent
             del part, replay, found, through, inputs
+            visit.made = []
             yield from self._rounded_in_block_again(visit, gradients, tangents)
-        visit.inputs, self._inputs = [], set()
+        visit.inputs, visit.made, visit.held, self._inputs = [], [], {}, set()
 
     def _rounded_in_block_again(
         self, visit: Visit, gradients: Sequence[Tensor | None], tangents: Sequence[list[Tensor] | None]
@@ -527,7 +535,8 @@ class Walk:
         """As _transposed(), of an open part in sections. See [Note: sections]."""
         note_gradients(sections, [self._forward.one] if entering is None else entering, self._forward.boundary)
         entered = passed_on(part, tangents)
-        items = [item for item in found or through if item.first in self._tallies and item.record.node is not None]
+        cut_at = found or through
+        items = [item for item in cut_at if item.first in self._tallies and item.record.node is not None]
         wanted = list(dict.fromkeys(map(edge_of, items)))
         products: list[dict[tuple[Any, int], Any]] = [{} for _ in range(self._directions)]
         borders: dict[tuple[Any, int], None] = {}
@@ -535,7 +544,7 @@ class Walk:
             below = [border.edge[:2] for border in section.borders_below()]
             borders.update(dict.fromkeys(below))
             edges = list(dict.fromkeys([*below, *section.edges(wanted)]))
-            self._differentiate(section, tangents, entered, partial(self._products_at, edges, products, found))
+            self._differentiate(section, tangents, entered, partial(self._products_at, edges, products, cut_at))
             for known in products:  # those at borders have to wait for all sections
                 # one that an earlier section has given, and this one added nothing to, is a boundary already
                 new = [edge for edge in below if isinstance(known.get(edge), Tensor)]
@@ -544,7 +553,7 @@ class Walk:
             heads = [edge for edge in borders if edge in known]
             if heads:
                 above = Part([GradientEdge(*edge) for edge in heads], [GradientEdge(*edge) for edge in wanted], (), ())
-                with cut_off(found):
+                with cut_off(cut_at):
                     further = above.gradients([value_of(known.pop(edge)) for edge in heads])
                 for edge, product in zip(wanted, further, strict=True):
                     _add_to(known, edge, product)
@@ -629,7 +638,7 @@ class Walk:
         for direction in range(self._directions):
             taken, is_last = self._taking(passing, direction), direction + 1 == self._directions
             held.is_last = is_last and not through
-            with taken, cut_off(() if alone else found):
+            with taken, cut_off(found):
                 products = self._products(
                     part, leaving, tangents, [*inputs, *part.tails] if passing else inputs, direction
                 )

@@ -28,10 +28,9 @@ from gact_dist.sensitivity import blocks, one_pass
 from gact_dist.sensitivity.blocks import BlockForward
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
 
-# How many blocks run: those of the model, as often as they run. A selective checkpoint is no block: it lies between the
-# others. Of the block that changes its input, what calls it has to run it.
+# How many blocks run: those of the model, as often as they run. Of the block that changes its input, what calls it has
+# to run it.
 VISITS = {
-    "selective checkpoints": 3,
     "checkpoints from the batch on": 4,
     "unet": 6,
     "encoder and decoder": 9,
