@@ -350,7 +350,7 @@ class SavedTensorHooks:
         stack = self._namer.scope.stack
         before, stack[:] = [*stack], caller_stack
         try:
-            with _hooked(pack, _unpack):
+            with calls_remembered(recomputed=True), _hooked(pack, _unpack):
                 yield
         finally:
             stack[:] = before

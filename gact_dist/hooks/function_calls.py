@@ -95,13 +95,16 @@ def call_without_frame(frame: FrameType, tensor: Tensor) -> FunctionCall | None:
 
 
 @contextmanager
-def calls_remembered() -> Iterator[None]:
-    """Within the context call_without_frame() finds the calls of this thread, where they have no frames."""
+def calls_remembered(recomputed: bool = False) -> Iterator[None]:
+    """Within the context call_without_frame() finds the calls of this thread, where they have no frames.
+
+    recomputed: whether those of a block that runs again in a backward.
+    """
     if APPLY_HAS_FRAME:
         yield
         return
     try:
-        with _SAVES.listening(FunctionCtx, (threading.get_ident(), _remember)):
+        with _SAVES.listening(FunctionCtx, (threading.get_ident(), _remember if recomputed else _remember_in_forward)):
             yield
     finally:
         _remembered.calls.clear()
@@ -136,15 +139,14 @@ def given_to_functions(note: Callable[[Any, GivenToFunction], None]) -> Iterator
 
 
 def _telling(save_for_backward: Callable[..., None], listeners: list[Any]) -> Any:
-    """FunctionCtx.save_for_backward that also tells of the call, in a forward."""
+    """FunctionCtx.save_for_backward that also tells of the call."""
 
     @untraced
     @wraps(save_for_backward)
     def telling(self: Any, *tensors: Any) -> None:
         save_for_backward(self, *tensors)
-        if not in_backward():
-            for told in {told for thread, told in listeners if thread == threading.get_ident()}:
-                told(self, tensors, sys._getframe(1))
+        for told in {told for thread, told in listeners if thread == threading.get_ident()}:
+            told(self, tensors, sys._getframe(1))
 
     return telling
 
@@ -156,7 +158,7 @@ def _tell(
     note: Callable[[Any, GivenToFunction], None], context: Any, tensors: tuple[Any, ...], frame: FrameType
 ) -> None:
     """frame: of the code that saves."""
-    call = _given(context, tensors, frame)
+    call = None if in_backward() else _given(context, tensors, frame)
     if call is not None:
         note(context, call)
 
@@ -230,10 +232,13 @@ def _is_custom(function: type) -> bool:
 _OWN = __name__.partition(".")[0]
 
 
+def _remember_in_forward(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
+    if not in_backward() and not inside_checkpoint():
+        _remember(context, tensors, frame)
+
+
 def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
     """Remember a call, if one of its inputs needs a gradient: then it will save. frame: of the code that saves."""
-    if inside_checkpoint():
-        return
     function = function_of_context(context)
     if function is None or not _is_custom(function) or function.__module__.startswith(COMPILED_FUNCTIONS):
         return

@@ -31,6 +31,7 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LINEAR = torch.ops.aten.addmm.default
 UNIFORM = Config(policy="uniform", bits=4, min_numel=16)
 DRAWS = 24
+OPTIONS: dict[str, Any] = {"use_reentrant": False}
 
 
 def every_second_product() -> Any:
@@ -231,7 +232,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=self.contexts)
+            x = checkpoint(block, x, context_fn=self.contexts, **OPTIONS)
         return x
 
 
@@ -268,19 +269,21 @@ def test_a_checkpoint_that_allows_that_is_left_as_it_is():
     assert [row.codec for row in rows if "aten.gelu" in row.name] == ["exact"]
 
 
-@pytest.mark.parametrize("setting", [None, False])
-def test_a_job_can_ask_for_exact_ones(setting):
+@pytest.mark.parametrize("by_checkpoint", [False, True])
+def test_a_job_can_ask_for_exact_ones(by_checkpoint, monkeypatch):
     """By the setting for block inputs, or, from torch 2.14 on, by the checkpoint's own argument."""
     torch.manual_seed(0)
 
     def contexts() -> Any:
         modes = CONTEXTS["products"]()
-        if setting is not None:
-            modes[0].respect_saved_tensors_hooks = setting  # as checkpoint() of torch 2.14 does
+        modes[0].respect_saved_tensors_hooks = not by_checkpoint  # as checkpoint() of torch 2.14 does
         return modes
 
+    if hasattr(CONTEXTS["products"]()[0], "respect_saved_tensors_hooks"):
+        options = {"use_reentrant": False, "respect_saved_tensors_hooks": not by_checkpoint}
+        monkeypatch.setitem(globals(), "OPTIONS", options)
     model = Layers(contexts, InPlaceless())
-    _, rows = trained(model, UNIFORM if setting is False else replace(UNIFORM, checkpoint_inputs=False))
+    _, rows = trained(model, UNIFORM if by_checkpoint else replace(UNIFORM, checkpoint_inputs=False))
     assert [row.codec for row in rows if "aten.addmm" in row.name] == ["exact", "exact"]
 
 

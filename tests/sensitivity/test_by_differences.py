@@ -17,6 +17,7 @@ from unusual_jobs import DecoratedAttention, FlashAttention, Gated, RebindingAtt
 
 import gact_dist
 from gact_dist import Config
+from gact_dist._torch_internals import APPLY_HAS_FRAME
 from gact_dist.hooks import SavedTensorHooks, function_calls
 from gact_dist.sensitivity import by_differences
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
@@ -300,7 +301,8 @@ def test_what_a_function_assigns_anew_is_not_taken_for_what_it_was_given(monkeyp
 
 
 def test_a_measurement_leaves_generators_and_gradients_alone():
-    """Of a function with random numbers of its own; the same gradient as without the measurement."""
+    """Of a function with random numbers of its own; the same gradient as without the measurement. It gives another
+    tensor the name of an argument, so where no frame shows what it was given (torch 2.14) its block is perturbed."""
 
     class Dropping(Gated):
         @staticmethod
@@ -315,7 +317,7 @@ def test_a_measurement_leaves_generators_and_gradients_alone():
     torch.set_rng_state(state)
     found = job.measured()
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(item.by_perturbation for item in found)
+    assert any(item.by_perturbation for item in found) is not APPLY_HAS_FRAME
     for got, wanted in zip(
         torch.autograd.grad(job.loss(job.batch), list(job.model.parameters())), expected, strict=True
     ):

@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from block_models import CheckpointedGPT, Wrapped, convolutions, plain
+from block_models import CheckpointedGPT, Wrapped, convolutions, plain, selective
 from small_models import Block, TinyGPT, loss_of
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -112,9 +112,16 @@ def exact_bytes_of_blocks(model: nn.Module, blocks: list[nn.Module], inputs: Ten
 # -- jobs -------------------------------------------------------------------------------------------------------
 
 
-def gpt(checkpointed: bool = False, examples: int = EXAMPLES, length: int = 64, layers: int = 12) -> Job:
+def gpt(
+    checkpointed: bool = False,
+    examples: int = EXAMPLES,
+    length: int = 64,
+    layers: int = 12,
+    how: Callable[[nn.Module, Tensor], Tensor] | None = None,
+) -> Job:
+    """how: its blocks are checkpointed, if that is not as usual."""
     torch.manual_seed(0)
-    model = CheckpointedGPT(partial(plain, reentrant=False)) if checkpointed else TinyGPT(width=WIDTH)
+    model = CheckpointedGPT(how or partial(plain, reentrant=False)) if checkpointed else TinyGPT(width=WIDTH)
     model.embedding, model.norm, model.head = nn.Embedding(37, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 37)
     model.blocks = nn.ModuleList(Block(WIDTH, 4, 0.0) for _ in range(layers))
     tokens = torch.randint(0, 37, (examples, length + 1))
@@ -181,6 +188,7 @@ def unet() -> Job:
 JOBS: dict[str, Callable[[], Job]] = {
     "gpt": gpt,
     "gpt with checkpoints": partial(gpt, checkpointed=True),
+    "gpt with selective checkpoints": partial(gpt, checkpointed=True, how=selective),
     "one example": partial(gpt, examples=1, length=1024),
     "vit": vit,
     "unet": unet,
@@ -189,7 +197,7 @@ CHECKPOINTED: dict[str, Callable[[], Job]] = {
     "one checkpointed example": partial(gpt, checkpointed=True, examples=1, length=512, layers=4),
     "one example in blocks with checkpoints": gpt_with_inner_checkpoints,
 }
-STEPS = {"gpt": 4, "vit": 4, "one example": 4}
+STEPS = {"gpt": 4, "gpt with selective checkpoints": 4, "vit": 4, "one example": 4}
 """that the first adaptation takes: half of the 16 examples are measured, in two quarters; or one in two halves"""
 
 
