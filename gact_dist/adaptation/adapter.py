@@ -261,8 +261,9 @@ class Adapter:
                 (now.is_spread,) = distributed.any_rank([is_long], self._groups)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         if not was_seen and now.is_spread:
-            self._verify_first_step(now)
-            yield
+            now.is_spread = self._bears_first_step(now, step_bytes)
+            if now.is_spread:
+                yield
         costs, invalid, exact = yield from self._measured_without_faults(now)
         exact = {**now.stored_exactly, **exact}
         plan: dict[str, Bits] = dict.fromkeys({} if self._verifier is None else self._verifier.exact)
@@ -291,7 +292,8 @@ class Adapter:
                 plan |= dict.fromkeys(whole.tensors)
         if self._verifier is not None and now.is_spread:
             yield
-        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs)
+        fits = partial(self._fits, step_bytes, now)
+        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs, fits)
         plan.update(dict.fromkeys(found))
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
@@ -391,7 +393,8 @@ class Adapter:
         exact = self._verifier.exact
         if not invalid.keys() - exact:
             return costs, {}, {}
-        judged, found, _ = self._verifier.verify(now.batch, self._hooks.plan, now.step)
+        fits = partial(self._fits, self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None, now)
+        judged, found, _ = self._verifier.verify(now.batch, self._hooks.plan, now.step, fits=fits)
         if found:
             self._hooks.plan = self._hooks.plan.updated(dict.fromkeys(found))
             costs, invalid = yield from self._measured(now)
@@ -403,8 +406,10 @@ class Adapter:
             _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
         return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
 
-    def _faults_of(self, plan: Plan, now: _Progress, predicted: float, costs: Costs) -> dict[str, str]:
-        """The tensors that a plan must not round, each with the reason."""
+    def _faults_of(
+        self, plan: Plan, now: _Progress, predicted: float, costs: Costs, fits: Callable[[Iterable[str]], bool]
+    ) -> dict[str, str]:
+        """The tensors that a plan must not round, each with the reason. fits: as for Verifier.verify()."""
         if self._verifier is None:
             return {}
         variances = {
@@ -418,9 +423,29 @@ class Adapter:
             if plan.bits_of(name) is not None
         )
         verdict = self._verifier.verify(
-            now.batch, plan, now.step, predicted=predicted, predicted_at_8_bits=at_8_bits, variances=variances
+            now.batch,
+            plan,
+            now.step,
+            predicted=predicted,
+            predicted_at_8_bits=at_8_bits,
+            variances=variances,
+            fits=fits,
         )
         return verdict.found
+
+    def _fits(self, step_bytes: StepBytes | None, now: _Progress, found: Iterable[str]) -> bool:
+        """Whether a budget of bytes has room for some more tensors that are stored exactly. A collective call.
+
+        step_bytes: of a step; None without a budget.
+        """
+        if step_bytes is None or self._verifier is None:
+            return True
+        exact, stored = {*self._verifier.exact, *found}, step_bytes
+        if not exact <= step_bytes.tensors.keys():  # what is derived has no bytes
+            stored = self._weigh(now.batch.whole, derives=False)
+        rows = {name: row for name, row in stored.tensors.items() if name in exact or name in step_bytes.tensors}
+        fewest = sum(float(row[-1] if name in exact else row.min()) for name, row in rows.items())
+        return stored.other_bytes + fewest <= (self._config.retained_bytes or math.inf)
 
     # -- what this rank sees --------------------------------------------------------------------------------------
 
@@ -472,12 +497,16 @@ class Adapter:
         seen = self._footprint(batch.whole, parts, _LOOKING, to_settle="store_base")
         return _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
 
-    def _verify_first_step(self, now: _Progress) -> None:
-        """It will run under the default widths. See [Note: first step]."""
-        if self._verifier is not None:
-            plan = self._hooks.plan
-            now.stored_exactly = self._verifier.verify(now.batch, plan, now.step, provisional=True).found
-            self._hooks.plan = plan.updated(dict.fromkeys(now.stored_exactly))
+    def _bears_first_step(self, now: _Progress, step_bytes: StepBytes | None) -> bool:
+        """Whether it can run under the default widths. See [Note: first step]. Where a budget has no room for what they
+        are too few for, the plan has to be there before it."""
+        if self._verifier is None:
+            return True
+        plan, fits = self._hooks.plan, partial(self._fits, step_bytes, now)
+        verdict = self._verifier.verify(now.batch, plan, now.step, provisional=True, fits=fits)
+        now.stored_exactly = verdict.found
+        self._hooks.plan = plan.updated(dict.fromkeys(now.stored_exactly))
+        return verdict.fault is None
 
     def _in_shares(self, now: _Progress, estimator: str, parts: int) -> Generator[None, None, _Parts | Ending]:
         """What this rank measures of its parts, one of them a step where steps are long, or why it cannot.

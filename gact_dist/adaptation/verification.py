@@ -68,6 +68,10 @@ _HOPELESS = 1000.0  # times the squared gradient
 _PARTS, _MOST_PARTS = 4, 64  # into which a batch is cut, the first of which is compared
 _SHOWN = 8  # names in a message
 _GRADIENT = "gradient"
+_DOES_NOT_FIT = (
+    "with rounding %s, and to store exactly what is to blame (%s) would take more than retained_bytes: it stays "
+    "rounded. Give more bytes, or a smaller batch, or watch the loss"
+)
 _CANNOT_COMPARE = "the gradient cannot be compared with the exact one on this rank: %s"
 
 
@@ -99,7 +103,7 @@ class Verdict(NamedTuple):
     found: dict[str, str]
     """the tensors that have to be stored exactly from now on, each with the reason"""
     fault: str | None = None
-    """what is wrong with the plan, where nothing was searched for"""
+    """what is wrong with the plan, where nothing was searched for, or too much found"""
 
 
 class LearntByVerifying(NamedTuple):
@@ -131,6 +135,7 @@ class Verifier:
         self._predicted_at_8_bits: float | None = None  # the same variance, if all that is rounded had 8 bits
         self._own_names: dict[str, bool] = {}  # of what the last comparison rounded or made of that; whether the latter
         self._warned = False
+        self._lacks_bytes = False  # a search has found more than there is memory to store exactly
         self._least_parts = 1  # of a batch, one of which memory may be enough for
 
     def verify(
@@ -144,13 +149,15 @@ class Verifier:
         variances: Mapping[str, float] | None = None,
         provisional: bool = False,
         search: bool = True,
+        fits: Callable[[Iterable[str]], bool] = lambda _: True,
     ) -> Verdict:
         """Compare, and search if that shows a fault. A collective call. See [Note: faults].
 
         predicted: variance that the plan adds to the gradient of a rank's batch, and predicted_at_8_bits what it would
         add if all that it rounds had 8 bits; without them, those of the last adaptation. variances: of single tensors,
         to begin the search with the largest. provisional: the next step is to verify as well. search: false leaves a
-        fault to the caller.
+        fault to the caller. fits: whether there is memory to store some tensors exactly, the same on every rank; else
+        they stay rounded.
         Raises on every rank what the loss function or the model raised on any, unless the loss is a guess.
         """
         if predicted is not None:
@@ -169,7 +176,14 @@ class Verifier:
             return Verdict(True, {})
         if not search:
             return Verdict(True, {}, reason)
+        if self._lacks_bytes:  # another search would take long, and find as much
+            return Verdict(True, {}, reason)
         found, complete = self._culprits(plan, variances or {}, compare)
+        if not fits(found):
+            self._lacks_bytes = not provisional
+            if self._is_first:
+                _log.log(logging.INFO if provisional else logging.WARNING, _DOES_NOT_FIT, reason, _listed(found))
+            return Verdict(True, {}, reason)
         self._warn_of_noise(compare(plan.updated(dict.fromkeys(found))))
         return Verdict(True, self._store_exactly(found, reason, complete))
 

@@ -40,6 +40,7 @@ from .._torch_internals import (
     modes_of_checkpoint,
     selective_key,
 )
+from .handles import ReplayError
 
 _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor")
@@ -103,8 +104,10 @@ class Results:
         number = counts[key]
         counts[key] += 1
         kept = self._kept.get(key, [])
+        if number >= len(kept) and not any(entry is not None for entry in kept):
+            return None  # a cast that the forward had in autocast's cache
         if number >= len(kept):
-            raise RuntimeError(
+            raise ReplayError(
                 f"got {number + 1} calls of {operator} in a block that a selective checkpoint runs again, expected "
                 f"{len(kept)}, as in its forward; a checkpointed function has to do the same whenever it runs"
             )
@@ -136,6 +139,11 @@ class Taking(TorchDispatchMode):
             kept = tree_leaves(self._results.get(func, args, self._counts))
             for tensor, held in zip(tree_leaves(result), kept, strict=False):
                 if isinstance(held, Held):
+                    shape = getattr(held.handle, "shape", tensor.shape)
+                    if shape != tensor.shape:
+                        raise ReplayError(
+                            f"{func} returned the shape {tuple(tensor.shape)}, in the forward {tuple(shape)}"
+                        )
                     self._place(tensor, held.handle)
         return result
 

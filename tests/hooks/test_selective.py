@@ -20,12 +20,12 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 
 import gact_dist
 from gact_dist import Config
 from gact_dist.hooks.handles import Stored
+from gact_dist.hooks.selective import Adding, Results, Taking
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LINEAR = torch.ops.aten.addmm.default
@@ -382,10 +382,13 @@ def test_a_block_that_does_otherwise_is_an_error_that_says_so():
     torch.manual_seed(0)
     model = Layers(CONTEXTS["products"], Fickle())
     with (
-        set_checkpoint_early_stop(False),
-        pytest.raises(RuntimeError, match=r"got 3 calls of aten\.t\.default .* expected 2, as in its forward"),
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"got 3 calls of aten\.addmm\.default .* expected 2, as in its forward"),
     ):
-        trained(model, UNIFORM, steps=1)
+        results = Results(lambda context, operator, *_, **__: operator == LINEAR, lambda *_: None, lambda: None)
+        for mode in (Adding(results), Taking(results, lambda *_: None)):
+            with mode:
+                model.blocks[0](torch.randn(64, 32))
 
 
 def test_modes_of_the_users_own_are_left_alone():
@@ -419,3 +422,22 @@ def test_nothing_of_a_step_stays_when_its_graph_is_gone():
         Stored.__init__ = usual
     assert alive
     assert not [reference for reference in alive if reference() is not None]
+
+
+def test_under_autocast_casts_that_a_forward_has_cached_do_not_count(caplog):
+    """A block that is measured runs without that cache."""
+    job = Job(partial(Around, CONTEXTS["products"]), Config(bits=6, min_numel=16, noise_limit=0))
+    shared = nn.Linear(64, 64)
+    for block in job.model.blocks:
+        block.up = nn.Sequential(shared, block.up)
+    loss_fn = job.loss_fn
+
+    def under_autocast(batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(batch)
+
+    job.loss_fn = under_autocast
+    job.gradient()
+    job.calibrate()
+    assert any("aten.addmm" in name for name in job.gact.plan)
+    assert "measuring" not in caplog.text

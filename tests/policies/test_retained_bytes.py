@@ -21,15 +21,15 @@ from gact_dist.policies.allocation import minimum_variance_in_bytes
 KINDS = ["gpt", "cnn", "mlp"]
 
 
-def retained_after_a_step(kind, config, follow=False):
-    """Bytes that the report shows for two steps of a model."""
+def retained_after_a_step(kind, config, follow=False, steps=2):
+    """Bytes that the report shows for some steps of a model."""
     model, batch = getattr(small_models, kind)()
     loss_fn = small_models.loss_of(model)
     gact = gact_dist.attach(model, config=config)
     retained = []
     if follow:
         gact.follow()
-    for _ in range(2):
+    for _ in range(steps):
         if follow:
             loss_fn(batch).backward()
         else:
@@ -231,3 +231,30 @@ def test_the_largest_value_over_ranks_counts_what_a_rank_lacks_as_nothing(ranks)
     for names, values in ranks(largest_of_ranks):
         assert names == ("a", "only 0", "only 1")
         assert values == [[1.0, 5.0], [7.0, 8.0], [7.0, 8.0]]
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_plan_that_seems_faulty_keeps_to_the_budget_all_the_same(spread, monkeypatch, caplog):
+    """Every plan is one here, and the search for what to store exactly finds six times the budget."""
+    if spread:
+        monkeypatch.setattr("gact_dist.adaptation.adapter._most_parts", lambda *_: 1.0)
+    monkeypatch.setattr("gact_dist.adaptation.verification._NEGLIGIBLE", 0.0)
+    budget = uniform_bytes("gpt", 2) + 17
+    config = Config(retained_bytes=budget, min_numel=64, calibration_samples=4, noise_limit=1e-6)
+    assert max(retained_after_a_step("gpt", config, steps=6)) <= budget
+    assert "take more than retained_bytes: it stays rounded" in caplog.text
+
+
+def test_where_the_first_widths_are_too_few_the_plan_is_there_before_the_first_step(monkeypatch):
+    """The adaptation would be spread over steps, under one bit for everything."""
+    monkeypatch.setattr("gact_dist.adaptation.adapter._most_parts", lambda *_: 1.0)
+    budget = uniform_bytes("gpt", 2) - 17
+    for hopeless, chosen in ((1000.0, False), (1e-9, True)):  # times the squared gradient
+        monkeypatch.setattr("gact_dist.adaptation.verification._HOPELESS", hopeless)
+        model, batch = small_models.gpt()
+        loss_fn = small_models.loss_of(model)
+        gact = gact_dist.attach(model, config=Config(retained_bytes=budget, min_numel=64, calibration_samples=4))
+        with gact.step(loss_fn, batch):
+            loss_fn(batch)
+        assert bool(gact.plan) is chosen
+        gact.detach()

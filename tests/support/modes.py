@@ -695,9 +695,9 @@ hold; every run of the tests takes a slice of it, `bash launch/test.sh --all` th
 
 What torch refuses is shown to fail without gact_dist too; what gact_dist refuses, it refuses when it is attached.
 
-A cell shows the ratio of exact to retained activation bytes (of all but what a selective checkpoint keeps as it is:
-distributed tensors, and in what is compiled), then measured over predicted variance. This model is tiny: tensors of 16 and more elements are compressed, and
-its statistics weigh more than they would in a real one.
+A cell shows the ratio of exact to retained activation bytes (of all but what a selective checkpoint keeps as it is, in
+what is compiled), then measured over predicted variance. This model is tiny: tensors of 16 and more elements are
+compressed, and its statistics weigh more than they would in a real one.
 """
 
 
