@@ -490,6 +490,10 @@ def selective_key(operator: Any, args: tuple) -> Any:
     return operator if key_of is None else key_of(operator, args)
 
 
+Overload: Any = torch._ops.OpOverload
+"""the class of operators that have a schema"""
+
+
 def has_effects(operator: Any) -> bool:
     """Whether a selective checkpoint keeps an operator's results in any case, as to run it again would do more than
     make them (torch 2.15)."""

@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._torch_internals import (
     RESPECTS_HOOKS,
+    DispatchMode,
     KeepingMode,
     KeptMode,
+    Overload,
     has_effects,
     is_ignored_by_selective,
     modes_of_checkpoint,
@@ -114,7 +114,7 @@ class Results:
         return kept[number]
 
 
-class Adding(TorchDispatchMode):
+class Adding(DispatchMode):
     """Within it results are added to Results."""
 
     def __init__(self, results: Results) -> None:
@@ -125,7 +125,7 @@ class Adding(TorchDispatchMode):
         return _add(self._results, func, args, kwargs or {})
 
 
-class Taking(TorchDispatchMode):
+class Taking(DispatchMode):
     """Within it a block runs again, and place(result, handle) is told of each result that was kept, with its handle."""
 
     def __init__(self, results: Results, place: Callable[[Tensor, Any], None]) -> None:
@@ -219,7 +219,7 @@ def _requires_gradient(value: Any) -> bool:
 
 def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether attention draws random numbers."""
-    if not isinstance(operator, OpOverload):
+    if not isinstance(operator, Overload):
         return False
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -228,7 +228,7 @@ def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def _is_made_by_no_work(operator: Any) -> bool:
     """Whether an operator returns views, or what it was given to write to."""
-    if not isinstance(operator, OpOverload):
+    if not isinstance(operator, Overload):
         return False
     return any(returned.alias_info is not None for returned in operator._schema.returns)
 
