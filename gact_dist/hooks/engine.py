@@ -162,6 +162,11 @@ class SavedTensorHooks:
         """Whether what selective checkpoints keep is compressed. See [Note: selective checkpoints] in selective.py."""
         return self.policy.rounds and self.config.checkpoint_inputs
 
+    @property
+    def keeps_results_exactly(self) -> bool:
+        """Whether they are left as they are after all: in a model with compiled parts there is no way to reach them."""
+        return self._namer.scope.compiled
+
     def elements_at_once(self, name: str, numel: int) -> float:
         """Of the elements of a tensor, those that count where the memory of a step is shared out.
 
@@ -318,7 +323,7 @@ class SavedTensorHooks:
     def _at_checkpoint(self, frame: FrameType, call: Any) -> None:
         """A checkpoint is about to run its block. call: its state."""
         self._bypassing.note(frame)
-        rounds = self.compresses_results and not self._namer.scope.compiled
+        rounds = self.compresses_results and not self.keeps_results_exactly
         if rounds and keep_results(frame, self.keep_result, self._roles.note_discrete):
             return  # what its block saves when it runs again is exact
         self._bypassing.watch(frame)

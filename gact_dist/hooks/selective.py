@@ -71,9 +71,12 @@ class Held:
 class Results:
     """What one call of a selective checkpoint keeps, in the order in which the operators ran."""
 
-    def __init__(self, policy: Callable[..., Any], keep: Keep, draws: Callable[[], None]) -> None:
-        """policy: of the checkpoint. draws: called for attention with dropout that is to be kept."""
-        self._policy, self._keep, self._draws = policy, keep, draws
+    def __init__(
+        self, policy: Callable[..., Any], keep: Keep, draws: Callable[[], None], exactly: bool = False
+    ) -> None:
+        """policy: of the checkpoint. draws: called for attention with dropout that is to be kept. exactly: whether all
+        is kept exactly that the policy says."""
+        self._policy, self._keep, self._draws, self._exactly = policy, keep, draws, exactly
         self._kept: dict[Any, list[Any]] = defaultdict(list)  # by operator; None for what is made again
 
     def add(self, operator: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
@@ -82,7 +85,9 @@ class Results:
         decision = self._policy(context, operator, *args, **kwargs)
         saves = decision in _SAVES or (decision is not CheckpointPolicy.MUST_RECOMPUTE and has_effects(operator))
         kept = None
-        if saves and is_attention(operator) and _drops(operator, args, kwargs):
+        if self._exactly:
+            pass
+        elif saves and is_attention(operator) and _drops(operator, args, kwargs):
             self._draws()
         elif saves and (is_attention(operator) or _is_made_by_no_work(operator)):
             saves = False
@@ -90,7 +95,7 @@ class Results:
         if saves:
             first = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
             moves = torch.is_grad_enabled() and any(map(_requires_gradient, tree_leaves((args, kwargs))))
-            way = Way.ROUNDED if moves else Way.CONSTANT
+            way = Way.EXACTLY if self._exactly else Way.ROUNDED if moves else Way.CONSTANT
 
             def held(tensor: Tensor) -> Held:
                 return Held(self._keep(tensor, operator, way if tensor is first else Way.EXACTLY))

@@ -344,7 +344,10 @@ class BlockForward:
         """For what a selective checkpoint keeps, None for one that is left as it is, or another. kw: of its call."""
         compresses = self._hooks.compresses_results and kw.get(RESPECTS_HOOKS) is not False
         policy = policy_of(kw.get("context_fn")) if compresses else None
-        return None if policy is None else Results(policy, self._hooks.keep_result, self._hooks.note_discrete)
+        if policy is None:
+            return None
+        exactly = self._hooks.keeps_results_exactly
+        return Results(policy, self._hooks.keep_result, self._hooks.note_discrete, exactly)
 
     def _checkpoint_inside(
         self,
