@@ -51,7 +51,17 @@ def model_table(model: str, runs: Rows) -> str:
         paired = [row for row in chosen if row["setting"] == setting and row["seed"] in untouched]
         if paired:
             lines.append(_setting_line(setting, paired, untouched))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_dates(chosen)])
+
+
+def _dates(rows: Rows) -> list[str]:
+    """A line that says which settings were measured when, if not all were on one day."""
+    dates: dict[str, str] = {}
+    for row in rows:
+        dates[row["setting"]] = max(row.get("date", ""), dates.get(row["setting"], ""))
+    days = sorted(set(dates.values()))
+    settings = {day: ", ".join(name for name, other in dates.items() if other == day) for day in days}
+    return ["", "; ".join(f"{day}: {settings[day]}" for day in days) + "."] if len(days) > 1 else []
 
 
 def _setting_line(setting: str, paired: Rows, untouched: dict[int, dict[str, Any]]) -> str:

@@ -214,7 +214,7 @@ class Results:
         """Write further rows of "runs" or "comparisons"."""
         facts = {"date": str(datetime.date.today()), "machine": platform.machine(), "torch": torch.__version__}
         self.held |= facts | {"gact_dist": gact_dist.__version__, "batches": BATCHES, "draws": DRAWS}
-        self.held[kind] += rows
+        self.held[kind] += [row | {"date": facts["date"]} for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self.held, indent=1) + "\n")

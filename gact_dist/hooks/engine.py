@@ -375,10 +375,12 @@ class SavedTensorHooks:
                 self._roles.keep_exactly(name)
             if way in (Way.ROUNDED, Way.CONSTANT) and sink.wants_role(tensor):
                 role = self._roles.role_in_checkpoint(tensor, name, running_checkpoints()[0], sink.records)
-            if isinstance(sink, Record):
-                with sink.only_noting():
-                    return sink.take(Captured(tensor, name, role, record))
-            return sink.take(Captured(tensor, name, role, record))
+            if not isinstance(sink, Record):
+                return sink.take(Captured(tensor, name, role, record))
+            with sink.only_noting():
+                noted = sink.take(Captured(tensor, name, role, record))
+            noted.is_block_input = True  # what follows is made again from it
+            return noted
 
     def note_discrete(self) -> None:
         """See KnownRoles."""

@@ -11,7 +11,8 @@ was computed from ends there, and all that is computed from it is computed from 
   block that keeps such a one is exact, with its inputs and all that it keeps.
 * Of several results the first may be rounded. The others are what a backward needs beside it: the statistics of a norm,
   masks, indices. Nor is what has no gradient, whose effect nobody measures.
-* Views, and what an operator writes in place: these are made again as well, without work.
+* Views, and what an operator writes in place: these are made again as well, without work. So is what relu returns, of
+  which its backward reads where it is zero: a small element would mostly be rounded to that.
 * What a collective returns may not have arrived: it is kept as it is, as are distributed tensors.
 """
 
@@ -232,10 +233,12 @@ def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_made_by_no_work(operator: Any) -> bool:
-    """Whether an operator returns views, or what it was given to write to."""
+    """Whether an operator returns views, or what it was given to write to; or compares with zero."""
     if not isinstance(operator, Overload):
         return False
-    return any(returned.alias_info is not None for returned in operator._schema.returns)
+    return operator is torch.ops.aten.relu.default or any(
+        returned.alias_info is not None for returned in operator._schema.returns
+    )
 
 
 def may_not_have_arrived(operator: Any) -> bool:

@@ -96,6 +96,12 @@ def test_differences_are_of_one_seed_and_marked_beyond_the_untouched_jobs_own():
     assert "| uniform 8 | -1.00 | +0.0100 | 2.00 | 0.0001 | 8.0 | 0.1 | 0.1 |" in table
     assert "| uniform 2 | -4.00 * | +0.0400 * |" in table
     assert "uniform 4" not in table
+    for row in untouched + close:
+        row["date"] = "2026-11-26"
+    for row in worse:
+        row["date"] = "2026-11-22"
+    table = report.model_table("m", untouched + close + worse)
+    assert table.endswith("\n\n2026-11-22: uniform 2; 2026-11-26: untouched, uniform 8.")
 
 
 def test_acgc_is_held_to_its_error_and_to_the_narrowest_uniform_width_that_keeps_it():

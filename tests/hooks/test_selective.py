@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,6 +174,39 @@ def test_the_measured_error_is_the_predicted_one(make, contexts):
     errors = torch.stack([(job.gradient() - exact).square().sum() for _ in range(DRAWS)])
     spread = 3 * float(errors.std()) / DRAWS**0.5
     assert float(errors.mean()) == pytest.approx(job.gact.adaptation.predicted_variance, rel=0.15, abs=spread)
+
+
+class Rectified(nn.Module):
+    """[batch, 32] -> the same: relu, whose backward reads where its result is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("contexts", [CONTEXTS["products"], CONTEXTS["everything"]])
+def test_elements_that_change_sides_in_the_block_that_runs_again_are_counted(contexts):
+    """Those of relu, where its operand is made again from what is rounded: most of the error."""
+    torch.manual_seed(0)
+    model = Layers(contexts, Rectified(), Rectified())
+    x, weight = torch.randn(2, 256, 32)
+
+    def gradient(gact: Any = None) -> Tensor:
+        model.zero_grad()
+        with nullcontext() if gact is None else gact.step(batch=x):
+            loss = (model(x) * weight).sum()
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    exact = gradient()
+    gact = gact_dist.attach(model, config=Config(bits=6, min_numel=16, noise_limit=0))
+    gradient(gact)
+    gact.calibrate(lambda x: (model(x) * weight).sum(), x, samples=256)
+    errors = torch.stack([(gradient(gact) - exact).square().sum() for _ in range(DRAWS)])
+    assert float(errors.mean()) == pytest.approx(gact.adaptation.predicted_variance, rel=0.3)
 
 
 @pytest.mark.parametrize("make", [Around, within])
