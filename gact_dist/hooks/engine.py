@@ -377,7 +377,7 @@ class SavedTensorHooks:
                 role = self._roles.role_in_checkpoint(tensor, name, running_checkpoints()[0], sink.records)
             if not isinstance(sink, Record):
                 return sink.take(Captured(tensor, name, role, record))
-            with sink.only_noting():
+            with replaced(sink, "notes", True):
                 noted = sink.take(Captured(tensor, name, role, record))
             noted.is_block_input = True  # what follows is made again from it
             return noted

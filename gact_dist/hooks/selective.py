@@ -85,12 +85,10 @@ class Results:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
         decision = self._policy(context, operator, *args, **kwargs)
         saves = decision in _SAVES or (decision is not CheckpointPolicy.MUST_RECOMPUTE and has_effects(operator))
-        kept = None
-        if self._exactly:
-            pass
-        elif saves and is_attention(operator) and _drops(operator, args, kwargs):
+        kept, chooses = None, saves and not self._exactly
+        if chooses and is_attention(operator) and _drops(operator, args, kwargs):
             self._draws()
-        elif saves and (is_attention(operator) or _is_made_by_no_work(operator)):
+        elif chooses and (is_attention(operator) or _is_made_by_no_work(operator)):
             saves = False
             tree_map_only(Tensor, lambda tensor: self._keep(tensor, operator, Way.AGAIN), result)
         if saves:

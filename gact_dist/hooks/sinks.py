@@ -1,8 +1,7 @@
 """What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -315,15 +314,6 @@ class Record(Sink):
         record.is_log_softmax = captured.role is Role.LOG_SOFTMAX
         self.found.append(record)
         return handle
-
-    @contextmanager
-    def only_noting(self) -> Iterator[None]:
-        """Within the context tensors are only noted, whatever runs."""
-        before, self.notes = self.notes, True
-        try:
-            yield
-        finally:
-            self.notes = before
 
     def _is_derived(self, name: str, graph: Tensor) -> bool:
         if not self.by_parts:

@@ -176,17 +176,6 @@ def test_the_measured_error_is_the_predicted_one(make, contexts):
     assert float(errors.mean()) == pytest.approx(job.gact.adaptation.predicted_variance, rel=0.15, abs=spread)
 
 
-class Rectified(nn.Module):
-    """[batch, 32] -> the same: relu, whose backward reads where its result is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 @pytest.mark.parametrize("contexts", [CONTEXTS["products"], CONTEXTS["everything"]])
 def test_elements_that_change_sides_in_the_block_that_runs_again_are_counted(contexts):
     """Those of relu, where its operand is made again from what is rounded: most of the error."""
@@ -323,6 +312,13 @@ def test_a_job_can_ask_for_exact_ones(by_checkpoint, monkeypatch):
 class InPlaceless(InPlace):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(x)))
+
+
+class Rectified(InPlace):
+    """Has a relu, whose backward reads where its result is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Routes(InPlace):
