@@ -113,9 +113,10 @@ class Config:
     average of bits is of what is there at once: the inputs of all blocks, and the elements of the largest block."""
     derive: bool | None = None
     """Do not store what backward can make again from other tensors by cheap operators (the output of a norm, of GELU or
-    of fused attention, a product), where it would be rounded. None: where bits adapt. There what it is made of gets a
-    bit more for each of its elements: fewer bytes and mostly less error (docs/policies.md). Without effect with the
-    estimator "perturbation", which does not see what a tensor does by way of others."""
+    of fused attention, a product), where it would be rounded; and call custom functions again whose inputs have to fit
+    what they compute (docs/reliability.md). None: where bits adapt. There what it is made of gets a bit more for each
+    of its elements: fewer bytes and mostly less error (docs/policies.md). Without effect with the estimator
+    "perturbation", which does not see what a tensor does by way of others."""
     log_softmax: str = "auto"
     """How the log-softmax of a cross entropy is stored where bits are at most 4 on average, rows have at least 1,024
     words and no other operator reads it (docs/memory.md, A large vocabulary): sampled: in about 1.8 bits a word,

@@ -248,14 +248,15 @@ class Adapter:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         if self._heaviest_bytes:
             now.most_parts = _most_parts(self._heaviest_bytes, self._hooks.account.count)
-        was_seen = True
+        was_seen, has_changed = True, False
         if now.haste is Haste.NONE:
-            conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None]
-            now.is_spread, was_seen = distributed.any_rank(conditions, self._groups)
+            has_changed = self._hooks.try_functions()
+            conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None, has_changed]
+            now.is_spread, was_seen, has_changed = distributed.any_rank(conditions, self._groups)
             if was_seen and not (now.is_spread or self.policy.follows_gradient) and self._hooks.plan.bits:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
-        if (not was_seen or self._hooks.may_derive) and not has_compiled_parts(self._model):
+        if (not was_seen or has_changed or self._hooks.may_derive) and not has_compiled_parts(self._model):
             is_long = self._look(now.batch)
             if not was_seen:
                 (now.is_spread,) = distributed.any_rank([is_long], self._groups)
@@ -494,7 +495,7 @@ class Adapter:
         first_parts = chain.from_iterable(batch.divisions(batch.parts(), only=0))
         parts = ((part.forward, part.fraction) for part in first_parts)
         # other forwards would learn more of single tensors, but derive the same
-        seen = self._footprint(batch.whole, parts, _LOOKING, to_settle="store_base")
+        seen = self._footprint(batch.whole, parts, _LOOKING, to_settle=("store_base", "functions_again"))
         return _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
 
     def _bears_first_step(self, now: _Progress, step_bytes: StepBytes | None) -> bool:
@@ -618,13 +619,13 @@ class Adapter:
         doing: str = "counting the bytes of a step",
         *,
         derives: bool = True,
-        to_settle: str | None = None,
+        to_settle: Sequence[str] = (),
     ) -> Footprint:
         """What a step of this rank keeps. See [Note: weighing] in hooks/accounting.py.
 
         forward: runs the model on a step's examples. parts: to see fewer of them, forwards and the fractions that they
         see, as attempt() chooses from them. doing: what this is for, in messages. derives: whether it derives what it
-        can. to_settle: the entry of SavedTensorHooks.state_dict() that a last forward is not to change; None for all.
+        can. to_settle: entries of SavedTensorHooks.state_dict() that a last forward is not to change; none for all.
         """
         footprint = Footprint()
         narrowest = Plan(default=1)
@@ -632,7 +633,7 @@ class Adapter:
 
         def learnt() -> Any:
             state = self._hooks.state_dict()
-            return state if to_settle is None else state[to_settle]
+            return [state[entry] for entry in to_settle] or state
 
         def work(part: tuple[Callable[[], Any], float]) -> None:
             nonlocal footprint

@@ -7,9 +7,9 @@ a fused attention does, needs them to fit together: exp(q k^T - logsumexp) of ro
 grows exponentially. Then the inputs are kept exactly too. With a single input that does not happen: norms, activations
 and losses read a statistic of it, and rounding it is as safe as in the operators of torch that do the same.
 A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over. For
-a fused attention of the user's own this means that its queries, keys, values and result are not compressed; those of
-torch's scaled_dot_product_attention are, see fused_attention.py. A checkpoint around the call alone makes such a
-function run again on its rounded inputs, and what it computes fits them whatever it is.
+a fused attention of the user's own this means that its queries, keys, values and result are not compressed, unless it
+runs again on its rounded inputs ([Note: functions again] in functions_again.py); those of torch's
+scaled_dot_product_attention are, see fused_attention.py.
 """
 
 import logging
@@ -20,6 +20,7 @@ from torch import Tensor
 from .._torch_internals import storage_id
 from ..distributed import say
 from .function_calls import FunctionCall
+from .functions_again import FunctionsAgain
 from .roles import Role
 
 _log = logging.getLogger(__name__)
@@ -28,14 +29,15 @@ _log = logging.getLogger(__name__)
 class CustomFunctions:
     """Finds what calls of custom functions may have rounded. See [Note: custom functions]."""
 
-    def __init__(self, roles: dict[str, Role]) -> None:
-        """roles: by name, with a name for each place that calls such a function."""
-        self._roles = roles
+    def __init__(self, roles: dict[str, Role], again: FunctionsAgain | None = None) -> None:
+        """roles: by name, with a name for each place that calls such a function. again: those that may run again."""
+        self._roles, self._again = roles, again
         self._call: Any = None  # its identity
         self._names: list[str] = []
-        self._combines = False
+        self._combines = self._is_large = False
         self._met: set[str] = set()
         self._said: set[str] = set()  # names of functions: a model calls one in every layer
+        self._proposed: set[str] = set()  # places of functions that may run again from the next forward on
 
     def role(
         self, tensor: Tensor, name: str, role: Role | None, call: FunctionCall | None, place: str, recording: bool
@@ -53,10 +55,11 @@ class CustomFunctions:
         operand = self.operand(tensor, call)
         if operand is None:
             self._combines |= tensor.grad_fn is None and tensor.numel() > 1
-            self._judge(place, call.name)
+            self._judge(place, call, recording)
             return None if role is None else Role.STATISTIC
         self._names.append(name)
-        self._judge(place, call.name)
+        self._is_large |= role is not None
+        self._judge(place, call, recording)
         if role is not Role.ACTIVATION or not self.needs_exact(tensor, call, place):
             return role
         return role if recording and place not in self._roles else Role.STATISTIC
@@ -67,7 +70,7 @@ class CustomFunctions:
             self._enter(None)
 
     def _enter(self, identity: Any) -> None:
-        self._call, self._names, self._combines = identity, [], False
+        self._call, self._names, self._combines, self._is_large = identity, [], False, False
 
     def needs_exact(self, tensor: Tensor, call: FunctionCall, place: str) -> bool:
         """Whether an input of a call must not be rounded, as far as is known."""
@@ -93,18 +96,25 @@ class CustomFunctions:
         self._met.clear()
         self._call = None
 
-    def _judge(self, place: str, function: str) -> None:
+    def _judge(self, place: str, call: FunctionCall, recording: bool) -> None:
         if not self._combines or len(self._names) < 2:
             return
-        if self._roles.get(place) is not Role.STATISTIC:
+        again = self._again
+        if again is not None and not recording and self._is_large:
+            again.propose(call.function, place)
+        if again is not None and again.may_follow(call.function):
+            self._proposed.add(place)
+        elif self._roles.get(place) is not Role.STATISTIC or place in self._proposed:
+            level = logging.DEBUG if call.name in self._said else logging.INFO
             say(
                 _log,
                 "%s is kept exactly: it combines its inputs with what it computed from them. Under a checkpoint of its "
                 "own, checkpoint(%s.apply, ..., use_reentrant=False), it keeps its inputs alone, in few bits",
                 place,
-                function,
-                level=logging.DEBUG if function in self._said else logging.INFO,
+                call.name,
+                level=level,
             )
-            self._said.add(function)
-            self._roles[place] = Role.STATISTIC
+            self._said.add(call.name)
+            self._proposed.discard(place)
+        self._roles[place] = Role.STATISTIC
         self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))

@@ -57,6 +57,7 @@ from .compiled import RegionParameters, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
+from .functions_again import FunctionsAgain, LearntFunctions
 from .given import Given
 from .handles import (
     Distributed,
@@ -94,6 +95,7 @@ class LearntNames(NamedTuple):
     roles: LearntRoles
     stored_as_base: set[str]
     not_held: set[int]
+    functions_again: LearntFunctions
 
 
 class SavedTensorHooks:
@@ -125,7 +127,8 @@ class SavedTensorHooks:
         self._thread = threading.get_ident()  # that runs the step
         self._bases = SharedBases()
         self._vectors: list[Kept] = []  # copies of small parameters that this forward has made for recipes
-        self._functions = CustomFunctions(self._roles.by_name)
+        self.functions_again = FunctionsAgain(self._namer, self.encoder.may_derive and config.checkpoint_inputs)
+        self._functions = CustomFunctions(self._roles.by_name, self.functions_again)
         self._masks = BooleanMasks()
         self._readers: Readers | None = None  # in a forward that shows them
         self._is_first = True  # the job's own step that comes next, and its roles are those of measurements
@@ -217,6 +220,7 @@ class SavedTensorHooks:
     def resume(self) -> None:
         """Undo suspend()."""
         self._namer.scope = self._watched()
+        self.functions_again.resume()
         self.encoder.examples.watch()
 
     def _watched(self) -> ModuleScope:
@@ -228,6 +232,7 @@ class SavedTensorHooks:
         return ModuleScope(self._model, compiled)
 
     def _unwatch(self) -> None:
+        self.functions_again.remove()
         if self._arguments is not None:
             self._arguments.remove()
         self._namer.scope.remove()
@@ -240,10 +245,20 @@ class SavedTensorHooks:
 
     def begin(self, step: int) -> None:
         """Start a step: names count from zero, the rounding gets the step's own key, the report starts empty."""
+        self.try_functions()
         self._begin_forward(step)
         if self._job.offload is not None:
             self._job.offload.begin()
         self._job.account.begin()
+
+    def try_functions(self) -> bool:
+        """Whether custom functions are called in another way from now on. See [Note: functions again]."""
+        if not self.functions_again.begin():
+            return False
+        self._roles.observe_next = True
+        self._roles.derived.names.made.clear()  # some of it was made from what such a function saved
+        self._settled.forget()
+        return True
 
     def _begin_forward(self, step: int) -> None:
         if not self._namer.scope.compiled and has_compiled_parts(self._model):  # compiled since it was attached to
@@ -492,20 +507,27 @@ class SavedTensorHooks:
         no_step = self._instead_of_a_step(sink, -draw)  # none of the job has these keys
         with no_step, self.hooks(), self._log_softmaxes.rehearsing():
             yield footprint
+        self.try_functions()
         footprint.exact_bytes, footprint.count, footprint.fraction = account.exact_bytes, account.count, fraction
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt of saved tensors in earlier steps, by name."""
-        learnt = {"store_base": sorted(self._bases.names), "arguments_not_held": sorted(self.given.not_held)}
+        self.try_functions()  # with a call of a forward that has been, which no state holds
+        learnt = {
+            "store_base": sorted(self._bases.names),
+            "arguments_not_held": sorted(self.given.not_held),
+            "functions_again": self.functions_again.state_dict(),
+        }
         return {**self._roles.state_dict(), **learnt}
 
     def parse_state(self, state: Mapping[str, Any]) -> LearntNames:
         """What load_state() takes, from what state_dict() gave. Raises StateError and changes nothing."""
         bases = _fields.read(state, "store_base", _fields.sequence(_fields.text), [])
         not_held = _fields.read(state, "arguments_not_held", _fields.sequence(_fields.integer(0)), [])
-        return LearntNames(KnownRoles.parse_state(state), set(bases), set(not_held))
+        again = _fields.read(state, "functions_again", FunctionsAgain.parse_state, LearntFunctions([], {}))
+        return LearntNames(KnownRoles.parse_state(state), set(bases), set(not_held), again)
 
     def load_state(self, learnt: LearntNames) -> None:
         """Go on with what parse_state() returned."""
@@ -515,6 +537,7 @@ class SavedTensorHooks:
         self._bases.names = learnt.stored_as_base
         self.given.not_held.clear()
         self.given.not_held.update(learnt.not_held)
+        self.functions_again.load_state(learnt.functions_again)
 
     # -- pack ---------------------------------------------------------------------------------------------------
 

@@ -45,12 +45,16 @@ class FunctionCall(NamedTuple):
 
     identity: Any
     """the same object for all that one call saves"""
-    name: str
-    """of the function"""
+    function: type
     given: Any
     """what it was given, in containers"""
     unknown: int = 0
     """how many further tensors it was given"""
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.function.__name__
 
     def operands(self) -> Iterator[Tensor]:
         """The tensors that it was given, as far as they are known."""
@@ -73,7 +77,7 @@ def call_of_frame(frame: FrameType) -> FunctionCall | None:
     function = frame.f_locals.get("cls")
     if function is None or not _is_custom(function):
         return None
-    return FunctionCall(frame, function.__name__, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})))
+    return FunctionCall(frame, function, (frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})))
 
 
 def call_without_frame(frame: FrameType, tensor: Tensor) -> FunctionCall | None:
@@ -180,7 +184,7 @@ def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToF
     else:
         arguments, unknown = _trusted(context, _arguments(forward, method))
         arguments = [] if unknown else arguments
-    if len(arguments) != len(context.needs_input_grad) or not all(map(_is_plain, arguments)):
+    if len(arguments) != len(context.needs_input_grad) or not all(map(is_plain, arguments)):
         return None
     saved = {
         place: number
@@ -193,7 +197,8 @@ def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToF
     return GivenToFunction(function, detached, saved, computes)
 
 
-def _is_plain(argument: Any) -> bool:
+def is_plain(argument: Any) -> bool:
+    """Whether an argument of a function is no tensor, or one with strided memory of its own."""
     if not isinstance(argument, Tensor):
         return True
     return type(argument) in PLAIN_OR_PARAMETER and argument.layout is torch.strided and not argument.is_nested
@@ -254,7 +259,7 @@ def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
         around = set() if caller is None else {(id(caller), caller.f_lasti)}
         given, unknown = _trusted(context, _arguments(forward, method))
     saves = [storage_id(tensor) for tensor in tensors if type(tensor) in PLAIN_OR_PARAMETER]
-    _remembered.calls.append(_Remembered(around, saves, FunctionCall(object(), function.__name__, given, unknown)))
+    _remembered.calls.append(_Remembered(around, saves, FunctionCall(object(), function, given, unknown)))
 
 
 def _frames_around(frame: FrameType, function: type) -> tuple[set[_Place], str, FrameType | None]:

@@ -592,6 +592,7 @@ class BlockForward:
         taking = [partial(Taking, results, partial(self._place, visit, keep, made)) for results in visit.selective]
         with ExitStack() as stack:
             stack.enter_context(visit.surroundings.again())
+            stack.enter_context(self._hooks.functions_again.block(visit.checkpointed))
             if replay is not None:
                 stack.enter_context(replaying(replay))
                 if visit.checkpointed:
