@@ -20,6 +20,8 @@ from unusual_jobs import FlashAttention
 
 import gact_dist
 from gact_dist import Config
+from gact_dist._patches import replaced
+from gact_dist.hooks import functions_again
 
 STEPS, WIDTH, WORDS = 4, 32, 37
 
@@ -132,3 +134,21 @@ def test_inputs_of_a_custom_attention_are_compressed_on_all_ranks_alike(ranks, w
         first, last = untouched[rank][1][0], untouched[rank][1][-1]
         assert all(found[rank][1] == untouched[rank][1] for found in exact)
         assert compressed[rank][1] == pytest.approx(untouched[rank][1], abs=0.05 * abs(first - last))
+
+
+def trained_where_one_rank_refuses(config: Config) -> tuple[dict, list[float], list[str], list[str]]:
+    """As if one rank had too little memory to try a function."""
+    if dist.get_rank() == 0:
+        return trained("FSDP2", by_itself, config)
+    with replaced(functions_again, "_gives_the_same", lambda *_: False):
+        return trained("FSDP2", by_itself, config)
+
+
+def test_a_rank_on_which_a_function_cannot_run_again_keeps_it_exactly(ranks):
+    untouched = ranks(trained, "FSDP2", by_itself, Config(policy="off"))
+    found = ranks(trained_where_one_rank_refuses, Config(bits=6, min_numel=16))
+    assert found[0][0] == found[1][0]
+    assert [rank[3] for rank in found] == [["quantised"] * 9, []]
+    assert any("kept exactly" in text for text in found[1][2])
+    for rank in range(2):
+        assert found[rank][1] == pytest.approx(untouched[rank][1], rel=1e-3)
