@@ -243,7 +243,8 @@ def _gives_the_same(function: Any, arguments: Sequence[Any]) -> bool:
         results, gradients = _called(plain, arguments)
         again, gradients_again = _called(partial(checkpoint, plain, use_reentrant=False), arguments)
         return all(map(torch.equal, results, again)) and all(map(_are_close, gradients, gradients_again))
-    except Exception:  # a function of the user's may raise anything
+    except Exception as error:  # a function of the user's may raise anything
+        _log.debug("%s cannot run again: %r", _name_of(function), error)
         return False
 
 
@@ -254,24 +255,19 @@ def _called(call: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Te
     devices = {argument.device for argument in inputs if not argument.is_cpu}
     kind = next((device.type for device in devices), "cuda")
     with without_modes(), torch.enable_grad(), torch.random.fork_rng([*devices], device_type=kind):
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            made = call(*given)
+        made = call(*given)
         results = [made] if isinstance(made, Tensor) else [result for result in made if isinstance(result, Tensor)]
         heads = [result for result in results if result.requires_grad]
         wanted = [argument for argument in inputs if argument.requires_grad]
         found = torch.autograd.grad(heads, wanted, [head.detach() for head in heads], allow_unused=True)
     if any(argument._version for argument in inputs):
-        raise ValueError
+        raise ValueError("it writes to its arguments")
     return [result.detach() for result in results], [gradient for gradient in found if gradient is not None]
 
 
 def _is_there(tensor: Tensor) -> bool:
     """Whether nothing has taken the memory away meanwhile, as sharding does that of a view of a parameter."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
