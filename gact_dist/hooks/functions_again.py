@@ -240,16 +240,17 @@ def _gives_the_same(function: Any, arguments: Sequence[Any]) -> bool:
         return False
     plain = super(function, function).apply
     try:
-        results, gradients = _called(plain, arguments)
-        again, gradients_again = _called(partial(checkpoint, plain, use_reentrant=False), arguments)
-        return all(map(torch.equal, results, again)) and all(map(_are_close, gradients, gradients_again))
+        results, gradients, writes = _called(plain, arguments)
+        again, gradients_again, _ = _called(partial(checkpoint, plain, use_reentrant=False), arguments)
+        same = all(map(torch.equal, results, again)) and all(map(_are_close, gradients, gradients_again))
+        return same and not writes
     except Exception as error:  # a function of the user's may raise anything
         _log.debug("%s cannot run again: %r", _name_of(function), error)
         return False
 
 
-def _called(call: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(results, gradients of its inputs) of a call. Raises ValueError where it writes to its arguments."""
+def _called(call: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Tensor], list[Tensor], bool]:
+    """(results, gradients of its inputs, whether it writes to its arguments) of a call."""
     given = [_without_graph(each.clone() if isinstance(each, Tensor) else each) for each in arguments]
     inputs = [argument for argument in given if isinstance(argument, Tensor)]
     devices = {argument.device for argument in inputs if not argument.is_cpu}
@@ -260,9 +261,8 @@ def _called(call: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Te
         heads = [result for result in results if result.requires_grad]
         wanted = [argument for argument in inputs if argument.requires_grad]
         found = torch.autograd.grad(heads, wanted, [head.detach() for head in heads], allow_unused=True)
-    if any(argument._version for argument in inputs):
-        raise ValueError("it writes to its arguments")
-    return [result.detach() for result in results], [gradient for gradient in found if gradient is not None]
+    gradients = [gradient for gradient in found if gradient is not None]
+    return [result.detach() for result in results], gradients, any(argument._version for argument in inputs)
 
 
 def _is_there(tensor: Tensor) -> bool:
