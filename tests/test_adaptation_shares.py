@@ -126,7 +126,8 @@ def test_what_the_default_widths_would_ruin_is_stored_exactly_from_the_first_ste
         verdict = verify(verifier, batch, plan, step, **options)
         if step > 1:
             return verdict
-        assert options["provisional"]
+        assert options["provisional"] is True
+        assert options.keys() == {"provisional", "fits"}
         return verdict._replace(found=verifier._store_exactly([name], "a fault", True))
 
     monkeypatch.setattr(Verifier, "verify", faulty)

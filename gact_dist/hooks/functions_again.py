@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, finalize
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import _fields
+from .._patches import replaced
 from .._torch_internals import DispatchMode, in_backward, innermost_hooks, runs_transform, without_modes
 from ..distributed import say
 from .checkpoint import running_checkpoints
@@ -104,7 +105,8 @@ class FunctionsAgain:
 
     def begin(self) -> bool:
         """Between forwards. Whether functions are watched or run again from now on that were not."""
-        self._find_known()
+        if self._known:
+            self._find_known()
         watched, self._watched = self._watched, {}
         found = [function for function, arguments in watched.items() if _gives_the_same(function, arguments)]
         self._run_again(found)
@@ -161,8 +163,8 @@ class FunctionsAgain:
             return checkpoint(plain, *arguments, use_reentrant=False)
         if function in self._watched:
             return plain(*arguments)
-        is_parameter = [isinstance(argument, nn.Parameter) for argument in arguments]  # sharding takes it away
-        kept = (each.clone() if copied else each for each, copied in zip(arguments, is_parameter, strict=True))
+        # sharding takes a parameter away before the call is made again
+        kept = (each.clone() if isinstance(each, nn.Parameter) else each for each in arguments)
         self._watched[function] = [*map(_without_graph, kept)]
         with _Watching() as watching:
             result = plain(*arguments)
@@ -170,14 +172,9 @@ class FunctionsAgain:
             self._watched[function].clear()
         return result
 
-    @contextmanager
-    def block(self, checkpointed: bool) -> Iterator[None]:
-        """Within the context a block of the model runs alone. checkpointed: whether a checkpoint runs it in a job."""
-        before, self._block = self._block, checkpointed
-        try:
-            yield
-        finally:
-            self._block = before
+    def block(self, checkpointed: bool) -> AbstractContextManager[None]:
+        """A context in which a block of the model runs alone. checkpointed: whether a checkpoint runs it in a job."""
+        return replaced(self, "_block", checkpointed)
 
     def takes(self, arguments: Sequence[Any]) -> bool:
         """Whether a call that is about to be made is to run again."""
@@ -197,19 +194,20 @@ _owners: WeakKeyDictionary[type, WeakSet[FunctionsAgain]] = WeakKeyDictionary()
 """of each function whose apply is replaced"""
 
 
-def _owners_of(function: type) -> WeakSet[FunctionsAgain]:
+def _owners_of(function: Any) -> WeakSet[FunctionsAgain]:
     owners = _owners.get(function)
     if owners is None:
         owners = _owners[function] = WeakSet()
-        function.apply = classmethod(_applying(function, owners))  # type: ignore[attr-defined]
+        function.apply = classmethod(_applying(function, owners))
     return owners
 
 
 def _leave_unowned() -> None:
     """Give functions their own apply again that no model needs any more."""
-    for function in [function for function, owners in _owners.items() if not owners]:
+    unowned: list[Any] = [function for function, owners in _owners.items() if not owners]
+    for function in unowned:
         del _owners[function]
-        del function.apply  # type: ignore[attr-defined]
+        del function.apply
 
 
 def _applying(function: Any, owners: WeakSet[FunctionsAgain]) -> Any:
@@ -242,7 +240,8 @@ def _gives_the_same(function: Any, arguments: Sequence[Any]) -> bool:
     try:
         results, gradients, writes = _called(plain, arguments)
         again, gradients_again, _ = _called(partial(checkpoint, plain, use_reentrant=False), arguments)
-        same = all(map(torch.equal, results, again)) and all(map(_are_close, gradients, gradients_again))
+        same = len(results) == len(again) and len(gradients) == len(gradients_again)
+        same = same and all(map(torch.equal, results, again)) and all(map(_are_close, gradients, gradients_again))
         return same and not writes
     except Exception as error:  # a function of the user's may raise anything
         _log.debug("%s cannot run again: %r", _name_of(function), error)
