@@ -107,7 +107,7 @@ void advise_huge_pages(const Tensor& tensor) {
 Tensor new_flat(int64_t numel, ScalarType dtype) {
   constexpr int64_t kStride = 1;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       1, &numel, &kStride, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
       aoti_torch_device_type_cpu(), 0, &handle));
   Tensor tensor(handle);

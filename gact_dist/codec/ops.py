@@ -111,8 +111,8 @@ def _fake_unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _unpack_binary(buffer: Tensor, numel: int, value: Tensor) -> Tensor:
-    flat = unpack_mask(buffer, numel, value.dtype)
-    return flat.masked_fill_(flat != 0, value)
+    # masked_fill_ would have the host read the value, and so wait for the device
+    return torch.where(unpack_mask(buffer, numel, torch.bool), value, 0)
 
 
 def _fake_unpack_binary(buffer: Tensor, numel: int, value: Tensor) -> Tensor:

@@ -58,9 +58,16 @@ def _groups(model: nn.Module) -> list[Any]:
         group
         for module in model.modules()
         if _MODULE.made(module)
-        for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups
+        for group in _groups_of(module)
     ]
 
 
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+
+
 def _is_sharded(module: Any) -> bool:
-    return any(not group.is_unsharded for group in module._get_fsdp_state()._fsdp_param_groups)
+    return any(not group.is_unsharded for group in _groups_of(module))

@@ -61,7 +61,10 @@ class Device(ABC):
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Device memory, 1-D, that the current stream may use at once. Raises torch.OutOfMemoryError."""
+        """Device memory, 1-D, that the current stream may use at once. Raises torch.OutOfMemoryError.
+
+        Nothing is queued that writes to it: a copy on another stream would not wait for that.
+        """
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
@@ -135,7 +138,9 @@ class CudaDevice(Device):
         event.hold_back(stream)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        # torch.empty() would fill it, by a kernel on the current stream, where deterministic algorithms are asked for.
+        storage = torch.UntypedStorage(numel * dtype.itemsize, device=self.device)
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage)
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):

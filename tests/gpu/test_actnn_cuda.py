@@ -7,7 +7,7 @@ from codec_tensors import random_tensor, raw
 
 import gact_dist
 from gact_dist import Config, codec
-from gact_dist.codec import mixed_widths
+from gact_dist.hooks.per_example import ranked, squared_ranges
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)
@@ -18,9 +18,9 @@ if not torch.cuda.is_available():
 def test_the_payload_is_that_of_the_cpu(dtype, unit_numel):
     counts = (0, 2, 5, 0, 3, 0, 0, 0, 2)
     x = random_tensor(12 * unit_numel, dtype).view(12, unit_numel) * torch.arange(1, 13)[:, None].to(dtype)
-    keys = mixed_widths.squared_ranges(x.view(-1), 12, 256)
-    expected = codec.pack(x, mixed_widths.ranked(keys, counts), 7)
-    packed = codec.pack(x.cuda(), mixed_widths.ranked(keys.cuda(), counts), 7)
+    keys = squared_ranges(x.view(-1), 12, 256)
+    expected = codec.pack(x, ranked(keys, counts), 7)
+    packed = codec.pack(x.cuda(), ranked(keys.cuda(), counts), 7)
     assert torch.equal(packed.payload.cpu(), expected.payload)
     assert torch.equal(raw(codec.unpack(packed).cpu().view(-1)), raw(codec.unpack(expected).view(-1)))
 

