@@ -78,6 +78,7 @@ NEEDED = (
     "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
     # fake tensors and dispatch modes
     "torch._guards.active_fake_mode",
+    "torch._C._len_torch_dispatch_stack",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
     "torch._subclasses.fake_tensor.FakeTensorConverter.set_tensor_memo",
     "torch._subclasses.fake_tensor.DataDependentOutputException",
@@ -167,6 +168,18 @@ def storage_id(tensor: Tensor) -> int:
 def storage_reference(tensor: Tensor) -> Any:
     """A weak reference to a tensor's storage: it pins the address, not the memory."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which builds without CUDA lack
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The handle of a CUDA device's current stream, without the object that torch.cuda.current_stream() makes."""
+    return torch.cuda.current_stream(device_index).cuda_stream if _raw_stream is None else _raw_stream(device_index)
+
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""how many modes would see an operator that is called now"""
 
 
 def storage_with_id(tensor: Tensor) -> tuple[Any, int]:

@@ -231,7 +231,7 @@ GACT_FN void pack_any_tile(const T* x, const Place& place, u64 seed, u32* target
       if (row < (column == 0 ? place.rows : place.second_rows)) {
         const u32 index = place.group + Layout::group_of(row / 4, column);
         const float value =
-            to_float(x[first_element(place) + wide_product(static_cast<u32>(row), place.width) + column]);
+            to_float(x[first_element(place) + wide_product(static_cast<u32>(row), place.pitch) + column]);
         i32 scaled;
         code = code_of(value, group_in(memory, index), BITS, noise_at(place, row, column, seed), &scaled);
         memory.edges[place.part][index] += edge_of(scaled);
@@ -259,7 +259,7 @@ GACT_FN void ends_of_any_tile(const T* x, const Place& place, Memory<T, Layout>&
 #pragma unroll 1
     for (int row = 0; row < (column == 0 ? place.rows : place.second_rows); ++row) {
       const u32 group = Layout::group_of(row / 4, column);
-      const T value = x[first_element(place) + wide_product(static_cast<u32>(row), place.width) + column];
+      const T value = x[first_element(place) + wide_product(static_cast<u32>(row), place.pitch) + column];
       ends[group] = joined(ends[group], ends_of(value));
     }
   }
@@ -272,7 +272,7 @@ GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], M
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
     rows[i] = *reinterpret_cast<const Row<T>*>(source);
-    source = rows_after(source, 1u, place.width);
+    source = rows_after(source, 1u, place.pitch);
   }
   Ends<T> ends[Layout::kThreadGroups];
   ends_of_tile(rows, Layout{}, ends);
@@ -281,9 +281,9 @@ GACT_FN void load_tile(const T* x, const Place& place, Row<T> rows[kTileRows], M
 }
 
 template <class T, int BITS, class Layout>
-GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buffer& buffer,
+GACT_FN void pack_block(const T* x, u64 length, u32 columns, u32 pitch, u64 seed, const Buffer& buffer,
                         Memory<T, Layout>& memory) {
-  const Place place = place_of_thread(Layout{}, length, columns);
+  const Place place = place_of_thread(Layout{}, length, columns, pitch);
   Row<T> rows[kTileRows];
   if (is_whole(place)) {
     load_tile(x, place, rows, memory);
@@ -293,7 +293,7 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
   sync_block();
   const u32 index = thread_of_block();
   if (index < Layout::kGroups) {
-    describe_group<T, BITS>(x, place_of_group(Layout{}, index, length, columns), index, buffer, memory);
+    describe_group<T, BITS>(x, place_of_group(Layout{}, index, length, columns, pitch), index, buffer, memory);
   }
   sync_block();
   u32* target = buffer.words + place_of_rows(place, BITS);
@@ -304,7 +304,7 @@ GACT_FN void pack_block(const T* x, u64 length, u32 columns, u64 seed, const Buf
   }
   sync_block();
   if (index >= Layout::kGroups) return;
-  const GroupPlace group = place_of_group(Layout{}, index, length, columns);
+  const GroupPlace group = place_of_group(Layout{}, index, length, columns, pitch);
   if (group.count == 0) return;
   u32 edges = 0;
 #pragma unroll
@@ -393,7 +393,7 @@ GACT_FN void unpack_any_tile(const Buffer& buffer, const Place& place, u64 first
 
 template <class T, int BITS, class Layout>
 GACT_FN void unpack_block(const Buffer& buffer, u64 length, u32 columns, u64 seed, T* out) {
-  const Place place = place_of_thread(Layout{}, length, columns);
+  const Place place = place_of_thread(Layout{}, length, columns, columns);
   const u64 first_group = first_group_of(Layout{}, place);
   u32 words[BITS][2], scales = 0;
   Decoder decoders[Layout::kThreadGroups];
@@ -429,13 +429,14 @@ constexpr int kUnpackBlocks = 768 / Layout::kThreads;
 
 }  // namespace gact
 
-// length: elements in memory order, rows where groups are columns. columns: of a row, there only.
+// length: elements in memory order, rows where groups are columns. columns: of a row, there only. pitch: from one row to
+// the next, an even number; `columns` where they lie close together.
 GACT_KERNEL(gact::Layout::kThreads, gact::kPackBlocks)
-pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 seed, gact::u8* buffer,
+pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 pitch, gact::u64 seed, gact::u8* buffer,
      gact::i64 scale_start, gact::i64 offset_start) {
   using namespace gact;
   GACT_SHARED Memory<Stored, Layout> memory;
-  pack_block<Stored, GACT_BITS>(x, length, static_cast<u32>(columns), seed,
+  pack_block<Stored, GACT_BITS>(x, length, static_cast<u32>(columns), static_cast<u32>(pitch), seed,
                                 sections_of(buffer, scale_start, offset_start), memory);
 }
 

@@ -50,7 +50,7 @@ struct InMemoryOrder {
 // The tile of a thread.
 struct Place {
   u32 tile, pair;         // its number among 32 rows each, and that of its two columns
-  u32 width;              // of a row
+  u32 width, pitch;       // of a row of codes; from one row of elements to the next
   u32 part, group;        // of its groups it has part `part`; the first of them, in the block
   int tile_rows;          // in the matrix, at most 32
   int rows, second_rows;  // in each of its columns
@@ -59,12 +59,14 @@ struct Place {
 // The second column never has more rows than the first.
 GACT_FN bool is_whole(const Place& place) { return place.second_rows == kTileRows; }
 
-// Number of the first of `rows` rows for each tile, of the thread's first column: of elements, or of words of codes.
+// Number of the first of `rows` rows of words for each tile, of the thread's first column.
 GACT_FN u64 place_of_rows(const Place& place, int rows) {
   return static_cast<u64>(place.tile) * static_cast<u32>(rows) * place.width + 2u * place.pair;
 }
 
-GACT_FN u64 first_element(const Place& place) { return place_of_rows(place, kTileRows); }
+GACT_FN u64 first_element(const Place& place) {
+  return static_cast<u64>(place.tile) * kTileRows * place.pitch + 2u * place.pair;
+}
 
 // Number of the first eight rows, a multiple of 4.
 GACT_FN u64 first_block(const Place& place) { return static_cast<u64>(place.tile) * kBlocks; }
@@ -86,8 +88,9 @@ GACT_FN int rest(u64 length, u64 start, int limit) {
 // Rows of 16 elements, the last of which may be short.
 GACT_FN int rows_of(int elements) { return (elements + kRowElements - 1) / kRowElements; }
 
+// pitch: from a row of elements to the next, even; `columns` where rows lie close together.
 template <int GROUP>
-GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
+GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns, u32 pitch) {
   using Layout = ByColumn<GROUP>;
   const u32 across = (columns + Layout::kGroups - 1) / Layout::kGroups;
   const u32 down = block_of_grid() / across;
@@ -95,6 +98,7 @@ GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
   place.part = thread_of_block() / Layout::kPairs;
   place.group = 2 * (thread_of_block() % Layout::kPairs);
   place.width = columns;
+  place.pitch = pitch;
   place.tile = down * Layout::kParts + place.part;
   const u32 column = (block_of_grid() - down * across) * Layout::kGroups + place.group;
   place.pair = column / 2;
@@ -104,13 +108,13 @@ GACT_FN Place place_of_thread(ByColumn<GROUP>, u64 rows, u32 columns) {
 }
 
 template <int GROUP>
-GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32) {
+GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32, u32) {
   using Layout = InMemoryOrder<GROUP>;
   constexpr int kElements = kTileRows * kRowElements;
   Place place;
   place.part = place.pair = thread_of_block() % Layout::kParts;
   place.group = thread_of_block() / Layout::kParts * Layout::kThreadGroups;
-  place.width = kRowElements;
+  place.width = place.pitch = kRowElements;
   place.tile = block_of_grid() * (Layout::kThreads / Layout::kParts) + thread_of_block() / Layout::kParts;
   const u64 first = first_element(place);
   place.tile_rows = rows_of(rest(numel, first - 2u * place.pair, kElements));
@@ -121,18 +125,18 @@ GACT_FN Place place_of_thread(InMemoryOrder<GROUP>, u64 numel, u32) {
 
 // Group `index` of the block.
 template <int GROUP>
-GACT_FN GroupPlace place_of_group(ByColumn<GROUP>, u32 index, u64 rows, u32 columns) {
+GACT_FN GroupPlace place_of_group(ByColumn<GROUP>, u32 index, u64 rows, u32 columns, u32 pitch) {
   using Layout = ByColumn<GROUP>;
   const u32 across = (columns + Layout::kGroups - 1) / Layout::kGroups;
   const u32 down = block_of_grid() / across;
   const u32 column = (block_of_grid() - down * across) * Layout::kGroups + index;
   const u64 row = static_cast<u64>(down) * GROUP;
-  return GroupPlace{static_cast<u64>(down) * columns + column, row * columns + column, columns,
+  return GroupPlace{static_cast<u64>(down) * columns + column, row * pitch + column, pitch,
                     column < columns ? rest(rows, row, GROUP) : 0};
 }
 
 template <int GROUP>
-GACT_FN GroupPlace place_of_group(InMemoryOrder<GROUP>, u32 index, u64 numel, u32) {
+GACT_FN GroupPlace place_of_group(InMemoryOrder<GROUP>, u32 index, u64 numel, u32, u32) {
   const u64 number = static_cast<u64>(block_of_grid()) * InMemoryOrder<GROUP>::kGroups + index;
   return GroupPlace{number, number * GROUP, 1u, rest(numel, number * GROUP, GROUP)};
 }

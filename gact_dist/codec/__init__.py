@@ -7,6 +7,7 @@ from .driver import DriverError, find_driver
 from .error_bounded import pack_error_bounded
 from .format import DEFAULT_GROUP_SIZE, GROUP_SIZES, MAX_BITS
 from .mixed_widths import UnitWidths, columns_within
+from .norms import normalised
 from .nvrtc import KernelsUnavailableError, find_nvrtc
 from .ops import isa, native_error, rounding_variance
 from .packed import (
@@ -37,7 +38,7 @@ from .packed import (
 __all__ = [
     "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Scheme",
     "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors",
-    "is_binary", "isa", "metadata_bits", "native_error", "pack", "pack_binary", "pack_error_bounded", "pack_flags",
-    "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within", "rounding_variance", "stored_bytes",
-    "stored_values", "to_tensors", "unpack", "with_payload", "without_gaps", "without_payload",
+    "is_binary", "isa", "metadata_bits", "native_error", "normalised", "pack", "pack_binary", "pack_error_bounded",
+    "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within", "rounding_variance",
+    "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload", "without_gaps", "without_payload",
 ]  # fmt: skip

@@ -4,6 +4,9 @@ The results are the bits of reference.py. Kernels run on torch's current stream 
 from torch's allocator, and nothing waits for the device.
 """
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,7 @@ def _definitions(dtype: torch.dtype, group_size: int, *others: str) -> tuple[str
     return (f"GACT_ELEMENT={ELEMENTS[dtype]}", f"GACT_GROUP={group_size}", *others)
 
 
+@functools.cache
 def codec_kernel(action: str, dtype: torch.dtype, bits: int, group_size: int, columns: int) -> Kernel:
     """The kernel "pack" or "unpack" of one format."""
     layout = "InMemoryOrder" if columns == 1 else "ByColumn"
@@ -60,6 +64,10 @@ def codec_kernel(action: str, dtype: torch.dtype, bits: int, group_size: int, co
     return Kernel("codec.cu", action, _definitions(dtype, group_size, *others))
 
 
+_MOST_LAUNCHES = 4096  # a job's batches may have many sizes
+
+
+@functools.lru_cache(_MOST_LAUNCHES)
 def _grid(numel: int, group_size: int, columns: int) -> tuple[int, int]:
     """(blocks, threads in a block) of pack and unpack, see csrc/cuda/tile.h."""
     if columns == 1:
@@ -69,46 +77,61 @@ def _grid(numel: int, group_size: int, columns: int) -> tuple[int, int]:
     return -(-rows // group_size) * -(-columns // (2 * pairs)), pairs * group_size // TILE_ROWS
 
 
+_sections = functools.lru_cache(_MOST_LAUNCHES)(payload_format.sections)
+
+
 def _launch_codec(
     action: str, elements: Tensor, buffer: Tensor, bits: int, group_size: int, seed: int, columns: int
 ) -> None:
-    """Start "pack" from flat ``elements`` to ``buffer``, or "unpack" in reverse; the caller has checked both."""
+    """Start "pack" from ``elements`` to ``buffer``, or "unpack" in reverse; the caller has checked both.
+
+    elements: flat; for pack also [rows, columns] with gaps between the rows.
+    """
     numel, dtype = elements.numel(), elements.dtype
     if numel == 0:
         return
-    if elements.data_ptr() % (2 * dtype.itemsize) != 0:  # pairs of elements are read and written
-        aligned = elements.clone()
+    place, bytes_at = elements.data_ptr(), buffer.data_ptr()
+    pitch = columns if elements.dim() == 1 else elements.stride(0)
+    if place % (2 * dtype.itemsize) != 0 or (pitch % 2 != 0 and columns > 1):  # pairs of elements are read and written
+        aligned = elements.clone(memory_format=torch.contiguous_format).view(-1)
         _launch_codec(action, aligned, buffer, bits, group_size, seed, columns)
         if action == "unpack":
             elements.copy_(aligned)
         return
-    if buffer.data_ptr() % 4 != 0:
+    if bytes_at % 4 != 0:
         raise ValueError("the packed buffer does not begin at a multiple of 4 bytes; use a tensor of its own for it")
-    ends = elements.data_ptr(), buffer.data_ptr()
-    source, target = ends if action == "pack" else ends[::-1]
-    where = payload_format.sections(numel, bits, group_size, columns)
-    kernel = codec_kernel(action, dtype, bits, group_size, columns)
+    kernel, grid = codec_kernel(action, dtype, bits, group_size, columns), _grid(numel, group_size, columns)
+    where, rows = _sections(numel, bits, group_size, columns), numel // columns
     starts = where.scale_start_bytes, where.offset_start_bytes
-    size = numel // columns, columns
-    launch(buffer.device, kernel, *_grid(numel, group_size, columns), source, *size, seed, target, *starts)
+    if action == "pack":
+        launch(buffer.device, kernel, *grid, place, rows, columns, pitch, seed, bytes_at, *starts)
+    else:
+        launch(buffer.device, kernel, *grid, bytes_at, rows, columns, seed, place, *starts)
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """``reference.pack`` for a CUDA tensor."""
     payload_format.check_format(bits, group_size, x.dtype)
+    payload_format.check_flat(x, "x")
     payload_format.check_columns(x.numel(), columns)
-    total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
-    buffer = x.new_empty(total_bytes, dtype=torch.uint8)
-    pack_out(x, bits, group_size, seed, buffer, columns)
+    return pack_checked(x, bits, group_size, seed, columns)
+
+
+def pack_checked(x: Tensor, bits: int, group_size: int, seed: int, columns: int) -> Tensor:
+    """The same for arguments that are known to be right. x: also [rows, columns] with gaps between the rows."""
+    total_bytes = _sections(x.numel(), bits, group_size, columns).total_bytes
+    buffer = torch.empty(total_bytes, dtype=torch.uint8, device=x.device)
+    _launch_codec("pack", x, buffer, bits, group_size, seed, columns)
     return buffer
 
 
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
-    """``reference.pack_out`` for CUDA tensors."""
+    """``reference.pack_out`` for CUDA tensors. x: also [rows, columns] with gaps between the rows."""
     payload_format.check_format(bits, group_size, x.dtype)
-    payload_format.check_flat(x, "x")
+    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.stride(0) < columns:
+        payload_format.check_flat(x, "x")
     payload_format.check_columns(x.numel(), columns)
-    payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
+    payload_format.check_buffer(out, _sections(x.numel(), bits, group_size, columns).total_bytes)
     _check_device(out, "out", x.device)
     _launch_codec("pack", x, out, bits, group_size, seed, columns)
 
@@ -117,8 +140,18 @@ def unpack(
     buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int = 1
 ) -> Tensor:
     """``reference.unpack`` for a CUDA tensor."""
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
+    payload_format.check_buffer(buffer, _sections(numel, bits, group_size, columns).total_bytes)
+    return unpack_checked(buffer, bits, group_size, numel, dtype, seed, columns)
+
+
+def unpack_checked(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int
+) -> Tensor:
+    """The same for arguments that are known to be right."""
     out = torch.empty(numel, dtype=dtype, device=buffer.device)
-    unpack_out(buffer, bits, group_size, numel, dtype, seed, out, columns)
+    _launch_codec("unpack", out, buffer, bits, group_size, seed, columns)
     return out
 
 
@@ -135,10 +168,36 @@ def unpack_out(
     """``reference.unpack_out`` for CUDA tensors."""
     payload_format.check_format(bits, group_size, dtype)
     payload_format.check_columns(numel, columns)
-    payload_format.check_buffer(buffer, payload_format.sections(numel, bits, group_size, columns).total_bytes)
+    payload_format.check_buffer(buffer, _sections(numel, bits, group_size, columns).total_bytes)
     payload_format.check_out(out, numel, dtype)
     _check_device(out, "out", buffer.device)
     _launch_codec("unpack", out, buffer, bits, group_size, seed, columns)
+
+
+def can_normalise(x: Tensor, mean: Tensor | None, rstd: Tensor, vectors: Sequence[Tensor]) -> bool:
+    """Whether normalise() serves these tensors. vectors: weight and bias, as far as there are any."""
+    rows = rstd.numel()
+    if x.dtype not in ELEMENTS or not x.is_contiguous() or x.numel() == 0 or x.numel() % rows != 0:
+        return False
+    row_bytes, statistics = x.nbytes // rows, (rstd,) if mean is None else (rstd, mean)
+    if row_bytes % _VECTOR_BYTES != 0 or x.nbytes >= 2**32 * _VECTOR_BYTES:
+        return False
+    if any(each.dtype != torch.float32 or each.numel() != rows or not each.is_contiguous() for each in statistics):
+        return False
+    if any(each.dtype != x.dtype or each.nbytes != row_bytes or not each.is_contiguous() for each in vectors):
+        return False
+    return all(each.data_ptr() % _VECTOR_BYTES == 0 for each in (x, *vectors))
+
+
+def normalise(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor
+) -> None:
+    """See norms.normalised(), for tensors that can_normalise() has seen. out: like x, and maybe x itself."""
+    vectors = x.nbytes // _VECTOR_BYTES
+    places = (0 if each is None else each.data_ptr() for each in (mean, rstd, weight, bias, out))
+    kernel = Kernel("norms.cu", "normalise", (f"GACT_ELEMENT={ELEMENTS[x.dtype]}",))
+    blocks = -(-vectors // BLOCK_THREADS)
+    launch(x.device, kernel, blocks, BLOCK_THREADS, x.data_ptr(), vectors, vectors // rstd.numel(), *places)
 
 
 def _mask_blocks(numel: int, itemsize: int) -> int:

@@ -5,16 +5,19 @@ A module holds the kernels of one file for one set of definitions, and each devi
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import threading
+from typing import NamedTuple
 
 import torch
 
+from .._torch_internals import current_raw_stream
 from .nvrtc import KernelsUnavailableError, compile_kernels, find_nvrtc, target_of
 
 # The kernels of each file. All are resolved when a module is loaded: under lazy loading, looking one up loads code,
 # which a capture does not allow.
 KERNELS = {
     "codec.cu": ("pack", "unpack"),
+    "norms.cu": ("normalise",),
     "variance.cu": ("variance", "variance_columns"),
     "masks.cu": tuple(f"{action}_mask_{itemsize}" for itemsize in (1, 2, 4, 8) for action in ("pack", "unpack")),
 }
@@ -31,14 +34,27 @@ _UNUSABLE_IMAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One kernel of a file in csrc/cuda/."""
 
     file: str
     name: str
     definitions: tuple[str, ...] = ()
     """macros as "NAME=value", which are those of its module"""
+
+
+MOST_PARAMETERS = 8
+"""of a kernel"""
+
+
+class _Parameters(threading.local):
+    """Room for those of a launch, which the driver has read when the call returns; and what a thread need not ask."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_int64 * MOST_PARAMETERS)()
+        first, size = ctypes.addressof(self.values), ctypes.sizeof(ctypes.c_int64)
+        self.pointers = (ctypes.c_void_p * MOST_PARAMETERS)(*range(first, first + size * MOST_PARAMETERS, size))
+        self.has_context = False
 
 
 class DriverError(RuntimeError):
@@ -57,13 +73,18 @@ class Driver:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self._library, self._parameters = library, _Parameters()
+        self._launch = library.cuLaunchKernel
+        numbers = [ctypes.c_uint] * 7
+        self._launch.argtypes = [ctypes.c_void_p, *numbers, *[ctypes.c_void_p] * 3]
         self._call("cuInit", 0)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
-        if status == 0:
-            return
+        if status != 0:
+            self._refuse(name, status)
+
+    def _refuse(self, name: str, status: int) -> None:
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(status, ctypes.byref(text))
         raise DriverError(status, f"the driver refused {name}: {(text.value or b'unknown error').decode()} ({status})")
@@ -73,13 +94,15 @@ class Driver:
 
         torch does not call the driver where its current device is the one asked for, as in every new thread.
         """
+        if self._parameters.has_context:
+            return
         context, device = ctypes.c_void_p(), ctypes.c_int()
         self._call("cuCtxGetCurrent", ctypes.byref(context))
-        if context.value:
-            return
-        self._call("cuDeviceGet", ctypes.byref(device), device_index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
+        if not context.value:
+            self._call("cuDeviceGet", ctypes.byref(device), device_index)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._call("cuCtxSetCurrent", context)
+        self._parameters.has_context = True
 
     def load(self, image: bytes, names: tuple[str, ...]) -> dict[str, ctypes.c_void_p]:
         """The functions of these names of machine code or PTX, in the current context."""
@@ -97,13 +120,11 @@ class Driver:
 
         threads: in a block. stream: as a number, as torch has it.
         """
-        values = (ctypes.c_int64 * len(arguments))(*arguments)
-        first = ctypes.addressof(values)
-        pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
-        self._call(
-            "cuLaunchKernel",
-            function, blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), pointers, None,
-        )  # fmt: skip
+        room = self._parameters
+        room.values[: len(arguments)] = arguments
+        status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, room.pointers, None)
+        if status != 0:
+            self._refuse("cuLaunchKernel", status)
 
 
 @functools.cache
@@ -163,11 +184,17 @@ def launch(device: torch.device, kernel: Kernel, blocks: int, threads: int, *arg
         KernelsUnavailableError: where this machine cannot run the kernels.
         DriverError: where the driver refuses the launch.
     """
-    with torch.cuda.device(device):
-        functions = _loaded(device.index, kernel.file, kernel.definitions)
-        if isinstance(functions, KernelsUnavailableError):
-            raise functions
-        driver = find_driver()
-        driver.enter_context(device.index)
-        stream = torch.cuda.current_stream().cuda_stream
-        driver.launch(functions[kernel.name], blocks, threads, stream, arguments)
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            _launch_here(device.index, kernel, blocks, threads, arguments)
+    else:
+        _launch_here(device.index, kernel, blocks, threads, arguments)
+
+
+def _launch_here(index: int, kernel: Kernel, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
+    functions = _loaded(index, kernel.file, kernel.definitions)
+    if isinstance(functions, KernelsUnavailableError):
+        raise functions
+    driver = find_driver()
+    driver.enter_context(index)
+    driver.launch(functions[kernel.name], blocks, threads, current_raw_stream(index), arguments)

@@ -93,6 +93,22 @@ def row_of_channels(ndim: int, dims: list[int], sizes: tuple[int, ...]) -> int:
     return sizes[0] * sizes[1] if heads_beside else sizes[0]
 
 
+def pitch_of(layout: Layout, columns: int) -> int:
+    """Elements from one row of `columns` to the next, gaps included; 0 where rows have gaps or are not equally far
+    apart."""
+    pitch, numel = 0, 1
+    for size, stride in zip(reversed(layout.sizes), reversed(layout.strides), strict=True):  # from the narrowest stride
+        if numel < columns:
+            if stride != numel:
+                return 0
+        elif numel == columns:
+            pitch = stride
+        elif stride != pitch * (numel // columns):
+            return 0
+        numel *= size
+    return pitch if columns > 1 else 0
+
+
 def flatten(tensor: Tensor, layout: Layout) -> Tensor:
     """The stored elements in memory order, 1-D contiguous: a view where there are no gaps."""
     if layout.fill is Fill.SCATTERED:

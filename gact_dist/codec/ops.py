@@ -10,12 +10,14 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .._paths import PACKAGE_ROOT
+from .._torch_internals import dispatch_modes
 from . import cuda, nvrtc, reference
 from . import format as payload_format
 
@@ -175,6 +177,30 @@ unpack_mask = torch.ops.gact_dist.unpack_mask.default
 unpack_binary = torch.ops.gact_dist.unpack_binary.default
 binary_value = torch.ops.gact_dist.binary_value.default
 rounding_variance = torch.ops.gact_dist.rounding_variance.default
+
+
+def pack_plain(x: Tensor, bits: int, group_size: int, seed: int, columns: int) -> Tensor:
+    """``pack`` of a tensor that is no subclass, by arguments that are known to be right.
+
+    On a GPU without the dispatcher and the checks, which take the host as long as the launch.
+
+    Args:
+        x: flat; on a GPU also [rows, columns] with gaps between the rows.
+    """
+    if x.is_cuda and not dispatch_modes():
+        with suppress(nvrtc.KernelsUnavailableError):  # the operator warns
+            return cuda.pack_checked(x, bits, group_size, seed, columns)
+    return pack(x if x.dim() == 1 else x.contiguous().view(-1), bits, group_size, seed, columns)
+
+
+def unpack_plain(
+    buffer: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype, seed: int, columns: int
+) -> Tensor:
+    """``unpack`` in the same way."""
+    if buffer.is_cuda and not dispatch_modes() and type(buffer) is Tensor:
+        with suppress(nvrtc.KernelsUnavailableError):
+            return cuda.unpack_checked(buffer, bits, group_size, numel, dtype, seed, columns)
+    return unpack(buffer, bits, group_size, numel, dtype, seed, columns)
 
 
 def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:

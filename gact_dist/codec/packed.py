@@ -4,6 +4,7 @@ Nothing here waits for a device or touches the global random state; the random b
 Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from .format import (
     check_binary_dtype,
     sections,
 )
-from .layout import Fill, Layout, flatten, layout_of, restore
+from .layout import Fill, Layout, flatten, layout_of, pitch_of, restore
 from .mixed_widths import UnitWidths
 
 _COMPLEX_PARTS = {
@@ -97,6 +98,11 @@ class Packed:
     def kind(self) -> str:
         """The name of its scheme, as reports have it."""
         return _KINDS[self.scheme]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it consists of groups of codes."""
+        return self.scheme in (Scheme.QUANTISED, Scheme.MIXED)
 
     @property
     def average_bits(self) -> float:
@@ -256,19 +262,22 @@ def _beside(limit: float, dtype: torch.dtype, sign: int) -> float:
 
 
 class _Form(NamedTuple):
-    """What is to be known of a tensor whose memory is handed to an operator as it is: without gaps and lazy bits."""
+    """What is to be known of a tensor whose memory is handed to an operator as it is, or with its gaps left out."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     layout: Layout
-    size: tuple[int]
-    """of the memory, 1-D"""
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    """sizes and strides of its memory, 1-D; of one with gaps as Layout has them"""
     columns: int
+    pitch: int
+    """from one row of `columns` elements to the next, where all of them are equally far apart; 0 without gaps, and where
+    they are not"""
 
 
 _forms: dict[tuple[torch.Size, tuple[int, ...], int, bool], _Form | None] = {}
 _MOST_FORMS = 4096  # a job's batches may have many sizes
-_UNIT_STRIDE = (1,)
 
 
 def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
@@ -285,24 +294,36 @@ def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
             _forms.clear()
         layout = layout_of(tensor)
         form = None
-        if layout.fill is Fill.SPAN:
+        if layout.fill is not Fill.TANGLED:
             columns = layout.columns(group_size, is_complex=False) if by_column else 1
-            form = _Form(shape, strides, layout, (layout.span,), columns)
+            memory = ((layout.span,), (1,), columns, 0)
+            if layout.fill is Fill.SCATTERED:
+                memory = (layout.sizes, layout.strides, columns, pitch_of(layout, columns))
+            form = _Form(shape, strides, layout, *memory)
         _forms[key] = form
         return form
 
 
 def _memory(tensor: Tensor, form: _Form) -> Tensor:
-    """The memory of a tensor in that form, 1-D, without a graph."""
+    """The elements of a tensor in that form in the order of its memory, 1-D, without a graph.
+
+    On a GPU [rows, columns] where rows lie equally far apart: there they are read where they are.
+    """
     if tensor.requires_grad and torch.is_grad_enabled():
         tensor = tensor.detach()
-    return tensor.as_strided(form.size, _UNIT_STRIDE)
+    if form.pitch and tensor.is_cuda:
+        return tensor.as_strided((tensor.numel() // form.columns, form.columns), (form.pitch, 1))
+    memory = tensor.as_strided(form.sizes, form.steps)
+    return memory if len(form.sizes) == 1 and form.steps == _UNIT_STRIDE else memory.contiguous().view(-1)
+
+
+_UNIT_STRIDE = (1,)
 
 
 def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: int) -> Packed:
-    shape, strides, layout, _, columns = form
-    payload = ops.pack(_memory(tensor, form), bits, group_size, seed, columns)
-    return Packed(payload, Scheme.QUANTISED, bits, tensor.dtype, shape, strides, layout, group_size, columns, seed)
+    payload = ops.pack_plain(_memory(tensor, form), bits, group_size, seed, form.columns)
+    about = tensor.dtype, form.shape, form.strides, form.layout, group_size, form.columns, seed
+    return Packed(payload, Scheme.QUANTISED, bits, *about)
 
 
 def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0, by_column: bool = True) -> int:
@@ -529,7 +550,7 @@ def unpack(packed: Packed) -> Tensor:
     if layout.fill is Fill.SPAN:
         if scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
-            flat = _on_its_side(packed, ops.unpack(packed.payload, packed.bits, *form))
+            flat = _on_its_side(packed, ops.unpack_plain(packed.payload, packed.bits, *form))
             return flat.as_strided(packed.shape, packed.strides)
         if scheme is Scheme.MASK:
             return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, packed.strides)
@@ -545,19 +566,24 @@ def without_gaps(packed: Packed) -> Packed:
     """The same payload of a tensor that has gaps in its memory, to be decoded without them.
 
     Its dimensions keep their order in memory. One of several heads that lie beside each other takes as much memory,
-    with its own strides, as all of them.
+    with its own strides, as all of them; and what is decoded would have to be copied into it.
     """
-    layout = packed.layout
-    if layout.fill is not Fill.SCATTERED:
+    if packed.layout.fill is not Fill.SCATTERED:
         return packed
-    strides = [0 if stride == 0 else 1 for stride in packed.strides]
-    dims = [dim for dim, size in enumerate(packed.shape) if size > 1 and strides[dim]]
+    strides, dense = _dense(packed.shape, packed.strides, packed.layout.row_numel)
+    return replace(packed, strides=strides, layout=dense)
+
+
+@functools.lru_cache(_MOST_FORMS)
+def _dense(shape: torch.Size, strides: tuple[int, ...], row_numel: int) -> tuple[tuple[int, ...], Layout]:
+    """(strides, layout) without gaps."""
+    found = [0 if stride == 0 else 1 for stride in strides]
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and found[dim]]
     span = 1
-    for dim in sorted(dims, key=lambda dim: packed.strides[dim]):
-        strides[dim] = span
-        span *= packed.shape[dim]
-    dense = Layout(Fill.SPAN, (span,), (1,), span, layout.row_numel)
-    return replace(packed, strides=tuple(strides), layout=dense)
+    for dim in sorted(dims, key=lambda dim: strides[dim]):
+        found[dim] = span
+        span *= shape[dim]
+    return tuple(found), Layout(Fill.SPAN, (span,), (1,), span, row_numel)
 
 
 def _decode(packed: Packed) -> Tensor:
@@ -568,7 +594,7 @@ def _decode(packed: Packed) -> Tensor:
         return _unpack_sampled(packed).view(-1)
     if packed.scheme is Scheme.NARROW:
         return packed.payload.to(packed.dtype)
-    if packed.scheme in (Scheme.QUANTISED, Scheme.MIXED):
+    if packed.is_rounded:
         return _on_its_side(packed, _dequantise(packed, packed.layout.stored_numel))
     if packed.constant is not None:
         return ops.unpack_binary(packed.payload, packed.layout.stored_numel, packed.constant)

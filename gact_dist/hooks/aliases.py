@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
-from .handles import Distributed, Kept, Replaceable, View, base_of, count_reader, lazy_bits
+from .handles import Distributed, Kept, Replaceable, Stored, View, base_of, count_reader, lazy_bits
 from .repeated import Repeated
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
@@ -96,7 +96,7 @@ class StorageRecords:
             return handle.seen_in(whole)
         if isinstance(handle, View):
             return handle.within(self._restore_and_note(handle.base))
-        tensor = handle.restore()
+        tensor = handle.restore_memory() if isinstance(handle, Stored) else handle.restore()
         if isinstance(handle, Kept):
             return tensor
         found, private = find_stored(tensor, self.of(tensor)), handle.restores_private

@@ -520,6 +520,9 @@ def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     _check_rows(node, "input", "result1", "result2")
 
     def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
+        made = codec.normalised(x, mean, rstd, *vectors, in_place=owns)
+        if made is not None:
+            return made
         rows = _wide(x).reshape(mean.numel(), -1)
         y = _standardised(rows, mean, rstd, rows if owns else None)
         return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in vectors))
@@ -529,7 +532,10 @@ def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
 
 
 def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
-    """What torch's own RMS norm computes, [rows, columns]. owns: whether it may write to x. rstd: of each row."""
+    """What torch's own RMS norm computes, in rows. owns: whether it may write to x. rstd: of each row."""
+    made = codec.normalised(x, None, rstd, weight, None, in_place=owns)
+    if made is not None:
+        return made
     rows = _wide(x).reshape(rstd.numel(), -1)
     y = torch.mul(rows, rstd.to(rows.dtype).reshape(-1, 1), out=rows if owns else None)
     return _scaled(y, None if weight is None else weight.reshape(-1), None)

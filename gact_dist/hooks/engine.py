@@ -578,9 +578,13 @@ class SavedTensorHooks:
         else:
             if (found is not None and not own_result) or expected.series.count != expected.occurrence:
                 return None
+            if expected.is_part and expected.name in self._bases.names:
+                return None
             expected.series.count += 1
             if record is None:
                 record = self._storages.add(tensor, storage, key)
+            if expected.is_part:
+                self._what_to_store(tensor, expected.name, record)
             handle = self._sink.take(Captured(tensor, expected.name, expected.role, record))
             if own_result:
                 record.relu_versions |= {tensor._version}
@@ -612,6 +616,7 @@ class SavedTensorHooks:
             return
         met.name, met.role, met.series = base.name, role, self._namer.latest
         met.occurrence = met.series.count - 1
+        met.is_part &= self.policy.rounds
         self._settled.settle((base.name, is_alias and (id(frame.f_code), frame.f_lasti)), met)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
@@ -689,6 +694,8 @@ class SavedTensorHooks:
             tensor, name, Role.ACTIVATION, call, self._namer.place(site, function), self._sink.records
         )
         stored = self._sink.take(Captured(tensor, name, role, record))
+        if isinstance(stored, Stored):
+            stored.keeps_gaps = True  # as in _pack_new()
         note_stored(tensor, record, stored)
         return stored
 
@@ -805,9 +812,7 @@ class SavedTensorHooks:
         name = self._namer.name(tensor, site)
         rounds, target = self.policy.rounds, tensor
         if rounds and read is None and tensor._is_view():
-            target = self._bases.what_to_store(tensor, name, record)
-            if self._bases.grew:
-                self._bases.grew, self._roles.observe_next = False, True
+            target = self._what_to_store(tensor, name, record)
         sink = self._sink
         own = role or (self._role(target, name, site) if read is None else role_of_read(target, read))
         role = self._role_in_function(target, name, own, site) if rounds else own
@@ -816,6 +821,8 @@ class SavedTensorHooks:
             captured = captured._replace(recipe=self._mask_again(target, name))
         stored: Any = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
         handle = stored
+        if isinstance(stored, Stored) and not (site.region is site.function is None):
+            stored.keeps_gaps = True  # code that was made for these strides, or that may be
         if self._log_softmaxes.is_one(name) and isinstance(stored, Stored) and isinstance(sink, Store):
             self._log_softmaxes.watch(stored, tensor.nbytes, sink.account, role is Role.UNREAD)
         if captured.repeats is not None:
@@ -836,6 +843,13 @@ class SavedTensorHooks:
         if self._settles and frame is not None and handle is stored and read is captured.recipe is None:
             self._settle(tensor, frame, site, handle, role)
         return handle
+
+    def _what_to_store(self, tensor: Tensor, name: str, record: StorageRecord) -> Tensor:
+        """A view or its base; see SharedBases."""
+        target = self._bases.what_to_store(tensor, name, record)
+        if self._bases.grew:
+            self._bases.grew, self._roles.observe_next = False, True
+        return target
 
     def _mask_again(self, tensor: Tensor, name: str) -> Recipe | None:
         """How to make what attention keeps of a boolean mask. See [Note: boolean masks] in boolean_masks.py."""

@@ -184,9 +184,10 @@ def _again_of(payload: Any) -> AttentionAgain | None:
 def _is_rounded(payload: Any) -> bool:
     if isinstance(payload, Recipe):
         return True
-    return isinstance(payload, codec.Packed) and payload.scheme in (codec.Scheme.QUANTISED, codec.Scheme.MIXED)
+    return isinstance(payload, codec.Packed) and payload.is_rounded
 
 
 def _decoded(handle: Any, payloads: dict[Stored | Replaceable, Any]) -> Tensor:
-    tensor = decoded(payloads[base_of(handle)])
-    return handle.within(tensor) if isinstance(handle, View) else tensor
+    is_view = isinstance(handle, View)
+    tensor = decoded(payloads[base_of(handle)], gaps=is_view)
+    return handle.within(tensor) if is_view else tensor

@@ -76,10 +76,13 @@ Content = Tensor | codec.Packed | Recipe
 """an alias of a tensor, or what gives it back"""
 
 
-def decoded(content: Content) -> Tensor:
-    """The tensor that it stands for, which an alias shares its memory with."""
+def decoded(content: Content, gaps: bool = True) -> Tensor:
+    """The tensor that it stands for, which an alias shares its memory with.
+
+    gaps: whether what was rounded has the gaps between its elements that the tensor has in a larger one.
+    """
     if isinstance(content, codec.Packed):
-        return codec.unpack(content)
+        return codec.unpack(codec.without_gaps(content) if content.is_rounded and not gaps else content)
     return content.make() if isinstance(content, Recipe) else content.detach()
 
 
@@ -87,14 +90,17 @@ class Stored:
     """One tensor kept for backward: a codec's payload, on the device or in host memory, an alias, or a recipe."""
 
     __slots__ = (
-        "__weakref__", "_left", "_made", "name", "offloaded", "on_restore", "payload", "readers", "version", "witness"
+        "__weakref__", "_left", "_made", "keeps_gaps", "name", "offloaded", "on_restore", "payload", "readers",
+        "version", "witness",
     )  # fmt: skip
 
     def __init__(self, name: str, tensor: Tensor, payload: Content, offload: HostOffload | None = None) -> None:
         self.name, self._left = name, 0  # of the readers, those that have not read what is made
         self.readers = 1
         """operators that have saved it or a view of it, and attention that runs again"""
-        self._made: tuple[Tensor, int | None] | None = None  # that is kept for them, and its version
+        self._made: tuple[Tensor, int | None, bool] | None = None  # that is kept for them, its version, if with gaps
+        self.keeps_gaps = False
+        """whether what is rounded comes back with the gaps that it has in a larger tensor, as compiled code expects"""
         self.on_restore: Callable[[Any], None] | None = None
         """told of every use, with this handle"""
         self.keep(payload, tensor, offload)
@@ -166,40 +172,49 @@ class Stored:
         self.version = tensor._version
 
     def restore(self) -> Tensor:
-        """The tensor, private to the caller unless it is an alias. Raises RuntimeError if it was modified in place."""
+        """The tensor, private to the caller unless it is an alias. What is rounded takes no memory for gaps that it has
+        in a larger tensor, unless keeps_gaps is set. Raises RuntimeError if it was modified in place.
+        """
+        return self._restore(self.keeps_gaps)
+
+    def restore_memory(self) -> Tensor:
+        """The same with its own strides, by which views find their place in it."""
+        return self._restore(True)
+
+    def _restore(self, gaps: bool) -> Tensor:
         if self.witness._version != self.version:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         if self.on_restore is not None:
             self.on_restore(self)
         payload = self.payload
         if isinstance(payload, Tensor) or (isinstance(payload, Recipe) and payload.keeps_what_it_made):
-            return self._decoded()
+            return self._decoded(gaps)
         if self.readers > 1:
-            return self._for_several()
+            return self._for_several(gaps)
         if _latest:
             self._forget_latest(get_ident())
-        return self._decoded()
+        return self._decoded(gaps)
 
-    def _for_several(self) -> Tensor:
+    def _for_several(self, gaps: bool) -> Tensor:
         """See [Note: several readers]."""
-        made, version = self._made or (None, None)
-        if made is None or _version_of(made) != version:  # a reader has written to it
+        made, version, has_gaps = self._made or (None, None, gaps)
+        if made is None or _version_of(made) != version or has_gaps < gaps:  # a reader has written to it
             thread = get_ident()
             self._forget_latest(thread)
-            made, self._left = self._decoded(), self.readers
+            made, has_gaps, self._left = self._decoded(gaps), gaps, self.readers
             self._forget_latest(thread)  # what it was made of
             _latest[thread] = [ref(self)]
         self._left -= 1
-        self._made = (made, _version_of(made)) if self._left > 0 else None
+        self._made = (made, _version_of(made), has_gaps) if self._left > 0 else None
         return made.detach()
 
-    def _decoded(self) -> Tensor:
+    def _decoded(self, gaps: bool) -> Tensor:
         payload = self.payload
         if self.offloaded is not None:
             fetched = self.offloaded.fetch()
             if fetched is not None and isinstance(payload, codec.Packed):
-                return codec.unpack(codec.with_payload(payload, fetched))
-        return decoded(payload)
+                payload = codec.with_payload(payload, fetched)
+        return decoded(payload, gaps)
 
     def exchange(self, payload: Content) -> Content:
         """Keep another payload of the same tensor; the one before. Nobody gets what was made with that any more."""
@@ -280,7 +295,7 @@ class Replaceable:
         if isinstance(self.replacement, codec.Packed) and not self.leaves_gaps:
             if self.on_restore is not None:
                 self.on_restore()
-            return codec.unpack(codec.without_gaps(self.replacement))
+            return decoded(self.replacement, gaps=False)
         return self.restore_memory()
 
     def restore_memory(self) -> Tensor:
@@ -407,7 +422,7 @@ class View:
 
     def restore(self) -> Tensor:
         base = self.base
-        return self.within(base.restore_memory() if isinstance(base, Replaceable) else base.restore())
+        return self.within(base.restore() if isinstance(base, Noted) else base.restore_memory())
 
     def behind(self, tensor: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
         """The tensor of which this is a view, in the memory that it shares with the one that the view stands for."""

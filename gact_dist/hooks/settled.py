@@ -35,7 +35,7 @@ class Settled:
 
     __slots__ = (
         "_activation", "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_node",
-        "_number", "_shape", "_strides", "is_alias", "is_relu", "name", "next", "occurrence",
+        "_number", "_shape", "_strides", "is_alias", "is_part", "is_relu", "name", "next", "occurrence",
         "role", "series",
     )  # fmt: skip
 
@@ -58,6 +58,8 @@ class Settled:
         self.role: Role | None = None
         self.is_alias = False
         """whether another handle holds the memory"""
+        self.is_part = base is not None and base.numel() != tensor.numel()
+        """whether it is a part of a larger tensor"""
         self.series, self.occurrence = _NO_SERIES, 0
         self.next: Settled | None = None
         """what was saved after it"""
@@ -148,7 +150,7 @@ def settled(
         return None
     node, base = tensor.grad_fn, tensor._base
     source = node if base is None else base.grad_fn
-    if base is not None and (source is None or (base.numel() != tensor.numel() and not is_alias)):
+    if base is not None and source is None:
         return None
     if node is None and tensor.requires_grad:
         return None

@@ -115,7 +115,7 @@ class CompressedPerturbation:
 
 def _is_rounded(handle: Stored) -> bool:
     payload = handle.payload
-    return isinstance(payload, codec.Packed) and payload.scheme in (codec.Scheme.QUANTISED, codec.Scheme.MIXED)
+    return isinstance(payload, codec.Packed) and payload.is_rounded
 
 
 def _at_least(bits: int, plan: Plan) -> Plan:

@@ -101,7 +101,7 @@ def test_emulated_rounding_variance_is_that_of_the_reference(
 def test_the_emulation_notices_threads_that_part(tmp_path: Path, threads: int, body: str, message: str) -> None:
     result = run_source(
         f'#include "cuda/warp.h"\nGACT_KERNEL({threads}) part() {{ {body} }}\n'
-        f"int main() {{ gact::i64 none[7] = {{}}; launch(reinterpret_cast<void*>(part), 1, {threads}, none); }}\n",
+        f"int main() {{ gact::i64 none[8] = {{}}; launch(reinterpret_cast<void*>(part), 1, {threads}, none); }}\n",
         tmp_path,
     )
     assert result.returncode != 0
@@ -124,3 +124,42 @@ def test_where_kernels_are_unavailable_the_reference_serves_with_one_warning(mon
 def test_every_operator_has_a_kernel_for_cuda_tensors() -> None:
     for name in ("pack", "pack_out", "unpack", "unpack_out", "pack_mask", "unpack_mask", "rounding_variance"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gact_dist::{name}", "CUDA")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
+@pytest.mark.parametrize("of", ["all", "no mean", "no weight", "no bias", "rstd alone"])
+def test_a_norm_is_made_again_in_float32_and_rounded_once(kernels: None, dtype: torch.dtype, of: str) -> None:
+    without = {"no mean": (0,), "no weight": (2,), "no bias": (3,), "rstd alone": (0, 2, 3)}.get(of, ())
+    rows, columns = 37, 8 * 41
+    x = random_tensor(rows * columns, dtype).view(rows, columns)
+    x[3, 5], x[4, 6] = torch.inf, torch.nan
+    mean, rstd = random_tensor(rows, torch.float32), random_tensor(rows, torch.float32).abs()
+    weight, bias = random_tensor(2 * columns, dtype).view(2, columns)
+    given = [None if number in without else each for number, each in enumerate((mean, rstd, weight, bias))]
+    wanted = x.float()
+    if given[0] is not None:
+        wanted = wanted - mean[:, None]
+    wanted = wanted * rstd[:, None]
+    if given[2] is not None:
+        wanted = wanted * weight.float()
+    if given[3] is not None:
+        wanted = wanted + bias.float()
+    assert cuda.can_normalise(x, given[0], rstd, [each for each in given[2:] if each is not None])
+    for out in (torch.full((rows, columns), 7, dtype=dtype), x):
+        cuda.normalise(x, *given, out)
+        torch.testing.assert_close(out, wanted.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_the_kernel_of_norms_does_not_serve_is_told() -> None:
+    x, rstd, weight = torch.ones(4, 64), torch.ones(4), torch.ones(64)
+    assert cuda.can_normalise(x, rstd, rstd, [weight])
+    assert not cuda.can_normalise(x.double(), rstd, rstd, [])
+    assert not cuda.can_normalise(x.t(), rstd, rstd, [])
+    assert not cuda.can_normalise(x[:, :63].contiguous(), rstd, rstd, [])
+    assert not cuda.can_normalise(x[:0], rstd, rstd, [])
+    assert not cuda.can_normalise(x, rstd[:3], rstd, [])
+    assert not cuda.can_normalise(x, rstd, rstd.half(), [])
+    assert not cuda.can_normalise(x, rstd, rstd, [weight.half()])
+    assert not cuda.can_normalise(x, rstd, rstd, [weight[:32]])
+    assert not cuda.can_normalise(torch.ones(257)[1:].view(4, 64), rstd, rstd, [])

@@ -58,8 +58,8 @@ def made(monkeypatch):
     found: list[tuple[str, weakref.ref[Tensor]]] = []
     decode = handles.Stored._decoded
 
-    def noted(self: handles.Stored) -> Tensor:
-        tensor = decode(self)
+    def noted(self: handles.Stored, gaps: bool) -> Tensor:
+        tensor = decode(self, gaps)
         if not self.is_exact:
             found.append((self.name, weakref.ref(tensor)))
         return tensor

@@ -23,7 +23,7 @@ namespace gact {
 constexpr int kLanes = 32;
 constexpr int kThreads = 1024;
 constexpr int kStackBytes = 1 << 16;
-constexpr int kArguments = 7;
+constexpr int kArguments = 8;
 constexpr const char* kSyncBlock = "sync_block";
 
 struct Machine {
@@ -31,7 +31,7 @@ struct Machine {
   const char* functions[kThreads];  // at which a thread waits; null when it has returned from the kernel
   u32 values[2][kThreads];          // what threads brought to the last meeting and to the one before it
   int meetings[kThreads];
-  void (*kernel)(i64, i64, i64, i64, i64, i64, i64);
+  void (*kernel)(i64, i64, i64, i64, i64, i64, i64, i64);
   i64 arguments[kArguments];
   jmp_buf threads[kThreads], turns;
   ucontext_t starts[kThreads];
@@ -52,7 +52,7 @@ inline const u32* meet(const char* function, u32 value) {
 
 inline void run_thread() {
   const i64* a = machine.arguments;
-  machine.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6]);
+  machine.kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
   machine.functions[machine.thread] = nullptr;
   _longjmp(machine.turns, 1);
 }

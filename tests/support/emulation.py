@@ -14,7 +14,7 @@ from gact_dist.codec.driver import Kernel
 
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("emulated_warp.h")
-ARGUMENTS = 7  # of a kernel at most, as in emulated_warp.h
+ARGUMENTS = 8  # of a kernel at most, as in emulated_warp.h
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation is compiled with g++")
 

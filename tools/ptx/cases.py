@@ -43,7 +43,10 @@ def formats(group_sizes: tuple[int, ...], bits: tuple[int, ...]) -> list[Format]
 
 
 def cases(of: Format) -> Iterator[tuple[str, Tensor, int]]:
-    """(what it is, flat tensor, columns) for one format: whole tiles and ragged ones, rare values, unaligned memory."""
+    """(what it is, tensor, columns) for one format: whole tiles and ragged ones, rare values, unaligned memory.
+
+    The tensors are flat, but for rows that lie apart from one another in memory.
+    """
     if of.layout == "by column":
         yield from _cases_by_column(of)
     else:
@@ -57,6 +60,10 @@ def _cases_by_column(of: Format) -> Iterator[tuple[str, Tensor, int]]:
         yield f"{rows} rows of {columns}", random_tensor(rows * columns, of.dtype), columns
     yield "rare values", *_rare_columns(of)
     yield "unaligned", random_tensor(of.group_size * 64 + 1, of.dtype)[1:], 64
+    for rows, width in ((of.group_size + 37, 3 * 96), (of.group_size, 129)):
+        apart = random_tensor(rows * width, of.dtype).view(rows, width)[:, 32:128]
+        apart[3, 5] = torch.inf
+        yield f"{rows} rows of 96, {width} apart", apart, 96
 
 
 def _rare_columns(of: Format) -> tuple[Tensor, int]:
@@ -90,7 +97,7 @@ def differences(of: Format) -> Iterator[str]:
 
 def pack_difference(of: Format, x: Tensor, columns: int) -> str:
     """Empty if the packed bytes are the reference's and nothing beside them was written."""
-    expected = reference.pack(x, of.bits, of.group_size, SEED, columns)
+    expected = reference.pack(x.reshape(-1), of.bits, of.group_size, SEED, columns)
     # From 4 bytes on, where a payload may begin in a larger buffer, and from its beginning.
     for first in (4, 0):
         buffer = torch.full((expected.numel() + _GUARD,), 0xA5, dtype=torch.uint8)
@@ -105,7 +112,7 @@ def pack_difference(of: Format, x: Tensor, columns: int) -> str:
 
 def unpack_difference(of: Format, x: Tensor, columns: int) -> str:
     """Empty if the reference's bytes are decoded to its bits and nothing beside them was written."""
-    packed = reference.pack(x, of.bits, of.group_size, SEED, columns)
+    packed = reference.pack(x.reshape(-1), of.bits, of.group_size, SEED, columns)
     wanted = reference.unpack(packed, of.bits, of.group_size, x.numel(), of.dtype, SEED, columns)
     for first in (0, 1):
         out = torch.full((x.numel() + _GUARD,), 7, dtype=of.dtype)
