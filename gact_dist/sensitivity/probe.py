@@ -56,7 +56,9 @@ class ProbeBatch:
 
     [Note: parts] A step's memory at its peak is mostly proportional to the examples that are in flight. So no more than
     a quarter of the batch is measured at once, where it has as many examples, and the measurements of such parts are
-    averaged as those of ranks are.
+    averaged as those of ranks are. A part has two examples where the batch has: a dimension of size 1 lets an operator
+    save a view where it makes a copy in the step, as a matrix product does of heads, and what is saved would have
+    another name.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class ProbeBatch:
         """the fraction of the batch's examples that are measured on"""
 
     def parts(self, times: int = 1) -> int:
-        """In how many parts to measure the examples: so many that none is more than a quarter of the batch, or that
-        many times more; at most as many as there are examples."""
+        """In how many parts to measure the examples: so many that none is more than a quarter of the batch, and of two
+        examples at least, if there are as many; or that many times more, at most as many as there are examples."""
         inputs = inputs_of(self._part)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
-        return 1 if size is None or self._refuses_parts else min(size, times * math.ceil(_PARTS * self.fraction))
+        if size is None or self._refuses_parts:
+            return 1
+        return min(max(1, size // 2) if times == 1 else size, times * math.ceil(_PARTS * self.fraction))
 
     def divisions(self, parts: int = 1, only: int | None = None) -> Iterator[Iterable[ProbePart]]:
         """The examples in so many parts; where the loss function refuses one of them, the next division has larger
@@ -120,8 +124,7 @@ class ProbeBatch:
         function refuses them, the next has more of them, and the last all."""
         inputs = inputs_of(self._batch)
         size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
-        if size is None or self._refuses_parts:
-            parts = 1
+        parts = 1 if size is None or self._refuses_parts else min(parts, max(1, size // 2))
         known = self._known
         while parts > 1:
             part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
