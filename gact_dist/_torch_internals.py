@@ -7,9 +7,11 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import signature
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +29,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._patches import replaced
 
 CHECKED_WITH = "2.13"
 """the torch that all tests ran with; the oldest supported one is 2.11"""
@@ -67,6 +71,7 @@ NEEDED = (
     "torch.nn.init._no_grad_trunc_normal_",
     # checkpoint
     "torch.utils.checkpoint._CheckpointFrame",
+    "torch.utils.checkpoint._checkpoint_hook",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
     "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint.SAC_IGNORED_OPS",
@@ -97,7 +102,8 @@ NEEDED = (
     "torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "torch.distributed.tensor._redistribute.Redistribute",
-    "torch.distributed.tensor._redistribute.NestedRedistribute",
+    "torch.distributed.tensor._api._FromTorchTensor",
+    "torch.distributed.tensor._api._ToTorchTensor",
 )
 """dotted names that must exist"""
 
@@ -439,10 +445,32 @@ def is_compiled(module: nn.Module) -> bool:
 
 CheckpointFrame: Any = torch_checkpoint._CheckpointFrame
 """the state of one call of a non-reentrant checkpoint"""
+CheckpointHooks: Any = torch_checkpoint._checkpoint_hook
+"""its hooks for what its block saves, made once it has saved the block's inputs"""
 KeepingMode: Any = torch_checkpoint._CachingTorchDispatchMode
 """the dispatch mode of a selective checkpoint's forward"""
 KeptMode: Any = torch_checkpoint._CachedTorchDispatchMode
 """of its recomputation"""
+
+
+def inputs_of(call: Any) -> Any:
+    """What a block is made again from: its positional arguments, as its checkpoint keeps them. call: its state."""
+    if hasattr(call, "get_inputs"):
+        return call.get_inputs()
+    node = call.input_saver.grad_fn
+    return node.get_args(node.saved_tensors)[1:]  # behind the keywords
+
+
+_INPUT_SAVER: Any = getattr(torch_checkpoint, "_NoopSaveInputs", None)
+"""the function that saves a block's inputs in an older torch (2.11)"""
+
+
+def is_no_input(tensor: Tensor, frame: FrameType) -> bool:
+    """Whether a tensor that a checkpoint saves is none of its block's inputs: that function is given one more, so that
+    it has a graph. frame: of the caller of the pack hook."""
+    if _INPUT_SAVER is None or frame.f_locals.get("cls") is not _INPUT_SAVER:
+        return False
+    return frame.f_locals["args"][0] is tensor
 
 
 def bypass_hooks(mode: Any) -> None:
@@ -488,6 +516,64 @@ def selective_key(operator: Any, args: tuple) -> Any:
     """The key under which a selective checkpoint caches an operator's results; an older torch uses the operator."""
     key_of = getattr(torch_checkpoint, "_sac_storage_key", None)
     return operator if key_of is None else key_of(operator, args)
+
+
+@contextmanager
+def runs_count_calls() -> Iterator[None]:
+    """Within the context each run of a selective checkpoint's recomputation begins with the first of what was kept.
+
+    An older torch (2.11) takes it from the front of a list for each operator, and asks the policy again, which may
+    count its calls: each run gets lists of its own, and the policy is asked once about each call.
+    """
+    if "__enter__" in vars(KeptMode):  # it sets its count back to zero
+        yield
+        return
+
+    def enter(self: Any) -> Any:
+        storage, policy, decisions = vars(self).setdefault("whole", (self.storage, self.policy_fn, {}))
+        calls: Counter[Any] = Counter()
+
+        def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+            call = operator, calls[operator]
+            calls[operator] += 1
+            if call not in decisions:
+                decisions[call] = policy(context, operator, *args, **kwargs)
+            return decisions[call]
+
+        self.storage = {operator: [*kept] for operator, kept in storage.items()}
+        self.policy_fn = decide
+        return enter_mode(self)
+
+    enter_mode = KeptMode.__enter__
+    with replaced(KeptMode, "__enter__", enter):
+        yield
+
+
+def dispatch_again(
+    dispatch: Callable[..., Any], mode: Any, operator: Any, types: Any, args: tuple, kwargs: Any
+) -> tuple[Any, bool]:
+    """(what the dispatch of a KeptMode returns, whether that was in its cache, where it stays for further runs)."""
+    key = selective_key(operator, args)
+    if not hasattr(mode, "func_counter"):
+        left = len(mode.storage.get(key, ()))
+        result = dispatch(mode, operator, types, args, kwargs)
+        return result, len(mode.storage.get(key, ())) < left
+    number = mode.func_counter[key]
+    cached = mode.storage.get(key, {}).get(number)
+    result = dispatch(mode, operator, types, args, kwargs)
+    was_cached = mode.storage[key][number] is not cached
+    mode.storage[key][number] = cached
+    return result, was_cached
+
+
+POLICY_SEES_RESULT = "op_output" in signature(torch_checkpoint.SelectiveCheckpointContext).parameters
+"""whether the policy of a selective checkpoint is asked once an operator has run; an older torch (2.11) asks before"""
+
+
+def selective_context(result: Any) -> Any:
+    """What a policy is given with an operator of the forward. result: of the operator."""
+    given = {"op_output": result} if POLICY_SEES_RESULT else {}
+    return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, **given)
 
 
 Overload: Any = torch._ops.OpOverload
