@@ -30,8 +30,6 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._patches import replaced
-
 CHECKED_WITH = "2.13"
 """the torch that all tests ran with; the oldest supported one is 2.11"""
 
@@ -518,35 +516,30 @@ def selective_key(operator: Any, args: tuple) -> Any:
     return operator if key_of is None else key_of(operator, args)
 
 
-@contextmanager
-def runs_count_calls() -> Iterator[None]:
-    """Within the context each run of a selective checkpoint's recomputation begins with the first of what was kept.
+_enter_mode = KeptMode.__enter__
+RUNS_COUNT_CALLS = "__enter__" in vars(KeptMode)
+"""whether each run of a selective checkpoint's recomputation counts the calls of an operator from the first on"""
+
+
+def enter_with_all(mode: Any) -> Any:
+    """In place of KeptMode.__enter__: each run finds all that was kept.
 
     An older torch (2.11) takes it from the front of a list for each operator, and asks the policy again, which may
-    count its calls: each run gets lists of its own, and the policy is asked once about each call.
+    count its calls: a run gets lists of its own, and the policy is asked once about each call.
     """
-    if "__enter__" in vars(KeptMode):  # it sets its count back to zero
-        yield
-        return
+    storage, policy, decisions = vars(mode).setdefault("whole", (mode.storage, mode.policy_fn, {}))
+    calls: Counter[Any] = Counter()
 
-    def enter(self: Any) -> Any:
-        storage, policy, decisions = vars(self).setdefault("whole", (self.storage, self.policy_fn, {}))
-        calls: Counter[Any] = Counter()
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        call = operator, calls[operator]
+        calls[operator] += 1
+        if call not in decisions:
+            decisions[call] = policy(context, operator, *args, **kwargs)
+        return decisions[call]
 
-        def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-            call = operator, calls[operator]
-            calls[operator] += 1
-            if call not in decisions:
-                decisions[call] = policy(context, operator, *args, **kwargs)
-            return decisions[call]
-
-        self.storage = {operator: [*kept] for operator, kept in storage.items()}
-        self.policy_fn = decide
-        return enter_mode(self)
-
-    enter_mode = KeptMode.__enter__
-    with replaced(KeptMode, "__enter__", enter):
-        yield
+    mode.storage = {operator: [*kept] for operator, kept in storage.items()}
+    mode.policy_fn = decide
+    return _enter_mode(mode)
 
 
 def dispatch_again(

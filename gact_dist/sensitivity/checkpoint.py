@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from .._patches import replaced
 from .._torch_internals import (
+    RUNS_COUNT_CALLS,
     CheckpointFrame,
     KeptMode,
     dispatch_again,
+    enter_with_all,
     is_ignored_by_selective,
-    runs_count_calls,
     untraced,
 )
 from ..distributed import checkpoints_as
@@ -45,7 +46,8 @@ def measurable(mode: Any) -> Iterator[None]:
             original_init(self, recompute, *rest)
 
         stack.enter_context(replaced(CheckpointFrame, "__init__", under_mode))
-        stack.enter_context(runs_count_calls())
+        if not RUNS_COUNT_CALLS:
+            stack.enter_context(replaced(KeptMode, "__enter__", enter_with_all))
         stack.enter_context(replaced(KeptMode, "__torch_dispatch__", _dispatch_again))
         yield
 
