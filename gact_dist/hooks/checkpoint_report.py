@@ -31,8 +31,8 @@ def _telling(init: Callable[..., None], listeners: list[tuple[int, Callable[[Fra
 
     @untraced
     @wraps(init)
-    def opening(self: Any, call: Any) -> None:
-        init(self, call)
+    def opening(self: Any, call: Any, *others: Any) -> None:
+        init(self, call, *others)
         thread = threading.get_ident()
         note = next((note for owner, note in reversed(listeners) if owner == thread), None)
         if note is not None and not in_backward() and not inside_checkpoint():
