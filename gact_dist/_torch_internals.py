@@ -7,9 +7,11 @@ both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from inspect import signature
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -67,6 +69,7 @@ NEEDED = (
     "torch.nn.init._no_grad_trunc_normal_",
     # checkpoint
     "torch.utils.checkpoint._CheckpointFrame",
+    "torch.utils.checkpoint._checkpoint_hook",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
     "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint.SAC_IGNORED_OPS",
@@ -98,7 +101,8 @@ NEEDED = (
     "torch.distributed.pipelining.stage._PipelineStageBase.forward_one_chunk",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
     "torch.distributed.tensor._redistribute.Redistribute",
-    "torch.distributed.tensor._redistribute.NestedRedistribute",
+    "torch.distributed.tensor._api._FromTorchTensor",
+    "torch.distributed.tensor._api._ToTorchTensor",
 )
 """dotted names that must exist"""
 
@@ -452,10 +456,32 @@ def is_compiled(module: nn.Module) -> bool:
 
 CheckpointFrame: Any = torch_checkpoint._CheckpointFrame
 """the state of one call of a non-reentrant checkpoint"""
+CheckpointHooks: Any = torch_checkpoint._checkpoint_hook
+"""its hooks for what its block saves, made once it has saved the block's inputs"""
 KeepingMode: Any = torch_checkpoint._CachingTorchDispatchMode
 """the dispatch mode of a selective checkpoint's forward"""
 KeptMode: Any = torch_checkpoint._CachedTorchDispatchMode
 """of its recomputation"""
+
+
+def inputs_of(call: Any) -> Any:
+    """What a block is made again from: its positional arguments, as its checkpoint keeps them. call: its state."""
+    if hasattr(call, "get_inputs"):
+        return call.get_inputs()
+    node = call.input_saver.grad_fn
+    return node.get_args(node.saved_tensors)[1:]  # behind the keywords
+
+
+_INPUT_SAVER: Any = getattr(torch_checkpoint, "_NoopSaveInputs", None)
+"""the function that saves a block's inputs in an older torch (2.11)"""
+
+
+def is_no_input(tensor: Tensor, frame: FrameType) -> bool:
+    """Whether a tensor that a checkpoint saves is none of its block's inputs: that function is given one more, so that
+    it has a graph. frame: of the caller of the pack hook."""
+    if _INPUT_SAVER is None or frame.f_locals.get("cls") is not _INPUT_SAVER:
+        return False
+    return frame.f_locals["args"][0] is tensor
 
 
 def bypass_hooks(mode: Any) -> None:
@@ -501,6 +527,59 @@ def selective_key(operator: Any, args: tuple) -> Any:
     """The key under which a selective checkpoint caches an operator's results; an older torch uses the operator."""
     key_of = getattr(torch_checkpoint, "_sac_storage_key", None)
     return operator if key_of is None else key_of(operator, args)
+
+
+_enter_mode = KeptMode.__enter__
+RUNS_COUNT_CALLS = "__enter__" in vars(KeptMode)
+"""whether each run of a selective checkpoint's recomputation counts the calls of an operator from the first on"""
+
+
+def enter_with_all(mode: Any) -> Any:
+    """In place of KeptMode.__enter__: each run finds all that was kept.
+
+    An older torch (2.11) takes it from the front of a list for each operator, and asks the policy again, which may
+    count its calls: a run gets lists of its own, and the policy is asked once about each call.
+    """
+    storage, policy, decisions = vars(mode).setdefault("whole", (mode.storage, mode.policy_fn, {}))
+    calls: Counter[Any] = Counter()
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        call = operator, calls[operator]
+        calls[operator] += 1
+        if call not in decisions:
+            decisions[call] = policy(context, operator, *args, **kwargs)
+        return decisions[call]
+
+    mode.storage = {operator: [*kept] for operator, kept in storage.items()}
+    mode.policy_fn = decide
+    return _enter_mode(mode)
+
+
+def dispatch_again(
+    dispatch: Callable[..., Any], mode: Any, operator: Any, types: Any, args: tuple, kwargs: Any
+) -> tuple[Any, bool]:
+    """(what the dispatch of a KeptMode returns, whether that was in its cache, where it stays for further runs)."""
+    key = selective_key(operator, args)
+    if not hasattr(mode, "func_counter"):
+        left = len(mode.storage.get(key, ()))
+        result = dispatch(mode, operator, types, args, kwargs)
+        return result, len(mode.storage.get(key, ())) < left
+    number = mode.func_counter[key]
+    cached = mode.storage.get(key, {}).get(number)
+    result = dispatch(mode, operator, types, args, kwargs)
+    was_cached = mode.storage[key][number] is not cached
+    mode.storage[key][number] = cached
+    return result, was_cached
+
+
+POLICY_SEES_RESULT = "op_output" in signature(torch_checkpoint.SelectiveCheckpointContext).parameters
+"""whether the policy of a selective checkpoint is asked once an operator has run; an older torch (2.11) asks before"""
+
+
+def selective_context(result: Any) -> Any:
+    """What a policy is given with an operator of the forward. result: of the operator."""
+    given = {"op_output": result} if POLICY_SEES_RESULT else {}
+    return torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, **given)
 
 
 Overload: Any = torch._ops.OpOverload

@@ -58,16 +58,17 @@ def _groups(model: nn.Module) -> list[Any]:
         group
         for module in model.modules()
         if _MODULE.made(module)
-        for group in _groups_of(module)
+        for group in groups_of(cast(Any, module)._get_fsdp_state())
     ]
 
 
-def _groups_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
+def groups_of(state: Any) -> list[Any]:
+    """Those that are a unit's own: several where it has parameters for different meshes. state: of the unit."""
     if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # an older torch (2.11) has one, or none
+    return [] if group is None else [group]
 
 
 def _is_sharded(module: Any) -> bool:
-    return any(not group.is_unsharded for group in _groups_of(module))
+    return any(not group.is_unsharded for group in groups_of(module._get_fsdp_state()))

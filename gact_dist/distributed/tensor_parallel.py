@@ -185,7 +185,7 @@ def differentiable_twice(nodes: Sequence[Any]) -> Iterator[None]:
     """Within the context the backward of a graph with DTensors, of which these are the nodes, can be differentiated.
 
     The backward of DTensor.from_local redistributes gradients by collectives that autograd does not see: a hook does so
-    before, by one that it sees. Redistribution takes no gradient that is not there.
+    before, by one that it sees. Neither it nor redistribution takes a gradient that is not there.
     """
     if not _DTENSOR.loaded():
         yield
@@ -194,16 +194,20 @@ def differentiable_twice(nodes: Sequence[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for node in made:
             stack.callback(node.register_prehook(_redistribution(node)).remove)
-        for redistribution in (_REDISTRIBUTE, _NESTED):
-            if redistribution.loaded():
-                function = redistribution.get()
-                stack.enter_context(replaced(function, "backward", staticmethod(_of_what_is_there(function.backward))))
+        for wrapped, made_by in (
+            (_with_graph, (_TO_TORCH, _REDISTRIBUTE)),
+            (_of_what_is_there, (_FROM_TORCH, _REDISTRIBUTE, _NESTED)),
+        ):
+            for function in (optional.get() for optional in made_by if optional.loaded()):
+                stack.enter_context(replaced(function, "backward", staticmethod(wrapped(function.backward))))
         yield
 
 
 _FROM_LOCAL = "_FromTorchTensorBackward"
 CONVERSIONS = (_FROM_LOCAL, "_ToTorchTensorBackward")
 """nodes of DTensor.from_local() and to_local(), whose results are in the memory of their operands"""
+_FROM_TORCH = OptionalClass("torch.distributed.tensor._api", "_FromTorchTensor")
+_TO_TORCH = OptionalClass("torch.distributed.tensor._api", "_ToTorchTensor")
 _REDISTRIBUTE = OptionalClass("torch.distributed.tensor._redistribute", "Redistribute")
 _NESTED = OptionalClass("torch.distributed.tensor._redistribute", "NestedRedistribute")
 
@@ -215,6 +219,21 @@ def _of_what_is_there(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, gradient) if _DTENSOR.made(gradient) else (None,) * len(ctx.needs_input_grad)
 
     return of_distributed
+
+
+def _with_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that makes a DTensor, in an older torch (2.11) by what autograd does not see."""
+
+    def seen(ctx: Any, gradient: Any) -> tuple:
+        made, *others = backward(ctx, gradient)
+        if torch.is_grad_enabled() and made is not None and made.requires_grad and made.grad_fn is None:
+            if _DTENSOR.made(gradient):
+                made = gradient.redistribute(placements=made.placements).to(made.dtype)
+            else:
+                made = distributed_again(made)(gradient)
+        return made, *others
+
+    return seen
 
 
 def _redistribution(node: Any) -> Callable[[Sequence[Any]], tuple]:

@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import distributed
-from .._torch_internals import KeepingMode, bypass_hooks, in_backward, innermost_hooks, modes_of_checkpoint
+from .._torch_internals import (
+    POLICY_SEES_RESULT,
+    KeepingMode,
+    bypass_hooks,
+    in_backward,
+    innermost_hooks,
+    modes_of_checkpoint,
+)
 
 _FILES = (torch_checkpoint.__file__, *distributed.checkpoint_files())
 SAVERS = {
@@ -94,12 +101,32 @@ class _WatchedPolicy:
 
     def __init__(self, policy: Callable[..., Any], note: Callable[[Tensor, str], None]) -> None:
         self._policy, self._note = policy, note
+        self._saves = False  # what runs now
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
         decision = self._policy(context, operator, *args, **kwargs)
-        if decision is True or decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
-            tree_map_only(Tensor, lambda tensor: self._note(tensor, str(operator)), context.op_output)
+        self._saves = decision is True or decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        if POLICY_SEES_RESULT:
+            self.note(operator, context.op_output)
         return decision
+
+    def note(self, operator: Any, result: Any) -> None:
+        """An operator has run about which the policy was asked last."""
+        if self._saves:
+            self._saves = False
+            tree_map_only(Tensor, lambda tensor: self._note(tensor, str(operator)), result)
+
+
+class _ShowsResult:
+    """What a checkpoint's mode for the forward becomes besides where its policy does not see results."""
+
+    policy_fn: _WatchedPolicy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        dispatch: Any = super()
+        result = dispatch.__torch_dispatch__(func, types, args, kwargs)
+        self.policy_fn.note(func, result)
+        return result
 
 
 def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> None:
@@ -112,4 +139,6 @@ def watch_selective(frame: FrameType, note: Callable[[Tensor, str], None]) -> No
         mode: Any = modes[0]
         if not isinstance(mode.policy_fn, _WatchedPolicy):
             mode.policy_fn = _WatchedPolicy(mode.policy_fn, note)
+            if not POLICY_SEES_RESULT:
+                mode.__class__ = type(type(mode).__name__, (_ShowsResult, type(mode)), {})
         bypass_hooks(mode)

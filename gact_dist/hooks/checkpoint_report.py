@@ -9,7 +9,7 @@ positional tensor at all, so it is met where it saves its inputs; a reentrant on
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import FrameType, FunctionType, MethodType
 from typing import Any
@@ -19,43 +19,39 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from .._patches import SharedPatch
-from .._torch_internals import PLAIN, CheckpointFrame, in_backward, untraced
+from .._torch_internals import PLAIN, CheckpointHooks, in_backward, untraced
 from ..distributed import local_part
 from .aliases import span
 from .checkpoint import checkpoint_call, inside_checkpoint, watch_selective
 from .parameters import ParameterRecognition
 
 
-def _telling(save_inputs: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType, Any], None]]]) -> Any:
-    """A checkpoint's save_inputs that also tells its thread's innermost listener."""
+def _telling(init: Callable[..., None], listeners: list[tuple[int, Callable[[FrameType, Any], None]]]) -> Any:
+    """CheckpointHooks.__init__ that also tells its thread's innermost listener of the call that the hooks are of."""
 
     @untraced
-    @wraps(save_inputs)
-    def saving(self: Any, *args: Any) -> None:
-        save_inputs(self, *args)
+    @wraps(init)
+    def opening(self: Any, call: Any, *others: Any) -> None:
+        init(self, call, *others)
         thread = threading.get_ident()
         note = next((note for owner, note in reversed(listeners) if owner == thread), None)
         if note is not None and not in_backward() and not inside_checkpoint():
-            note(sys._getframe(1), self)
+            note(sys._getframe(1), call)
 
-    return saving
+    return opening
 
 
-_SAVE_INPUTS = "save_inputs"
-_TELL = SharedPatch(_SAVE_INPUTS, _telling)
+_TELL = SharedPatch("__init__", _telling)
 
 
 def told_of_checkpoints(note: Callable[[FrameType, Any], None]) -> AbstractContextManager[None]:
     """Have note(frame, call) called for every non-reentrant checkpoint that opens in this thread and is not inside
     another.
 
-    frame: of the code that saves the checkpoint's inputs; its block has yet to run. call: the checkpoint's own state of
-    this call. The innermost context is told. A torch whose checkpoints have no such method has them met by their
-    positional tensors alone.
+    frame: of the code that has saved the checkpoint's inputs; its block has yet to run. call: the checkpoint's own
+    state of this call. The innermost context is told.
     """
-    if not hasattr(CheckpointFrame, _SAVE_INPUTS):
-        return nullcontext()
-    return _TELL.listening(CheckpointFrame, (threading.get_ident(), note))
+    return _TELL.listening(CheckpointHooks, (threading.get_ident(), note))
 
 
 class Bypassing:

@@ -26,6 +26,7 @@ from .._torch_internals import (
     in_backward,
     is_compiled,
     is_inside_transform,
+    is_no_input,
     saves_own_result,
     storage_id,
     storage_with_id,
@@ -53,7 +54,7 @@ from .call_stack import (
 from .checkpoint import refuse_inside_checkpoint, running_checkpoints
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
-from .compiled import RegionParameters, has_compiled_parts, running_region
+from .compiled import RegionParameters, behind_compiler, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, calls_remembered
@@ -642,6 +643,8 @@ class SavedTensorHooks:
             self._instruction = None  # the compiler's, which it may write anew
         if site.region is not None and tensor.grad_fn is None and self._region_parameters.share(tensor, site.region):
             return Kept(tensor, of_model=True)
+        if site.checkpoint is not None and is_no_input(tensor, behind_compiler(frame)):
+            return Kept(tensor)
         if self.given.holds(tensor):
             if site.checkpoint is not None:
                 self._bypassing.add_held(site.checkpoint)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .._torch_internals import (
     RESPECTS_HOOKS,
@@ -39,6 +39,7 @@ from .._torch_internals import (
     has_effects,
     is_ignored_by_selective,
     modes_of_checkpoint,
+    selective_context,
     selective_key,
 )
 from .handles import ReplayError
@@ -82,8 +83,7 @@ class Results:
 
     def add(self, operator: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """An operator of the block's forward has run."""
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
-        decision = self._policy(context, operator, *args, **kwargs)
+        decision = self._policy(selective_context(result), operator, *args, **kwargs)
         saves = decision in _SAVES or (decision is not CheckpointPolicy.MUST_RECOMPUTE and has_effects(operator))
         kept, chooses = None, saves and not self._exactly
         if chooses and is_attention(operator) and _drops(operator, args, kwargs):
@@ -166,10 +166,14 @@ class _TakesResults(KeptMode):
 
     results: Results
 
+    def __enter__(self) -> Any:
+        self.counts: dict[Any, int] = defaultdict(int)  # of this run
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if is_ignored_by_selective(func):
             return func(*args, **(kwargs or {}))
-        kept = self.results.get(func, args, self.func_counter)
+        kept = self.results.get(func, args, self.counts)
         if kept is None:
             return func(*args, **(kwargs or {}))
         return tree_map(lambda value: value.handle.restore() if isinstance(value, Held) else value, kept)

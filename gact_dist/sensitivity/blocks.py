@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
 from .._patches import replaced
-from .._torch_internals import RESPECTS_HOOKS, checkpoint_calls, next_sequence_number
+from .._torch_internals import RESPECTS_HOOKS, checkpoint_calls, inputs_of, next_sequence_number
 from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     LEAVES_CHECKPOINT,
@@ -374,7 +374,7 @@ class BlockForward:
                 return checkpoint(function, *args, **kw)
 
             def block(*inputs: Any, **named: Any) -> Any:
-                kept = calls.pop().get_inputs() if calls else inputs
+                kept = inputs_of(calls.pop()) if calls else inputs
                 values = None if looks else _values_of(function, inputs, kept, named)
                 with hooks:
                     outputs = function(*kept, **named)

@@ -15,7 +15,15 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
 from .._patches import replaced
-from .._torch_internals import CheckpointFrame, KeptMode, is_ignored_by_selective, selective_key, untraced
+from .._torch_internals import (
+    RUNS_COUNT_CALLS,
+    CheckpointFrame,
+    KeptMode,
+    dispatch_again,
+    enter_with_all,
+    is_ignored_by_selective,
+    untraced,
+)
 from ..distributed import checkpoints_as
 
 
@@ -38,6 +46,8 @@ def measurable(mode: Any) -> Iterator[None]:
             original_init(self, recompute, *rest)
 
         stack.enter_context(replaced(CheckpointFrame, "__init__", under_mode))
+        if not RUNS_COUNT_CALLS:
+            stack.enter_context(replaced(KeptMode, "__enter__", enter_with_all))
         stack.enter_context(replaced(KeptMode, "__torch_dispatch__", _dispatch_again))
         yield
 
@@ -71,11 +81,6 @@ def _dispatch_again(self: Any, func: Any, types: Any, args: tuple = (), kwargs: 
     """As a selective checkpoint does, except that what was cached stays in the cache."""
     if is_ignored_by_selective(func):
         return func(*args, **(kwargs or {}))
-    key = selective_key(func, args)
-    number = self.func_counter[key]
-    cached = self.storage.get(key, {}).get(number)
-    result = _dispatch_once(self, func, types, args, kwargs)
-    if self.storage[key][number] is not cached:
-        self.storage[key][number] = cached
-        result = tree_map_only(Tensor, Tensor.clone, result)  # an operation in place must not reach the cache
-    return result
+    result, was_cached = dispatch_again(_dispatch_once, self, func, types, args, kwargs)
+    # an operation in place must not reach the cache
+    return tree_map_only(Tensor, Tensor.clone, result) if was_cached else result

@@ -88,7 +88,7 @@ def train(kind: str, each: int, replicas: int, config: Config | None, exactly: b
         before = [gact.adaptation for gact in controllers]
         losses: list[Tensor] = []
         with count_collectives() as count:
-            schedule.step(*[inputs] if pipeline == 0 else [], target=targets, losses=losses)
+            schedule.step(*[inputs.contiguous()] if pipeline == 0 else [], target=targets, losses=losses)
             optimizer.step()
             optimizer.zero_grad()
         run.losses += [loss.item() for loss in losses]

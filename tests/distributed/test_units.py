@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from gact_dist.distributed import PeerFailedError, bypassed, gathered, gathered_in_turn, units, user_path
+from gact_dist.distributed.fsdp2 import groups_of
 
 LAYERS = 3
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,7 +77,7 @@ def whole(model: nn.Module) -> set[str]:
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             found |= {user_path(f"{path}.{name}".strip(".")) for name in whole_in_handle(module._handle)}
-    groups = [group for state in states_of(model) for group in state._fsdp_param_groups]
+    groups = [group for state in states_of(model) for group in groups_of(state)]
     return found | {
         shard._param_fqn
         for group in groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import Messages
 from small_models import TinyGPT, loss_of
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -34,7 +36,7 @@ DRAWS = 24
 OPTIONS: dict[str, Any] = {"use_reentrant": False}
 
 
-def every_second_product() -> Any:
+def every_second_product(**options: Any) -> Any:
     """As torchtitan has it: the policy counts what it has seen, anew in each call."""
     met: Counter[bool] = Counter()
 
@@ -45,7 +47,13 @@ def every_second_product() -> Any:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE if operator in (LINEAR, ATTENTION) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy, **options)
+
+
+def wide_products(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The same ones in TinyGPT, by the shapes of their weights."""
+    wide = operator == LINEAR and args[2].shape[1] > 64
+    return CheckpointPolicy.MUST_SAVE if wide or operator == ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def everything(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -289,6 +297,18 @@ def test_a_checkpoint_that_allows_that_is_left_as_it_is():
     model = Layers(allowing, InPlace())
     _, rows = trained(model, UNIFORM)
     assert [row.codec for row in rows if "aten.gelu" in row.name] == ["exact"]
+
+
+def test_where_torch_keeps_results_each_run_of_a_measurement_finds_them():
+    """A measurement runs a block again several times, and torch 2.11 then asks a policy, which may count, anew."""
+    with Messages(logging.DEBUG) as messages:
+        counted, by_shape = (
+            Job(partial(Around, partial(contexts, allow_cache_entry_mutation=True)), Config(min_numel=16)).calibrate()
+            for contexts in (every_second_product, partial(create_selective_checkpoint_contexts, wide_products))
+        )
+    assert not any("one-pass" in text or "perturbation" in text for text in messages.texts)
+    assert len([name for name in counted.gact._schedule.sensitivity if "BlockInput" in name]) == 2
+    assert counted.gact._schedule.sensitivity == by_shape.gact._schedule.sensitivity
 
 
 @pytest.mark.parametrize("by_checkpoint", [False, True])

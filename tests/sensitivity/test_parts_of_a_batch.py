@@ -108,5 +108,5 @@ def test_a_part_saves_under_the_names_of_the_step(examples):
         loss = loss_fn(batch)
     loss.backward()
     rounded = {row.name for row in gact.report().rows if row.codec == "quantised"}
-    assert len(rounded) >= 5
+    assert len(rounded) >= 4
     assert rounded <= set(gact.plan)
