@@ -272,8 +272,8 @@ class _Form(NamedTuple):
     """sizes and strides of its memory, 1-D; of one with gaps as Layout has them"""
     columns: int
     pitch: int
-    """from one row of `columns` elements to the next, where all of them are equally far apart; 0 without gaps, and where
-    they are not"""
+    """from one row of `columns` elements to the next, where all are equally far apart; 0 without gaps, and where they are
+    not"""
 
 
 _forms: dict[tuple[torch.Size, tuple[int, ...], int, bool], _Form | None] = {}
