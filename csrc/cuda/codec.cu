@@ -429,8 +429,8 @@ constexpr int kUnpackBlocks = 768 / Layout::kThreads;
 
 }  // namespace gact
 
-// length: elements in memory order, rows where groups are columns. columns: of a row, there only. pitch: from one row to
-// the next, an even number; `columns` where they lie close together.
+// length: elements in memory order, rows where groups are columns. columns: of a row, there only. pitch: from one row
+// to the next, an even number; `columns` where they lie close together.
 GACT_KERNEL(gact::Layout::kThreads, gact::kPackBlocks)
 pack(const gact::Stored* x, gact::u64 length, gact::u64 columns, gact::u64 pitch, gact::u64 seed, gact::u8* buffer,
      gact::i64 scale_start, gact::i64 offset_start) {

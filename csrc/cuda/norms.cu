@@ -1,5 +1,5 @@
-// CUDA kernel normalise: the result of a norm over rows made again from its statistics, in one pass over memory. Compile
-// with -DGACT_ELEMENT=float, Half or Bfloat, with -fmad=false. A thread takes 16 bytes of elements.
+// CUDA kernel normalise: the result of a norm over rows made again from its statistics, in one pass over memory.
+// Compile with -DGACT_ELEMENT=float, Half or Bfloat, with -fmad=false. A thread takes 16 bytes of elements.
 #include "cuda/blocks.h"
 
 namespace gact {
@@ -13,9 +13,9 @@ struct alignas(16) Elements {
 
 }  // namespace gact
 
-// out = (x - mean) * rstd * weight + bias in float32, rounded once. x, out: [rows, columns], aligned to 16 bytes; they may
-// be the same. vectors: 16 bytes each, fewer than 2^32; row_vectors: of a row. mean: of each row, null for 0. weight, bias:
-// [columns], aligned to 16 bytes, null for 1 and 0.
+// out = (x - mean) * rstd * weight + bias in float32, rounded once. x, out: [rows, columns], aligned to 16 bytes; they
+// may be the same. vectors: 16 bytes each, fewer than 2^32; row_vectors: of a row. mean: of each row, null for 0.
+// weight, bias: [columns], aligned to 16 bytes, null for 1 and 0.
 GACT_KERNEL(gact::kBlockThreads)
 normalise(const gact::Elements* x, gact::u64 vectors, gact::u64 row_vectors, const float* mean, const float* rstd,
           const gact::Elements* weight, const gact::Elements* bias, gact::Elements* out) {

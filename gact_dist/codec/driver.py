@@ -121,7 +121,7 @@ class Driver:
         threads: in a block. stream: as a number, as torch has it.
         """
         room = self._parameters
-        room.values[: len(arguments)] = arguments
+        room.values[: len(arguments)] = [*arguments]
         status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, room.pointers, None)
         if status != 0:
             self._refuse("cuLaunchKernel", status)

@@ -272,12 +272,12 @@ class _Form(NamedTuple):
     """sizes and strides of its memory, 1-D; of one with gaps as Layout has them"""
     columns: int
     pitch: int
-    """from one row of `columns` elements to the next, where all are equally far apart; 0 without gaps, and where they are
-    not"""
+    """elements from one row of `columns` to the next, where all are equally far apart; else 0, as without gaps"""
 
 
 _forms: dict[tuple[torch.Size, tuple[int, ...], int, bool], _Form | None] = {}
 _MOST_FORMS = 4096  # a job's batches may have many sizes
+_UNIT_STRIDE = (1,)
 
 
 def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
@@ -296,10 +296,11 @@ def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
         form = None
         if layout.fill is not Fill.TANGLED:
             columns = layout.columns(group_size, is_complex=False) if by_column else 1
-            memory = ((layout.span,), (1,), columns, 0)
             if layout.fill is Fill.SCATTERED:
-                memory = (layout.sizes, layout.strides, columns, pitch_of(layout, columns))
-            form = _Form(shape, strides, layout, *memory)
+                memory, pitch = (layout.sizes, layout.strides), pitch_of(layout, columns)
+            else:
+                memory, pitch = ((layout.span,), _UNIT_STRIDE), 0
+            form = _Form(shape, strides, layout, *memory, columns, pitch)
         _forms[key] = form
         return form
 
@@ -315,9 +316,6 @@ def _memory(tensor: Tensor, form: _Form) -> Tensor:
         return tensor.as_strided((tensor.numel() // form.columns, form.columns), (form.pitch, 1))
     memory = tensor.as_strided(form.sizes, form.steps)
     return memory if len(form.sizes) == 1 and form.steps == _UNIT_STRIDE else memory.contiguous().view(-1)
-
-
-_UNIT_STRIDE = (1,)
 
 
 def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: int) -> Packed:
@@ -548,7 +546,7 @@ def unpack(packed: Packed) -> Tensor:
         packed.ready()
     scheme, layout = packed.scheme, packed.layout
     if layout.fill is Fill.SPAN:
-        if scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES:
+        if scheme is Scheme.QUANTISED and packed.bits is not None and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
             flat = _on_its_side(packed, ops.unpack_plain(packed.payload, packed.bits, *form))
             return flat.as_strided(packed.shape, packed.strides)

@@ -519,13 +519,15 @@ def _check_rows(node: Any, *slots: str) -> None:
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     _check_rows(node, "input", "result1", "result2")
 
-    def normalised(owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, *vectors: Tensor | None) -> Tensor:
-        made = codec.normalised(x, mean, rstd, *vectors, in_place=owns)
+    def normalised(
+        owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        made = codec.normalised(x, mean, rstd, weight, bias, in_place=owns)
         if made is not None:
             return made
         rows = _wide(x).reshape(mean.numel(), -1)
         y = _standardised(rows, mean, rstd, rows if owns else None)
-        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in vectors))
+        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in (weight, bias)))
 
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
     return _either(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
