@@ -35,6 +35,7 @@ MODULES = [
     (100, *codec("Half", 64, 3, "ByColumn")),
     (80, "variance.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=256")),
     (90, "masks.cu", ()),
+    (90, "norms.cu", ("GACT_ELEMENT=Bfloat",)),
 ]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

@@ -15,6 +15,7 @@ from tools.ptx.cases import (
     differences,
     formats,
     mask_differences,
+    norm_differences,
     variance_differences,
 )
 from tools.ptx.check_kernels import Mutations, check_barriers, run
@@ -38,6 +39,11 @@ def test_masks_are_the_bits_of_the_reference(machine: Machine, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 def test_the_rounding_variance_is_that_of_the_reference(machine: Machine, dtype: torch.dtype) -> None:
     assert list(variance_differences(dtype, GROUP_SIZE)) == []
+
+
+@pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
+def test_norms_are_made_again_in_float32_and_rounded_once(machine: Machine, dtype: torch.dtype) -> None:
+    assert list(norm_differences(dtype)) == []
 
 
 @pytest.mark.parametrize("layout", ["by column", "in memory order"])

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from torch import Tensor, nn
 
-from gact_dist import Config
+from gact_dist import Config, codec
 from gact_dist.hooks import SavedTensorHooks
 from gact_dist.policies import Plan
 
@@ -39,3 +39,21 @@ def test_the_fused_rms_norm_is_made_again(dtype, weighted):
         found = gradients()
     rounding = 1e-5 if dtype is torch.float32 else 2**-7
     assert float((found - exact).norm() / exact.norm()) < rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_layer_norm_gives_is_made_again_in_one_pass(dtype):
+    x = torch.randn(4, 96, WIDTH, device="cuda", dtype=dtype) * 3 + 1
+    weight, bias = torch.randn(2, WIDTH, device="cuda", dtype=dtype)
+    expected, mean, rstd = torch.native_layer_norm(x, (WIDTH,), weight, bias, 1e-5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = codec.normalised(x, mean, rstd, weight, bias, in_place=False)
+        again = codec.normalised(x.clone(), mean, rstd, weight, bias, in_place=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found is not None
+    assert torch.equal(found, again)
+    # torch contracts products and sums: two roundings to float32 differ, and so may the last bit of the result
+    error = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=2 * error, atol=4 * error)

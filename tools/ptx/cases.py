@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -139,6 +140,26 @@ def mask_differences(dtype: torch.dtype) -> Iterator[str]:
                 yield f"mask of {numel} elements of {dtype}: packed bytes differ"
             if not torch.equal(cuda.unpack_mask(packed, numel, dtype), (x != 0).to(dtype)):
                 yield f"mask of {numel} elements of {dtype}: decoded elements differ"
+
+
+def norm_differences(dtype: torch.dtype) -> Iterator[str]:
+    """Of norms that are made again, with and without mean, weight and bias, in memory of their own and in place."""
+    rows, columns = 37, 8 * 41
+    x = random_tensor(rows * columns, dtype).view(rows, columns)
+    x[3, 5], x[4, 6] = torch.inf, torch.nan
+    mean, rstd = random_tensor(rows, torch.float32), random_tensor(rows, torch.float32).abs()
+    weight, bias = random_tensor(2 * columns, dtype).view(2, columns)
+    for centre, factor, term in itertools.product((mean, None), (weight, None), (bias, None)):
+        expected = x.float() if centre is None else x.float() - centre[:, None]
+        expected = expected * rstd[:, None]
+        expected = expected if factor is None else expected * factor.float()
+        expected = expected if term is None else expected + term.float()
+        copy = x.clone()
+        for source, out in ((x, torch.full_like(x, 7)), (copy, copy)):
+            cuda.normalise(source, centre, rstd, factor, term, out)
+            if not torch.allclose(out, expected.to(dtype), rtol=0, atol=0, equal_nan=True):
+                given = [each is not None for each in (centre, factor, term)]
+                yield f"norm of {dtype}, mean, weight and bias given: {given}: elements differ"
 
 
 def variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[str]:

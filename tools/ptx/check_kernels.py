@@ -24,7 +24,7 @@ from unittest import mock
 from gact_dist.codec import cuda, nvrtc
 from gact_dist.codec import format as payload_format
 
-from .cases import DTYPES, differences, formats, mask_differences, variance_differences
+from .cases import DTYPES, differences, formats, mask_differences, norm_differences, variance_differences
 from .machine import Machine, MachineError
 
 
@@ -110,6 +110,7 @@ def checks(group_sizes: tuple[int, ...], bits: tuple[int, ...]) -> Iterator[tupl
     for dtype in payload_format.MASK_DTYPES:
         yield f"masks of {dtype}", partial(mask_differences, dtype)
     for dtype in DTYPES:
+        yield f"norms of {dtype}", partial(norm_differences, dtype)
         for size in group_sizes:
             yield f"variance of {dtype}, groups of {size}", partial(variance_differences, dtype, size)
 
