@@ -98,11 +98,10 @@ class Config:
     """Consecutive elements, of memory or of one channel, that share one scale and offset: 64, 128, 256 or 512."""
     layout: str = "columns"
     """columns: groups of one channel where a tensor's shape shows channels, which have less variance; memory: groups of
-    consecutive elements of memory, whose kernels take fewer instructions. Which should be the default on a GPU has not
-    been measured (docs/gpu.md)."""
+    consecutive elements of memory. On a GPU a step took no less time with these (docs/gpu.md)."""
     pack_stream: bool = False
-    """Round tensors on a CUDA stream of their own, beside the kernels of the forward; not together with offload. It has
-    never run on a GPU, so whether it pays is not known (docs/gpu.md)."""
+    """Round tensors on a CUDA stream of their own, beside the kernels of the forward; not together with offload. It did
+    not pay where it was measured (docs/gpu.md)."""
     min_numel: int = 1024
     """Tensors with fewer elements are stored exactly."""
     checkpoint_inputs: bool = True

