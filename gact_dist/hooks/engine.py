@@ -561,7 +561,7 @@ class SavedTensorHooks:
 
     def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
         """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
-        if self._is_of_model(tensor) or self.given.holds(tensor):
+        if self._is_of_model(tensor, expected.may_be_parameter) or self.given.holds(tensor):
             return None
         storage, key = storage_with_id(tensor)
         record = self._storages.known(key)
@@ -754,11 +754,11 @@ class SavedTensorHooks:
         stack = self._namer.scope.stack
         return site.line, stack[-1][0] if stack else None, self._instruction
 
-    def _is_of_model(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
+    def _is_of_model(self, tensor: Tensor, may_be_parameter: bool = True) -> bool:
+        """Whether a tensor is a parameter or a buffer, or made from parameters alone. may_be_parameter: see Settled."""
         scope = self._namer.scope
         stack = scope.stack
-        if self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
+        if may_be_parameter and self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
             return True
         if not scope.parametrized:
             return False

@@ -36,12 +36,17 @@ _MAY_KEEP_PARAMETERS = _VIEWS_AND_CASTS | _PARAMETER_ARITHMETIC | {_LEAF}
 def made_from_parameters(node: Any) -> bool:
     """Whether everything below an autograd node is a view, a cast or arithmetic on parameters: an average, a low-rank
     update of a weight, its spectral norm. See [Note: operands without a graph]."""
-    if node is None or operator_name(node.name()) not in _MAY_KEEP_PARAMETERS:
+    if node is None or not may_be_from_parameters(node):
         return False
     made = _is_made_from_parameters(node)
     if not made:
         node.metadata[_FROM_ACTIVATIONS] = True  # so that those which are computed from it are known at once
     return made
+
+
+def may_be_from_parameters(node: Any) -> bool:
+    """Whether a node of this type may make a tensor from parameters alone. node: None for a tensor without a graph."""
+    return node is None or operator_name(node.name()) in _MAY_KEEP_PARAMETERS
 
 
 def _is_from_activations(node: Any) -> bool:
@@ -174,7 +179,7 @@ class ParameterRecognition:
         if node is not None:
             if type(base) is nn.Parameter and base.grad_fn is None:  # a transposed weight, mostly
                 return True
-            return operator_name(node.name()) in _MAY_KEEP_PARAMETERS and made_from_parameters(node)
+            return may_be_from_parameters(node) and made_from_parameters(node)
         if base is not None and isinstance(base, nn.Parameter):
             return True
         if storage_id(tensor) in self._owned:

@@ -24,6 +24,7 @@ from .._torch_internals import RESHAPES, is_inside_transform
 from .call_stack import frames_to_user
 from .naming import Entry, Series, passes_on
 from .one_bit import shows_reads
+from .parameters import may_be_from_parameters
 from .roles import Role
 
 _RELU = "ReluBackward0"
@@ -35,8 +36,8 @@ class Settled:
 
     __slots__ = (
         "_activation", "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_node",
-        "_number", "_shape", "_strides", "is_alias", "is_part", "is_relu", "name", "next", "occurrence",
-        "role", "series",
+        "_number", "_shape", "_strides", "is_alias", "is_part", "is_relu", "may_be_parameter", "name", "next",
+        "occurrence", "role", "series",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, frames: tuple[tuple[CodeType, int], ...], stack: Sequence[Entry]) -> None:
@@ -53,6 +54,8 @@ class Settled:
         if source is not None and source.name() in RESHAPES:
             self._below = type(source.next_functions[0][0])
         self.is_relu = node is not None and node.name() == _RELU
+        self.may_be_parameter = may_be_from_parameters(node)
+        """whether it has to be looked up if it is made from parameters alone: some operators make no such tensor"""
         self.name = ""
         """of what is stored, or of what holds the memory already"""
         self.role: Role | None = None
