@@ -445,7 +445,8 @@ class Distributed:
         self.local, self.make, self.layout = local, make, layout
 
     def restore(self) -> Tensor:
-        return self.make(self.local.restore())
+        local = self.local  # with its own strides, which those of the whole follow from
+        return self.make(local.restore_memory() if isinstance(local, Stored) else local.restore())
 
 
 def base_of(handle: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import Config, codec
-from gact_dist.hooks.handles import Stored, View
+from gact_dist.hooks.handles import Distributed, Stored, View
 
 ROWS, WIDTH = 256, 64
 
@@ -62,6 +62,13 @@ def test_a_view_finds_its_place_whoever_reads_before():
                 found = handle.restore()
                 assert torch.equal(found if handle is view else found[:, 8:16], expected)
                 assert handle is not view or found.stride() == expected.stride()
+
+
+def test_the_local_part_of_a_distributed_tensor_keeps_its_strides():
+    """The strides that a DTensor names follow from those of its part."""
+    tensor = of_three()
+    stored = Stored("t", tensor, codec.pack(tensor, 4))
+    assert Distributed(stored, lambda part: part).restore().stride() == tensor.stride()
 
 
 class Halves(torch.autograd.Function):
