@@ -347,7 +347,9 @@ def accepted(batch: ProbeBatch, parts: int) -> float:
     raise AssertionError("the last is all that there is")
 
 
-@pytest.mark.parametrize(("rows", "finer", "expected"), [(64, 1, 16), (64, 4, 4), (6, 1, 2), (3, 1, 3), (2, 8, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("rows", "finer", "expected"), [(64, 1, 16), (64, 4, 4), (6, 1, 2), (3, 1, 3), (2, 8, 2), (1, 1, 1)]
+)
 def test_a_quarter_of_the_batch_is_compared_or_two_examples_whatever_is_measured(rows, finer, expected):
     seen: list[int] = []
     batch = ProbeBatch(lambda given: seen.append(len(given)), torch.zeros(rows, 5), 8)
