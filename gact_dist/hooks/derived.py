@@ -354,19 +354,20 @@ def made_by(record: Recorded) -> _Edge:
 
 def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """What an edge gives: what is saved of it, but for the tensor that is wanted itself, or else as it was made."""
-    node: Any = None
+    node, number, name, is_part = None, 0, "", wanted.is_part
     for node, number in _passed_through(edge):
         if node is None:
             raise _NotDerivable
-        wanted = wanted._replace(is_part=wanted.is_part or node.name() in CONVERSIONS, number=number)
-        if depth and not wanted.is_part and node.name() not in _NOT_AS_SAVED:
+        name = node.name()
+        is_part = is_part or name in CONVERSIONS
+        if depth and not is_part and name not in _NOT_AS_SAVED:
             handle = saved_at((node, number))
             if handle is not None and _is_stored(handle) and _numel(handle) == wanted.numel:
                 return Expression(Tensor.detach, handle, is_private=None, depth=0)
-    make = None if hasattr(node, STARTS) or depth >= _DEEPEST else _OPERATORS.get(node.name())
-    if make is None or (wanted.number and node.name() not in _OF_SEVERAL_RESULTS):
+    make = None if depth >= _DEEPEST or hasattr(node, STARTS) else _OPERATORS.get(name)
+    if make is None or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
-    return make(node, wanted, depth)
+    return make(node, wanted._replace(is_part=is_part, number=number), depth)
 
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
