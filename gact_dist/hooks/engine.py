@@ -54,6 +54,7 @@ from .call_stack import (
 from .checkpoint import refuse_inside_checkpoint, running_checkpoints
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
+from .collector import at_rest as collector_at_rest
 from .compiled import RegionParameters, behind_compiler, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
@@ -290,8 +291,16 @@ class SavedTensorHooks:
         # what is compiled would be so anew for another function in the place of attention
         watched = self._masks.watched() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
         offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
+        collector = collector_at_rest() if self._sink is self._job else nullcontext()
         try:
-            with self._observed(observer, readers, True), told, offered, watched, self._saved_tensors_hooks():
+            with (
+                self._observed(observer, readers, True),
+                told,
+                offered,
+                watched,
+                self._saved_tensors_hooks(),
+                collector,
+            ):
                 yield
         finally:
             if readers is not None and not readers.is_done:
