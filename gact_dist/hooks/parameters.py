@@ -51,7 +51,7 @@ def may_be_from_parameters(node: Any) -> bool:
 
 def _is_from_activations(node: Any) -> bool:
     """Whether that is known of a node without a look at its operands."""
-    return operator_name(node.name()) not in _MAY_KEEP_PARAMETERS or _FROM_ACTIVATIONS in node.metadata
+    return not may_be_from_parameters(node) or _FROM_ACTIVATIONS in node.metadata
 
 
 def _is_made_from_parameters(node: Any) -> bool:

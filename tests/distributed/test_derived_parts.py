@@ -181,10 +181,7 @@ def test_exact_is_bitwise_and_deriving_keeps_fewer_bytes(ranks, layout, kind):
 
 
 class Between(nn.Module):
-    """Two layers, whose weights all ranks hold, with an operation on DTensors between them.
-
-    Rows are split by examples: a linear layer of torch 2.11 does not take those that are split by positions.
-    """
+    """Two layers, whose weights all ranks hold, with an operation on DTensors between them."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -192,7 +189,7 @@ class Between(nn.Module):
         if "vector" in kind:
             self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
         if kind == "a factor of rows":
-            self.rows = nn.Parameter(torch.rand(SAMPLES, 1, 1) + 0.5)
+            self.rows = nn.Parameter(torch.rand(1, LENGTH, 1) + 0.5)
         if kind == "norm":
             self.norm = nn.LayerNorm(WIDTH)
 
@@ -204,18 +201,18 @@ class Between(nn.Module):
         elif self.kind == "of what is pending":
             made = F.gelu(DTensor.from_local(h.to_local(), mesh, [Partial()]))
         elif self.kind == "two layouts":
-            made = h.redistribute(mesh, [Shard(0)]) * (2 * h).redistribute(mesh, [Shard(2)])
+            made = h.redistribute(mesh, [Shard(1)]) * (2 * h).redistribute(mesh, [Shard(2)])
         elif self.kind == "a whole factor":
-            made = h.redistribute(mesh, [Shard(0)]) * (2 * h)
+            made = h.redistribute(mesh, [Shard(1)]) * (2 * h)
         elif self.kind == "a factor of rows":
             rows: Any = self.rows
-            made = h.redistribute(mesh, [Shard(0)]) * rows.redistribute(mesh, [Shard(0)])
+            made = h.redistribute(mesh, [Shard(1)]) * rows.redistribute(mesh, [Shard(1)])
         elif self.kind == "a vector":
-            made = h.redistribute(mesh, [Shard(0)]) * self.scale
+            made = h.redistribute(mesh, [Shard(1)]) * self.scale
         elif self.kind == "a vector along what is split":
             made = h.redistribute(mesh, [Shard(2)]) * self.scale
         elif self.kind == "norm":
-            made = self.norm(h.redistribute(mesh, [Shard(0)]))
+            made = self.norm(h.redistribute(mesh, [Shard(1)]))
         return self.last(made).redistribute(mesh, [Replicate()]).to_local()
 
 

@@ -146,9 +146,11 @@ def error(found, exact):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_error_is_that_of_smooth_operators(name, level, most):
     """A gelu in their place has 0.0055 at 8 bits and 0.095 at 4; some of these had 1e9, or NaN."""
-    if name == "aminmax" and not hasattr(torch._C._functions, "AminmaxBackward0"):
-        pytest.skip("it has no derivative in this torch")
     model, x = Head(FUNCTIONS[name]), torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    if name == "aminmax" and not hasattr(torch._C._functions, "AminmaxBackward0"):
+        with pytest.raises(RuntimeError, match="derivative for aten::aminmax is not implemented"):  # as in torch 2.11
+            gradients(model, x, level, 1)
+        return
     (exact,) = gradients(model, x, "exact", 1)
     for found in gradients(model, x, level, 3):
         assert error(found, exact) < most

@@ -669,11 +669,7 @@ REFUSALS: dict[Cell, Refusal] = (
         if cell.execution == "inlined" and cell.row.startswith(("FSDP", "HSDP", "TP", "ZeRO-3"))
     }
     | {
-        cell: Refusal(
-            Exception,  # of torch 2.11 the last
-            "not supported between instances of 'NoneType'|no rule registered for HigherOrderOperator",
-            "torch 2.13: its partitioner fails",
-        )
+        cell: Refusal(Exception, "not supported between instances of 'NoneType'", "torch 2.13: its partitioner fails")
         for cell in CELLS
         if cell.row == "DDP" and cell.checkpoint == "selective" and cell.execution != "eager"
     }
