@@ -232,7 +232,7 @@ def without_subclass(tensor: Tensor) -> Tensor | None:
 
 def saved_handle(node: Any, name: str) -> Any:
     """What the graph holds in place of a tensor that a node saved; None where torch does not expose it."""
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    return getattr(getattr(node, _RAW + name, None), "data", None)
 
 
 def node_of(tensor: torch.Tensor) -> Any:

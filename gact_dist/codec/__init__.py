@@ -12,6 +12,7 @@ from .nvrtc import KernelsUnavailableError, find_nvrtc
 from .ops import isa, native_error, rounding_variance
 from .packed import (
     Packed,
+    Packer,
     Scheme,
     borrow,
     columns_of,
@@ -26,19 +27,20 @@ from .packed import (
     pack_mask,
     pack_narrow,
     pack_within,
+    packer_of,
     stored_bytes,
     stored_values,
     to_tensors,
     unpack,
     with_payload,
-    without_gaps,
     without_payload,
 )
 
 __all__ = [
-    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Scheme",
-    "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc", "from_tensors",
-    "is_binary", "isa", "metadata_bits", "native_error", "normalised", "pack", "pack_binary", "pack_error_bounded",
-    "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within", "rounding_variance",
-    "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload", "without_gaps", "without_payload",
+    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Packer",
+    "Scheme", "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc",
+    "from_tensors", "is_binary", "isa", "metadata_bits", "native_error", "normalised", "pack", "pack_binary",
+    "pack_error_bounded", "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within",
+    "packer_of", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload",
+    "without_payload",
 ]  # fmt: skip

@@ -324,6 +324,24 @@ def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: i
     return Packed(payload, Scheme.QUANTISED, bits, *about)
 
 
+class Packer(NamedTuple):
+    """``pack`` for tensors of one shape, strides, type and device, with all but the seed known."""
+
+    form: _Form
+    bits: int
+    group_size: int
+
+    def pack(self, tensor: Tensor, seed: int) -> Packed:
+        """What ``pack`` returns. tensor: no subclass, not lazily negated."""
+        return _pack_whole(tensor, self.form, self.bits, seed, self.group_size)
+
+
+def packer_of(tensor: Tensor, bits: int, group_size: int, by_column: bool) -> Packer | None:
+    """How ``pack`` packs tensors like this one; None where that takes more than rounding them in memory order."""
+    form = _form_of(tensor, group_size, by_column) if tensor.dtype in PACK_DTYPES else None
+    return None if form is None else Packer(form, bits, group_size)
+
+
 def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0, by_column: bool = True) -> int:
     """Columns of the rows of a strided tensor that ``pack`` groups by column, 1 where it groups in memory order.
 
@@ -540,36 +558,31 @@ def exact(tensor: Tensor) -> Tensor | Packed:
     return tensor.detach()
 
 
-def unpack(packed: Packed) -> Tensor:
-    """A private tensor with the dtype, shape and strides of the one that was packed."""
+def unpack(packed: Packed, gaps: bool = True) -> Tensor:
+    """A private tensor with the dtype, shape and strides of the one that was packed.
+
+    gaps: False leaves out those between its elements; its dimensions keep their order in memory. One of several heads
+    that lie beside each other takes as much memory, with its own strides, as all of them, and what is decoded would
+    have to be copied into it.
+    """
     if packed.ready is not None:
         packed.ready()
-    scheme, layout = packed.scheme, packed.layout
+    scheme, layout, strides = packed.scheme, packed.layout, packed.strides
+    if not gaps and layout.fill is Fill.SCATTERED:
+        strides, layout = _dense(packed.shape, strides, layout.row_numel)
     if layout.fill is Fill.SPAN:
         if scheme is Scheme.QUANTISED and packed.bits is not None and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
             flat = _on_its_side(packed, ops.unpack_plain(packed.payload, packed.bits, *form))
-            return flat.as_strided(packed.shape, packed.strides)
+            return flat.as_strided(packed.shape, strides)
         if scheme is Scheme.MASK:
-            return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, packed.strides)
+            return ops.unpack_mask(packed.payload, layout.span, packed.dtype).as_strided(packed.shape, strides)
         if scheme is Scheme.BINARY and packed.constant is not None:
             flat = ops.unpack_binary(packed.payload, layout.span, packed.constant)
-            return flat.as_strided(packed.shape, packed.strides)
-    out = restore(_decode(packed), packed.shape, packed.strides, packed.layout)
+            return flat.as_strided(packed.shape, strides)
+    out = restore(_decode(packed), packed.shape, strides, layout)
     out = out.conj() if packed.conjugate else out
     return negative_view(out) if packed.negated else out
-
-
-def without_gaps(packed: Packed) -> Packed:
-    """The same payload of a tensor that has gaps in its memory, to be decoded without them.
-
-    Its dimensions keep their order in memory. One of several heads that lie beside each other takes as much memory,
-    with its own strides, as all of them; and what is decoded would have to be copied into it.
-    """
-    if packed.layout.fill is not Fill.SCATTERED:
-        return packed
-    strides, dense = _dense(packed.shape, packed.strides, packed.layout.row_numel)
-    return replace(packed, strides=strides, layout=dense)
 
 
 @functools.lru_cache(_MOST_FORMS)

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
 from .naming import FORWARDING
 from .saved_edges import saved_at
+from .way import Way, find_way
 
 _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
@@ -80,8 +82,14 @@ class Expression:
         memory or in another tensor's; None where it is in that of the first operand. depth: see Recipe."""
         self._function, self._in_place, self._operands = function, in_place, operands
         self._is_private = is_private
-        self.nbytes: int = sum(operand.nbytes for operand in operands if isinstance(operand, (Expression, _Copy)))
-        self.depth = depth + max(map(_depth, operands), default=0)
+        nbytes = deepest = 0
+        for operand in operands:
+            if isinstance(operand, (Expression, _Copy)):
+                nbytes += operand.nbytes
+            if not isinstance(operand, _Copy):
+                deepest = max(deepest, _depth(operand))
+        self.nbytes: int = nbytes
+        self.depth = depth + deepest
         """see Recipe"""
 
     @property
@@ -232,6 +240,14 @@ class _NotDerivable(Exception):
     """Something that an operator needs is not there."""
 
 
+class _NoRecipe(_NotDerivable):
+    """An operator, or a tensor without one, that no recipe is known for."""
+
+    def __init__(self, node: Any) -> None:
+        super().__init__()
+        self.node = node
+
+
 @dataclass
 class DerivedNames:
     """Of saved tensors."""
@@ -252,18 +268,33 @@ class Derived:
     def __init__(self, made: dict[str, int] | None = None) -> None:
         """made: as in DerivedNames."""
         self.names = DerivedNames(made or {})
+        self._without_recipe: dict[str, Way | None] = {}  # the way to an operator that no recipe is known for
 
     def recipe(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
         tensor, or the distributed one whose part on this rank it is."""
         found = None
+        self._without_recipe.pop(name, None)
         if name not in self.names.stored_anyway:
-            found = recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
+            try:
+                found = _recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
+            except _NoRecipe as refused:
+                self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
+            except _NotDerivable:
+                pass
         if found is None:
             self.names.made.pop(name, None)
         else:
             self.names.made[name] = round(tensor.numel() / fraction)
         return found
+
+    def stores(self, name: str) -> bool:
+        """Whether a tensor is stored for good."""
+        return name in self.names.stored_anyway
+
+    def way_without_recipe(self, name: str) -> Way | None:
+        """Where a tensor is stored, whatever else is, that recipe() has met: its way to an operator without recipe."""
+        return self._without_recipe.get(name)
 
     def recipe_again(self, tensor: Tensor, name: str, graph: Tensor) -> Recipe | None:
         """The same in a block that runs again in a backward, for what a measurement of that block derived."""
@@ -327,12 +358,16 @@ def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool 
     edge: that gives it, or the distributed tensor whose part it is. fraction: of the tensor's elements in a step, which
     are there. is_part: whether it is a part of a distributed one.
     """
-    if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
-        return None
     try:
-        recipe = Recipe(_made_by(edge, _Making(tensor.numel(), fraction, is_part), 0), tensor)
+        return _recipe_of(tensor, edge, fraction, is_part)
     except _NotDerivable:
         return None
+
+
+def _recipe_of(tensor: Tensor, edge: _Edge, fraction: float, is_part: bool) -> Recipe | None:
+    if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
+        return None
+    recipe = Recipe(_made_by(edge, _Making(tensor.numel(), fraction, is_part), 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
 
 
@@ -357,17 +392,19 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
     node, number, name, is_part = None, 0, "", wanted.is_part
     for node, number in _passed_through(edge):
         if node is None:
-            raise _NotDerivable
+            raise _NoRecipe(None)
         name = node.name()
         is_part = is_part or name in CONVERSIONS
         if depth and not is_part and name not in _NOT_AS_SAVED:
             handle = saved_at((node, number))
             if handle is not None and _is_stored(handle) and _numel(handle) == wanted.numel:
                 return Expression(Tensor.detach, handle, is_private=None, depth=0)
-    make = None if depth >= _DEEPEST or hasattr(node, STARTS) else _OPERATORS.get(name)
-    if make is None or (number and name not in _OF_SEVERAL_RESULTS):
+    make = _OPERATORS.get(name)
+    if make is None:
+        raise _NoRecipe(node)
+    if depth >= _DEEPEST or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
-    return make(node, wanted._replace(is_part=is_part, number=number), depth)
+    return make(node, _Making(wanted.numel, wanted.fraction, is_part, number), depth)
 
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -513,25 +550,27 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _check_rows(node: Any, *slots: str) -> None:
     """What a norm over the last dimensions saved lies on the ranks alike."""
     layouts = _layouts(node, *slots)
-    if any(layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts):
+    if layouts and any(
+        layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts
+    ):
         raise _NotDerivable
+
+
+def _normalised(
+    owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    made = codec.normalised(x, mean, rstd, weight, bias, in_place=owns)
+    if made is not None:
+        return made
+    rows = _wide(x).reshape(mean.numel(), -1)
+    y = _standardised(rows, mean, rstd, rows if owns else None)
+    return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in (weight, bias)))
 
 
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     _check_rows(node, "input", "result1", "result2")
-
-    def normalised(
-        owns: bool, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        made = codec.normalised(x, mean, rstd, weight, bias, in_place=owns)
-        if made is not None:
-            return made
-        rows = _wide(x).reshape(mean.numel(), -1)
-        y = _standardised(rows, mean, rstd, rows if owns else None)
-        return _scaled(y, *(None if vector is None else vector.reshape(-1) for vector in (weight, bias)))
-
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return _either(normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
+    return _either(_normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
 
 
 def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:

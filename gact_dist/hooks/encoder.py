@@ -112,6 +112,13 @@ class Encoder:
             return None
         return codec.pack_log_probabilities(tensor, self.keys.seed(name))
 
+    def packer_of(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packer | None:
+        """How an activation is rounded that is no DTensor, of which all is read; None where that takes more."""
+        bits = plan.bits_of(name)
+        if type(bits) is not int or not self.rounds(tensor) or self._stream is not None or self._pack is not codec.pack:
+            return None
+        return codec.packer_of(tensor, bits, self.group_size, self._by_column)
+
     def pack(self, tensor: Tensor, bits: Bits, seed: int, limits: tuple[float, float] | None = None) -> codec.Packed:
         """Round a tensor, on a stream of its own if there is one. limits: on whose sides its elements are to stay."""
         if limits is not None:

@@ -78,7 +78,7 @@ from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, Entry, ModuleScope, Namer
 from .one_bit import Read, read_by, role_of_read
 from .own_hooks import Registration
-from .parameters import ParameterRecognition
+from .parameters import ParameterRecognition, is_parameter_or_view
 from .read_once import ReadOnce
 from .readers import Readers, Saved
 from .recomputed import BlockAgain, HandOver, keep_handles
@@ -561,21 +561,27 @@ class SavedTensorHooks:
 
     def _pack_at(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook."""
-        scope, expected = self._namer.scope, self._settled.expected if self._settles else None
-        if expected is not None and expected.matches(tensor, frame, scope.stack) and not in_backward():
-            handle = self._pack_settled(tensor, expected)
-            if handle is not None:
-                return handle
+        scope = self._namer.scope
+        if self._settles and not in_backward():
+            if frame is not None and is_parameter_or_view(tensor):
+                return self._kept_of_model(tensor)
+            expected = self._settled.expected
+            if expected is not None and expected.matches(tensor, frame, scope.stack):
+                handle = self._pack_settled(tensor, expected)
+                if handle is not None:
+                    return handle
         return scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
 
     def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
         """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
-        if self._is_of_model(tensor, expected.may_be_parameter) or self.given.holds(tensor):
+        node = tensor.grad_fn
+        shown = node is not None and expected.evidence is not None and expected.evidence.holds(node)
+        if self._is_of_model(tensor, not shown, expected) or (expected.may_be_given and self.given.holds(tensor)):
             return None
         storage, key = storage_with_id(tensor)
         record = self._storages.known(key)
         found = None if record is None else find_stored(tensor, record)
-        own_result = expected.is_relu and saves_own_result(tensor.grad_fn)
+        own_result = expected.is_relu and saves_own_result(node)
         if own_result:
             own_result = record is None or tensor._version not in record.relu_versions
         if own_result is not (expected.role is Role.SIGN):
@@ -591,23 +597,36 @@ class SavedTensorHooks:
             if expected.is_part and expected.name in self._bases.names:
                 return None
             expected.series.count += 1
-            if record is None:
-                record = self._storages.add(tensor, storage, key)
-            if expected.is_part:
-                self._what_to_store(tensor, expected.name, record)
-            handle = self._sink.take(Captured(tensor, expected.name, expected.role, record))
-            if own_result:
-                record.relu_versions |= {tensor._version}
-            else:
-                note_stored(tensor, record, handle)
-            if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
-                self._roles.observe_next = True
-            self._sink.after(tensor.grad_fn)
+            handle = self._store_settled(tensor, expected, record, storage, key)
+            if expected.is_attention:
+                self._job.after(node)
         self._functions.leave()
         self._roles.latest_call = None
         if not own_result:
             self._note(tensor, handle)
         self._settled.advance(expected)
+        return handle
+
+    def _store_settled(
+        self, tensor: Tensor, expected: Settled, known: StorageRecord | None, storage: Any, key: int
+    ) -> Stored:
+        """Of memory that nothing has stored. known: its record, if there is one. storage, key: its own."""
+        record = self._storages.add(tensor, storage, key) if known is None else known
+        if expected.is_part:
+            self._what_to_store(tensor, expected.name, record)
+        again = expected.again
+        if again is not None and again.fits(tensor.grad_fn, storage.nbytes(), known is None):
+            handle = self._job.take_again(tensor, again, record)
+        else:
+            captured = Captured(tensor, expected.name, expected.role, record)
+            handle = self._job.take(captured)
+            expected.again = self._job.again(captured, handle, known is None)
+        if expected.role is Role.SIGN:
+            record.relu_versions |= {tensor._version}
+        else:
+            note_stored(tensor, record, handle)
+        if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
+            self._roles.observe_next = True
         return handle
 
     def _settle(self, tensor: Tensor, frame: FrameType, site: CallSite, handle: Any, role: Role | None) -> None:
@@ -763,12 +782,16 @@ class SavedTensorHooks:
         stack = self._namer.scope.stack
         return site.line, stack[-1][0] if stack else None, self._instruction
 
-    def _is_of_model(self, tensor: Tensor, may_be_parameter: bool = True) -> bool:
-        """Whether a tensor is a parameter or a buffer, or made from parameters alone. may_be_parameter: see Settled."""
+    def _is_of_model(self, tensor: Tensor, may_be_parameter: bool = True, expected: Settled | None = None) -> bool:
+        """Whether a tensor is a parameter or a buffer, or made from parameters alone.
+
+        may_be_parameter: whether it has to be looked up. expected: as which it is settled.
+        """
         scope = self._namer.scope
-        stack = scope.stack
-        if may_be_parameter and self._parameters.is_parameter(tensor, stack[-1][1] if stack else None):
-            return True
+        if may_be_parameter:
+            module = scope.innermost if expected is None else expected.module(scope.stack)
+            if self._parameters.is_parameter(tensor, module):
+                return True
         if not scope.parametrized:
             return False
         if scope.makes_a_weight:

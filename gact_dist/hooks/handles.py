@@ -82,7 +82,7 @@ def decoded(content: Content, gaps: bool = True) -> Tensor:
     gaps: whether what was rounded has the gaps between its elements that the tensor has in a larger one.
     """
     if isinstance(content, codec.Packed):
-        return codec.unpack(codec.without_gaps(content) if content.is_rounded and not gaps else content)
+        return codec.unpack(content, gaps or not content.is_rounded)
     return content.make() if isinstance(content, Recipe) else content.detach()
 
 
@@ -193,7 +193,7 @@ class Stored:
             return self._for_several(gaps)
         if _latest:
             self._forget_latest(get_ident())
-        return self._decoded(gaps)
+        return decoded(payload, gaps) if self.offloaded is None else self._decoded(gaps)
 
     def _for_several(self, gaps: bool) -> Tensor:
         """See [Note: several readers]."""
@@ -486,8 +486,9 @@ class Kept:
         self.of_model = of_model
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.
-        is_plain = type(tensor) is Tensor  # isinstance() of a parameter's class runs Python of torch's
-        self.tensor = tensor if not is_plain and isinstance(tensor, nn.Parameter) else tensor.detach()
+        kind = type(tensor)  # isinstance() of a parameter's class runs Python of torch's
+        is_parameter = kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+        self.tensor = tensor if is_parameter else tensor.detach()
         self.version = tensor._version
 
     def restore(self) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 from torch.jit import RecursiveScriptModule
-from torch.nn.modules import activation
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._torch_internals import storage_id, storage_reference
@@ -40,15 +39,19 @@ _ALIASES = {
 Entry = tuple[str, nn.Module]
 """a module with its path"""
 
-_OTHER, _PLUMBING, _ACTIVATION = range(3)
-_ACTIVATIONS = frozenset(
+_OTHER, _PLUMBING, _LAYER = range(3)
+_LAYERS = frozenset(
     kind.forward.__code__
-    for kind in vars(activation).values()
+    for kind in vars(nn).values()
     if isinstance(kind, type)
     and issubclass(kind, nn.Module)
-    and kind.__module__ == activation.__name__
-    and kind.forward.__code__.co_varnames == ("self", "input")  # a frame that is looked into holds its variables longer
-)
+    and kind.forward.__code__.co_varnames in (("self", "input"), ("self", "x"))
+    and kind.forward is not nn.Module.forward
+) | {nn.BatchNorm2d.forward.__code__}
+"""of layers of torch.nn, whose frames hold no tensor but the input: one that is looked into may hold it longer"""
+_FORWARD_OF_LAYERS = {kind.forward.__code__: kind._conv_forward.__code__ for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+"""of some, what does the work"""
+_IN_LAYERS = _LAYERS | set(_FORWARD_OF_LAYERS.values())
 LEAVES_CHECKPOINT = "LeavesCheckpointBackward"
 """the node by which a measurement tells what a checkpoint hands out from the same tensor in it"""
 FORWARDING = forwarding_nodes() | {LEAVES_CHECKPOINT}
@@ -69,11 +72,17 @@ def operator_name(node_name: str) -> str:
     return _ALIASES.get(operator, operator)
 
 
-def _is_plain_activation(module: nn.Module) -> bool:
-    """Whether a module is an activation function of torch.nn, with nothing in it and its class's own forward."""
-    if module._modules or module._parameters or "forward" in vars(module):
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch.nn, with no other in it and the forward of torch's class."""
+    forward = _code_of(module, "forward")
+    if module._modules or "forward" in vars(module) or forward not in _LAYERS:
         return False
-    return type(module).__module__ == activation.__name__ and type(module).forward.__code__ in _ACTIVATIONS
+    return forward not in _FORWARD_OF_LAYERS or _code_of(module, "_conv_forward") is _FORWARD_OF_LAYERS[forward]
+
+
+def _code_of(module: nn.Module, method: str) -> CodeType | None:
+    """None where a class has no such method of Python's, as what is traced has no forward."""
+    return getattr(getattr(type(module), method, None), "__code__", None)
 
 
 class _Enter(OwnHook):
@@ -112,8 +121,8 @@ class _Leave(OwnHook):
 class ModuleScope:
     """Keeps track of which module of a model is running its forward, by hooks that are removed with remove().
 
-    An activation function of torch.nn has no hooks, whose time would fall on one saved tensor: within() finds it in the
-    frame of its forward. What a user's hook on it saves has its parent's name.
+    A layer of torch.nn has no hooks, whose time would fall on one or two saved tensors: within() finds it in the frame
+    of its forward. What a user's hook on it saves has its parent's name.
     In a compiled region the hooks are not there: nothing breaks its graph, and what it saves has the region's name.
     compiled: the model has such regions. The compiler would then guard on hooks that also run after an exception, and
     recompile every module; without them a name may be off in a step in which a module raised and its caller went on.
@@ -130,7 +139,7 @@ class ModuleScope:
         self.parametrized = False
         """whether any module is a parametrization"""
         self.unhooked: dict[int, Entry] = {}
-        """activation functions without hooks, by id"""
+        """layers without hooks, by id"""
         self._codes: dict[int, tuple[CodeType, int]] = {}
         self._handles = []
         for path, module in modules_by_path(model):
@@ -139,7 +148,7 @@ class ModuleScope:
             self.parametrized |= "parametrizations." in path
             if isinstance(module, RecursiveScriptModule):
                 continue  # takes no hooks; what it saves has its caller's name
-            if not compiled and _is_plain_activation(module):
+            if not compiled and _is_plain_layer(module):
                 self.unhooked[id(module)] = entry
                 continue
             if isinstance(module, ParametrizationList):
@@ -164,16 +173,16 @@ class ModuleScope:
             self.stack.pop()
 
     def unhooked_at(self, frame: FrameType | None) -> Entry | None:
-        """The activation function without hooks whose forward is running."""
+        """The layer without hooks whose forward is running."""
         while frame is not None:
             code = frame.f_code
             known = self._codes.get(id(code))
             if known is None:
-                kind = _PLUMBING if not is_users(code) else _ACTIVATION if code in _ACTIVATIONS else _OTHER
+                kind = _PLUMBING if not is_users(code) else _LAYER if code in _IN_LAYERS else _OTHER
                 known = self._codes[id(code)] = (code, kind)
             if known[1] is _OTHER:
                 return None
-            if known[1] is _ACTIVATION:
+            if known[1] is _LAYER:
                 return self.unhooked.get(id(frame.f_locals.get("self")))
             frame = frame.f_back
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -12,6 +12,7 @@ from ..distributed import own_part, unwrap
 from .accounting import parts_of
 from .handles import Kept, Noted, Replaceable, Stored
 from .naming import operator_name
+from .way import Way, find_way
 
 _VIEWS_AND_CASTS = frozenset({
     "T", "Numpy_T", "View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "ToCopy", "Split", "SplitWithSizes",
@@ -44,9 +45,53 @@ def made_from_parameters(node: Any) -> bool:
     return made
 
 
+def is_parameter_or_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one: a transposed weight, mostly."""
+    if type(tensor) is nn.Parameter:
+        return True
+    base = tensor._base
+    return type(base) is nn.Parameter and base.grad_fn is None
+
+
 def may_be_from_parameters(node: Any) -> bool:
     """Whether a node of this type may make a tensor from parameters alone. node: None for a tensor without a graph."""
     return node is None or operator_name(node.name()) in _MAY_KEEP_PARAMETERS
+
+
+class Evidence(NamedTuple):
+    """Where a look shows that something is not made from parameters alone, in each step's graph anew."""
+
+    way: Way
+    by_type: bool
+    """whether the last node's type shows it; else a note in its metadata, of what was computed from it"""
+
+    def holds(self, node: Any) -> bool:
+        """Whether it does. Notes it for what is computed from the node."""
+        found = self.way.follow(node)
+        if found is None or not (self.by_type or _FROM_ACTIVATIONS in found[0].metadata):
+            return False
+        if self.way.steps:
+            node.metadata[_FROM_ACTIVATIONS] = True
+        return True
+
+
+def evidence_of_activations(node: Any) -> Evidence | None:
+    """Such a place for what a node made; None where only all of its operands tell."""
+
+    def shows(found: Any) -> bool:
+        return not may_be_from_parameters(found) or (found is not node and _is_from_activations(found))
+
+    def deciding(found: Any) -> list[Any]:
+        operator = operator_name(found.name())
+        if operator in _VIEWS_AND_CASTS:
+            return [found.next_functions[0][0]]
+        return [] if operator == _LEAF else _operands(found, operator)
+
+    way = None if node is None else find_way(node, lambda found: found is not None and shows(found), deciding)
+    if way is None:
+        return None
+    (last,) = way.follow(node) or (None,)
+    return Evidence(way, not may_be_from_parameters(last))
 
 
 def _is_from_activations(node: Any) -> bool:
@@ -172,13 +217,10 @@ class ParameterRecognition:
         module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
         recognised by shape and type against its own parameters.
         """
-        kind = type(tensor)
-        if kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter)):
+        if is_parameter_or_view(tensor) or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)):
             return True
         node, base = tensor.grad_fn, tensor._base
         if node is not None:
-            if type(base) is nn.Parameter and base.grad_fn is None:  # a transposed weight, mostly
-                return True
             return may_be_from_parameters(node) and made_from_parameters(node)
         if base is not None and isinstance(base, nn.Parameter):
             return True

@@ -22,10 +22,12 @@ from torch import Tensor, nn, strided
 
 from .._torch_internals import RESHAPES, is_inside_transform
 from .call_stack import frames_to_user
+from .fused_attention import OPERATORS as FUSED_ATTENTION
 from .naming import Entry, Series, passes_on
 from .one_bit import shows_reads
-from .parameters import may_be_from_parameters
+from .parameters import evidence_of_activations
 from .roles import Role
+from .sinks import Again
 
 _RELU = "ReluBackward0"
 _UNSETTLED = (Role.UNREAD, Role.LOG_SOFTMAX, Role.ONE_BIT)
@@ -35,14 +37,14 @@ class Settled:
     """One save of an earlier step."""
 
     __slots__ = (
-        "_activation", "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_node",
-        "_number", "_shape", "_strides", "is_alias", "is_part", "is_relu", "may_be_parameter", "name", "next",
-        "occurrence", "role", "series",
+        "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_layer", "_node",
+        "_number", "_shape", "_strides", "again", "evidence", "is_alias", "is_attention", "is_part", "is_relu",
+        "may_be_given", "name", "next", "occurrence", "role", "series",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, frames: tuple[tuple[CodeType, int], ...], stack: Sequence[Entry]) -> None:
         self._frames, self._innermost = frames, stack[-1] if stack else None
-        self._activation: nn.Module | None = None
+        self._layer: nn.Module | None = None
         self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
         self._device = tensor.device
         node, base = tensor.grad_fn, tensor._base
@@ -53,9 +55,14 @@ class Settled:
         self._below: type | None = None
         if source is not None and source.name() in RESHAPES:
             self._below = type(source.next_functions[0][0])
-        self.is_relu = node is not None and node.name() == _RELU
-        self.may_be_parameter = may_be_from_parameters(node)
-        """whether it has to be looked up if it is made from parameters alone: some operators make no such tensor"""
+        operator = "" if node is None else node.name()
+        self.is_relu, self.is_attention = operator == _RELU, operator in FUSED_ATTENTION
+        self.may_be_given = node is None or base is not None
+        """whether it may be of the batch"""
+        self.evidence = evidence_of_activations(node)
+        """how to see that it is not made from parameters alone"""
+        self.again: Again | None = None
+        """what becomes of it whatever else is saved"""
         self.name = ""
         """of what is stored, or of what holds the memory already"""
         self.role: Role | None = None
@@ -68,8 +75,8 @@ class Settled:
         """what was saved after it"""
 
     def within(self, entry: Entry, stack: Sequence[Entry]) -> None:
-        """It is saved in the forward of an activation function without hooks, which the last frame runs."""
-        self._activation, self._innermost = entry[1], stack[-2] if len(stack) > 1 else None
+        """It is saved in the forward of a layer without hooks, which the last frame runs."""
+        self._layer, self._innermost = entry[1], stack[-2] if len(stack) > 1 else None
 
     def matches(self, tensor: Tensor, frame: FrameType | None, stack: Sequence[Entry]) -> bool:
         """Whether a tensor is saved as that one was. frame: of the pack hook's caller. stack: modules with hooks."""
@@ -98,7 +105,11 @@ class Settled:
                 return False
         if self._below is not None and (source is None or type(source.next_functions[0][0]) is not self._below):
             return False
-        return self._activation is None or (last is not None and last.f_locals.get("self") is self._activation)
+        return self._layer is None or (last is not None and last.f_locals.get("self") is self._layer)
+
+    def module(self, stack: Sequence[Entry]) -> nn.Module | None:
+        """The one whose forward saves it. stack: modules with hooks."""
+        return self._layer or (stack[-1][1] if stack else None)
 
 
 _NO_SERIES = Series()
@@ -144,9 +155,9 @@ def settled(
 ) -> Settled | None:
     """What to compare a tensor with that is saved in the next step; None where that would not tell enough.
 
-    frame: of the pack hook's caller. entry: of the activation function without hooks that is running, on the stack as
-    well. is_alias: whether another handle holds the memory; of a part of a larger tensor that may be stored instead,
-    the hooks count how much is saved.
+    frame: of the pack hook's caller. entry: of the layer without hooks that is running, on the stack as well. is_alias:
+    whether another handle holds the memory; of a part of a larger tensor that may be stored instead, the hooks count
+    how much is saved.
     """
     frames = frames_to_user(frame)
     if not frames or type(tensor) is not Tensor or tensor.is_complex() or tensor.is_neg() or shows_reads(frame):

@@ -22,6 +22,7 @@ from .one_bit import Limits, Read
 from .repeated import Repeated, Repeats, repeats_of
 from .replay import Replayed, recorded, recorded_in
 from .roles import Role
+from .way import Way
 
 
 class Captured(NamedTuple):
@@ -55,6 +56,25 @@ class Captured(NamedTuple):
     def repeated(self) -> Tensor | None:
         """What repeats it."""
         return None if self.repeats is None else self.whole
+
+
+class Again(NamedTuple):
+    """What becomes of a tensor that is saved in the same way step after step, whatever else is saved."""
+
+    name: str
+    packer: codec.Packer | None
+    """how it is rounded; None for an alias of it"""
+    row: tuple[Any, ...]
+    """of the report"""
+    storage_bytes: int
+    way: Way | None = None
+    """in the graph, to an operator because of which it is not derived; None where it would not be in any case"""
+
+    def fits(self, node: Any, storage_bytes: int, is_new: bool) -> bool:
+        """Whether a tensor that a node made is like the one before. is_new: see Store.again()."""
+        if storage_bytes != self.storage_bytes or not (is_new or self.packer):
+            return False
+        return self.way is None or self.way.follow(node) is not None
 
 
 class Sink(ABC):
@@ -166,6 +186,38 @@ class Store(Sink):
         self._logsumexp.add(stored, payload)
         on_host = 0 if stored.offloaded is None else stored.host_bytes
         self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
+        return stored
+
+    def again(self, captured: Captured, stored: Stored, is_new: bool) -> Again | None:
+        """How take() has just stored a tensor, if that is what it does with one like it in any case.
+
+        is_new: whether nothing else of its memory was saved before.
+        """
+        name, tensor, row = captured.name, captured.tensor, self.account.latest
+        storage_bytes = tensor.untyped_storage().nbytes()
+        if self.offload is not None or row is None:
+            return None
+        if isinstance(stored.payload, Tensor):
+            is_small = is_new and not self._encoder.is_large(tensor) and tensor.nbytes == storage_bytes
+            return Again(name, None, row, storage_bytes) if is_small else None
+        if captured.role is not Role.ACTIVATION or tensor.grad_fn is None:
+            return None
+        way = None
+        if self._encoder.may_derive and not self._derived.stores(name):
+            way = self._derived.way_without_recipe(name)
+            if way is None:
+                return None
+        packer = self._encoder.packer_of(tensor, name, self.plan)
+        return None if packer is None else Again(name, packer, row, storage_bytes, way)
+
+    def take_again(self, tensor: Tensor, again: Again, record: StorageRecord) -> Stored:
+        """What take() returns for a tensor like that of an earlier step."""
+        name, packer = again.name, again.packer
+        payload = tensor.detach() if packer is None else packer.pack(tensor, self._encoder.keys.seed(name))
+        stored = Stored(name, tensor, payload)
+        self._logsumexp.add(stored, payload)
+        self.account.add_again(again.row, again.storage_bytes, record)
+        record.aliased |= packer is None
         return stored
 
     def _content_of(self, captured: Captured) -> Content:

@@ -151,7 +151,7 @@ class Activations(nn.Module):
         return self.norm(self.own(self.silu(self.caller(self.gelu(x * 2.0)))))
 
 
-def test_what_an_activation_function_saves_has_its_path_though_it_has_no_hooks():
+def test_what_a_layer_saves_has_its_path_though_it_has_no_hooks():
     model = Activations()
     gact = attach(model)
     found = names(gact, lambda: model(torch.randn(32, 64, requires_grad=True)).sum())
@@ -159,7 +159,43 @@ def test_what_an_activation_function_saves_has_its_path_though_it_has_no_hooks()
     assert found[4].startswith("norm:Gelu")
     assert names(gact, lambda: model(torch.randn(32, 64, requires_grad=True)).sum()) == found
     hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
-    assert hooked == ["", "own", "caller", "norm"]
+    assert hooked == ["", "caller"]
+
+
+class Layers(nn.Module):
+    """Layers of torch.nn, and some of a user's that are not quite these."""
+
+    class Shifted(nn.Linear):
+        def forward(self, input):
+            return super().forward(input + 1.0) * 2.0
+
+    class Normalised(nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input * 2.0, weight / weight.norm(), bias)
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(32, 64)
+        self.plain, self.shifted = nn.Linear(64, 64), self.Shifted(64, 64)
+        self.conv, self.normalised = nn.Conv2d(1, 4, 3), self.Normalised(4, 4, 3)
+        self.batch_norm, self.dropout = nn.BatchNorm2d(4), nn.Dropout(0.5)
+
+    def forward(self, words):
+        x = self.shifted(self.plain(self.words(words)))
+        return self.dropout(self.batch_norm(self.normalised(self.conv(x.unsqueeze(1)))))
+
+
+def test_layers_have_no_hooks_and_what_they_save_has_their_path():
+    model = Layers()
+    gact = attach(model)
+    words = torch.randint(32, (2, 16))
+    found = names(gact, lambda: model(words).sum())
+    paths = [name.split(":")[0] for name in found]
+    assert paths == ["plain", "shifted", "conv", "normalised", *["batch_norm"] * 3, "dropout"]
+    assert [name.split("@")[0] for name in found[:3]] == ["plain:Embedding", "shifted:Add", "conv:Mul"]
+    assert [names(gact, lambda: model(words).sum()) for _ in range(3)] == [found] * 3  # settled, in the end
+    hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks or module._forward_hooks]
+    assert hooked == ["", "shifted", "normalised"]
 
 
 def test_an_activation_function_whose_forward_was_replaced_keeps_its_path():

@@ -233,12 +233,19 @@ def of_another_type(model, x, step):
         return model.last(F.gelu(x)).float()
 
 
+def derived_or_not(model, x, step):
+    stored = model.last(x.sin())
+    activated, projected = F.gelu(stored), model.last(stored)
+    return model.last(x + (activated if step // 2 % 2 else projected))
+
+
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(
     "how",
     [
         noise_or_others, made_or_buffer, activation_or_parameter, activation_or_frozen, kept_or_given, in_place_or_not,
         saved_before, on_another_line, by_another_operator, a_view_or_not, a_part, without_gradient, of_another_type,
+        derived_or_not,
     ],
 )  # fmt: skip
 def test_a_place_where_things_change(how, settings, monkeypatch):
