@@ -32,6 +32,7 @@ from .packed import (
     stored_values,
     to_tensors,
     unpack,
+    unpack_without_gaps,
     with_payload,
     without_payload,
 )
@@ -41,6 +42,6 @@ __all__ = [
     "Scheme", "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc",
     "from_tensors", "is_binary", "isa", "metadata_bits", "native_error", "normalised", "pack", "pack_binary",
     "pack_error_bounded", "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within",
-    "packer_of", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "with_payload",
-    "without_payload",
+    "packer_of", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "unpack_without_gaps",
+    "with_payload", "without_payload",
 ]  # fmt: skip

@@ -558,18 +558,26 @@ def exact(tensor: Tensor) -> Tensor | Packed:
     return tensor.detach()
 
 
-def unpack(packed: Packed, gaps: bool = True) -> Tensor:
-    """A private tensor with the dtype, shape and strides of the one that was packed.
+def unpack(packed: Packed) -> Tensor:
+    """A private tensor with the dtype, shape and strides of the one that was packed."""
+    return _unpack(packed, packed.strides, packed.layout)
 
-    gaps: False leaves out those between its elements; its dimensions keep their order in memory. One of several heads
-    that lie beside each other takes as much memory, with its own strides, as all of them, and what is decoded would
-    have to be copied into it.
+
+def unpack_without_gaps(packed: Packed) -> Tensor:
+    """The same without the gaps that the tensor had between its elements; its dimensions keep their order in memory.
+
+    One of several heads that lie beside each other takes as much memory, with its own strides, as all of them, and what
+    is decoded would have to be copied into it.
     """
+    if packed.layout.fill is not Fill.SCATTERED:
+        return _unpack(packed, packed.strides, packed.layout)
+    return _unpack(packed, *_dense(packed.shape, packed.strides, packed.layout.row_numel))
+
+
+def _unpack(packed: Packed, strides: tuple[int, ...], layout: Layout) -> Tensor:
     if packed.ready is not None:
         packed.ready()
-    scheme, layout, strides = packed.scheme, packed.layout, packed.strides
-    if not gaps and layout.fill is Fill.SCATTERED:
-        strides, layout = _dense(packed.shape, strides, layout.row_numel)
+    scheme = packed.scheme
     if layout.fill is Fill.SPAN:
         if scheme is Scheme.QUANTISED and packed.bits is not None and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns

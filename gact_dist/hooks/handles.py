@@ -82,7 +82,7 @@ def decoded(content: Content, gaps: bool = True) -> Tensor:
     gaps: whether what was rounded has the gaps between its elements that the tensor has in a larger one.
     """
     if isinstance(content, codec.Packed):
-        return codec.unpack(content, gaps or not content.is_rounded)
+        return codec.unpack(content) if gaps or not content.is_rounded else codec.unpack_without_gaps(content)
     return content.make() if isinstance(content, Recipe) else content.detach()
 
 

@@ -169,14 +169,14 @@ def test_what_has_gaps_can_be_decoded_without_them(dtype: torch.dtype, bits: int
     queries, keys, _ = torch.randn(2, 16, 3, 4, 8).to(dtype).permute(2, 0, 3, 1, 4)
     for tensor in (queries, keys[:, :1], keys[:, :1].expand(-1, 4, -1, -1)):
         packed = codec.pack(tensor, bits, seed=1)
-        found = codec.unpack(packed, gaps=False)
+        found = codec.unpack_without_gaps(packed)
         assert torch.equal(found, codec.unpack(packed))
         elements = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         assert found.untyped_storage().nbytes() == elements * dtype.itemsize
         order = sorted(range(4), key=tensor.stride, reverse=True)
         assert sorted(range(4), key=found.stride, reverse=True) == order
     dense = codec.pack(torch.randn(4, 6).t(), bits)
-    assert codec.unpack(dense, gaps=False).stride() == (1, 6)
+    assert codec.unpack_without_gaps(dense).stride() == (1, 6)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
