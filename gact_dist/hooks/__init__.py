@@ -18,7 +18,7 @@ from .naming import LEAVES_CHECKPOINT, RECOMPUTED, WORKSPACE, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
-from .replay import Replay, Replayed, made_again
+from .replay import Replay, Replayed, firsts_of, made_again
 from .roles import BACKWARDS, OperatorObserver
 from .selective import Adding, Results, Taking, policy_of, running_with
 
@@ -60,6 +60,7 @@ __all__ = [
     "check_inlined",
     "decoded",
     "exponent_of",
+    "firsts_of",
     "fixes_rows",
     "given_to_functions",
     "has_compiled_parts",

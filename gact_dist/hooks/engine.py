@@ -83,7 +83,7 @@ from .read_once import ReadOnce
 from .readers import Readers, Saved
 from .recomputed import BlockAgain, HandOver, keep_handles
 from .repeated import Repeated
-from .replay import Replay, Replayed
+from .replay import Replay, Replayed, outcome_of
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
 from .saved_edges import note_saved
 from .selective import Way, keep_results, may_not_have_arrived
@@ -370,8 +370,9 @@ class SavedTensorHooks:
             frame = caller()
             with without_modes():
                 exact = frame is None or _without_codec(tensor) or type(tensor) not in PLAIN
-                if exact or self._is_of_model(tensor) or self.given.holds(tensor):
-                    handle: Any = Kept(tensor)
+                of_model = is_parameter_or_view(tensor) or (not exact and self._is_of_model(tensor))
+                if of_model or exact or self.given.holds(tensor):
+                    handle: Any = Kept(tensor, of_model, encoder.may_derive and of_model)
                 else:
                     handle = self._namer.scope.within(frame, block.pack, tensor)
             hand_over(tensor, None if isinstance(handle, Kept) else handle)
@@ -473,7 +474,7 @@ class SavedTensorHooks:
             frame = caller()
             with without_modes():
                 handle = self._namer.scope.within(frame, self._pack_from, tensor)
-            outcomes.append(None if isinstance(handle, Kept) else handle)
+            outcomes.append(outcome_of(handle))
             return handle
 
         record = self._sink

@@ -193,7 +193,7 @@ class Stored:
             return self._for_several(gaps)
         if _latest:
             self._forget_latest(get_ident())
-        return decoded(payload, gaps) if self.offloaded is None else self._decoded(gaps)
+        return self._decoded(gaps)
 
     def _for_several(self, gaps: bool) -> Tensor:
         """See [Note: several readers]."""

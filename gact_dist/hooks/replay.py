@@ -8,7 +8,7 @@ and buffers saves the same tensors in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,43 @@ from torch import Tensor
 
 from .._torch_internals import in_backward
 from ..distributed import distributed_again, layout_of, own_part
-from .handles import Distributed, Kept, Noted, Recorded, Replaceable, ReplayError, Stored, View, base_of, count_reader
+from .handles import (
+    Distributed,
+    Kept,
+    Noted,
+    Recorded,
+    Replaceable,
+    ReplayError,
+    Stored,
+    View,
+    base_of,
+    count_reader,
+    stored_of,
+)
 from .naming import edge_to, origin
 from .repeated import Repeated, Repeats
 from .roles import Role
 from .saved_edges import note_saved
+
+
+class Model:
+    """What a block saves of the model itself: recipes are made with the small vectors among it."""
+
+
+OF_MODEL = Model()
+"""among outcomes"""
+
+
+def firsts_of(outcomes: Iterable[Any]) -> list[Any]:
+    """What a run has stored, in the order of saving; of views what they are views of."""
+    return [stored_of(outcome) for outcome in outcomes if outcome is not None and outcome is not OF_MODEL]
+
+
+def outcome_of(handle: Any) -> Any:
+    """What a Replay has to know of a saved tensor that the first run made this handle of."""
+    if not isinstance(handle, Kept):
+        return handle
+    return OF_MODEL if handle.of_model else None
 
 
 @dataclass(eq=False)
@@ -63,7 +95,8 @@ class Replay:
     def __init__(
         self, outcomes: Sequence[Any], own: set[Noted], keep: Callable[[Tensor, Any, Tensor], Replaceable | Stored]
     ) -> None:
-        """outcomes: of the first run, from SavedTensorHooks.noting(). own: what the block itself stored in it.
+        """outcomes: of the first run, from SavedTensorHooks.noting(): handles, OF_MODEL, or None for what is kept as it
+        is. own: what the block itself stored in it.
 
         keep(tensor, first, graph): the handle that the graph is to hold; graph: the tensor, or the distributed one
         whose part on this rank it is. A tensor that is not stored but can be replaced is recorded as well.
@@ -92,8 +125,8 @@ class Replay:
             raise ReplayError(f"it saved more than the {len(self._outcomes)} tensors for backward of the first time")
         outcome = self._outcomes[self._next]
         self._next += 1
-        if outcome is None:
-            return Kept(tensor)
+        if outcome is None or outcome is OF_MODEL:
+            return Kept(tensor, outcome is OF_MODEL, copies=outcome is OF_MODEL)
         handle = self._as_before(tensor, outcome)
         first = base_of(outcome)
         if not isinstance(outcome, Distributed) and getattr(first, "role", None) not in (Role.SIGN, Role.ONE_BIT):

@@ -10,13 +10,15 @@ draws of the gradient check the error bound; a draw that finds it exceeded cause
 
 [Note: what must hold] The bound is on means: over the steps under one plan, the mean variance that rounding adds must
 not exceed e^2 times the mean squared gradient V^2. Both are estimated from draws, a hundred steps apart with the
-default interval, as the mean of the last ten, following AC-GC's authors. Two things can make a mean of ten wrong. The
-gradient may have fallen since the oldest draw: draws that lie significantly above the later ones are dropped, and with
-them what rounding added in their steps, because both fall together. And a mean of few draws is uncertain: its standard
-error follows from their spread, and bits are chosen so that the bound holds with one standard error to spare.
+default interval, as means of the last ten, following AC-GC's authors. Three things can make such means wrong. Squared
+gradients fall while a model trains, and with them what rounding adds: each draw is divided by the squared gradients
+around it, or the oldest would decide, and draws that lie significantly above the later ones are dropped. The increase
+itself rises meanwhile: later draws count for more. And few draws are uncertain: bits are chosen so that the bound holds
+with one standard error to spare. A new plan adds so many times the variance of the one before as it does on the batch
+that both are measured on, and the draws are taken to have had that plan: what is divided is always of the same steps.
 
 [Note: room to grow] If the gradient shrinks while bits stay the same, the increase grows under a plan. The next plan
-leaves room for the growth under the last ones: the mean increase over a plan's steps, divided by the increase that was
+leaves room for the growth under the last ones: the increase over a plan's steps, divided by the increase that was
 measured when the plan was made.
 """
 
@@ -93,10 +95,11 @@ class Acgc(Policy):
         measured_before = draws.increase
         self._warn_of(measured_before, current)
         self._learn_growth(measured_before)
-        # of the batches since the current plan was made, compared with this one
-        usual = draws.noise / before.noise if before.noise > 0.0 else 1.0
+        # the increase that a variance stands for which is measured on this batch
+        known = before.noise > 0.0 and math.isfinite(measured_before)
+        scale = measured_before / before.noise if known else 1.0 / second_moment
         self._standard_error = draws.standard_error
-        limit = self._tolerated * second_moment / (1.0 + self._standard_error) / self._growth / usual
+        limit = self._tolerated / (1.0 + self._standard_error) / self._growth / scale
 
         def noise_of(plan: Allocation) -> float:
             measured = trial.measure(costs.bits(plan))[0].noise
@@ -105,11 +108,9 @@ class Acgc(Policy):
         found = fewest_bits(costs, limit, noise_of, start=limit * unit)
         kept = self._settled(costs, current, found) if before.noise <= limit else None
         allocation = found.allocation if kept is None else kept
-        draws.renew((found.noise if kept is None else before.noise) * usual)
-        scale = usual / (unit * second_moment)
-        error = GradientError(
-            self._tolerated, allocation.variance * scale, draws.increase, measured_before, unit * second_moment
-        )
+        draws.renew((found.noise if kept is None else before.noise) * scale)
+        predicted = allocation.variance / unit * scale
+        error = GradientError(self._tolerated, predicted, draws.increase, measured_before, unit * second_moment)
         self._bounded, self._planned = error.holds, error.measured
         self._tell(error, allocation)
         return Choice(
@@ -217,12 +218,17 @@ def settled(tolerance: float, costs: Costs, current: Plan, fresh: Allocation) ->
 
 # Earlier draws are dropped if later ones lie below them by more than this many standard errors.
 _SIGNIFICANT = 3.0
-# Prior for the relative standard deviation of a squared gradient over batches, with the weight of one draw.
+# Prior for the relative standard deviation of either number of a draw, with the weight of one draw.
 _ASSUMED_SPREAD = 0.5
+# How much less a draw counts than the one after it: half as much as the third after it.
+_FADING = 0.5 ** (1 / 3)
 
 
 class GradientDraws:
-    """Squared gradients of the last draws, and the variance that rounding added under the current plan."""
+    """The last draws of the gradient, and the variance that rounding adds to each under the current plan.
+
+    See [Note: what must hold].
+    """
 
     def __init__(self) -> None:
         self._squares: list[float] = []
@@ -244,9 +250,13 @@ class GradientDraws:
         self._noise = [*self._noise, noise][-DRAWS:]
         self._drop_stale()
 
-    def renew(self, noise: float) -> None:
-        """There is another plan. noise: the variance that is expected under it."""
-        self._noise = [noise]
+    def renew(self, increase: float) -> None:
+        """There is another plan. increase: that is expected under it."""
+        before = self.increase
+        if before > 0.0 and math.isfinite(before):
+            self._noise = [noise * increase / before for noise in self._noise]
+        else:
+            self._noise = [abs(square) * increase for square in self._squares]
 
     @property
     def second_moment(self) -> float:
@@ -254,20 +264,26 @@ class GradientDraws:
         return fmean(self._squares) if self._squares else 0.0
 
     @property
-    def noise(self) -> float:
-        """Mean variance that rounding added under the current plan; zero without a draw."""
-        return fmean(self._noise) if self._noise else 0.0
-
-    @property
     def increase(self) -> float:
-        """The relative increase of the second moment; infinite if noise hides the gradient altogether."""
-        return self.noise / self.second_moment if self.second_moment > 0.0 else math.inf
+        """The relative increase of the second moment; zero without a draw, infinite if noise hides the gradient."""
+        if not self._squares:
+            return 0.0
+        weights = self._recent() / self._scales()
+        square = float(weights @ self._squares)
+        return float(weights @ self._noise) / square if square > 0.0 else math.inf
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the increase, as a fraction of it: from both means, as if they were independent."""
-        known = [values for values in (self._squares, self._noise) if values]
-        return math.hypot(*(_spread(values) / math.sqrt(len(values)) for values in known))
+        """Standard error of the increase, as a fraction of it: from how far the draws lie from it."""
+        increase, count = self.increase, len(self._squares)
+        if not count:
+            return 2**0.5 * _ASSUMED_SPREAD
+        apart = np.zeros(count)
+        if 0.0 < increase < math.inf:
+            apart = (np.array(self._noise) / increase - self._squares) / self._scales()
+        variance = (2 * _ASSUMED_SPREAD**2 + float(apart @ apart)) / count
+        recent = self._recent()
+        return math.sqrt(variance * float(recent @ recent)) / float(recent.sum())
 
     def state_dict(self) -> dict[str, Any]:
         """The draws."""
@@ -278,10 +294,21 @@ class GradientDraws:
         """The draws that state_dict() was called on. Raises StateError."""
         draws, fields = GradientDraws(), _fields.mapping(_fields.anything)("samples", state)
         numbers = _fields.sequence(_fields.number())
-        draws._squares = _fields.read(fields, "squares", numbers, [])
-        draws._noise = _fields.read(fields, "noise", numbers, [])
+        squares, noise = (_fields.read(fields, name, numbers, []) for name in ("squares", "noise"))
+        count = min(len(squares), len(noise))
+        draws._squares, draws._noise = squares[len(squares) - count :], noise[len(noise) - count :]
         draws._relative = _fields.read(fields, "relative", _fields.flag, False)
         return draws
+
+    def _recent(self) -> np.ndarray:
+        """How much each draw counts by its age."""
+        return _FADING ** np.arange(len(self._squares) - 1, -1, -1)
+
+    def _scales(self) -> np.ndarray:
+        """The size of the squared gradients around each draw."""
+        squares = np.abs(self._squares)
+        around = [squares[max(0, number - 1) : number + 2].mean() for number in range(len(squares))]
+        return np.maximum(around, np.finfo(float).tiny)
 
     def _drop_stale(self) -> None:
         """Drop earlier draws as long as later ones lie significantly below them."""

@@ -44,6 +44,7 @@ from ..hooks import (
     SavedTensorHooks,
     Taking,
     exponent_of,
+    firsts_of,
     kept_exactly,
     made_again,
     made_from_parameters,
@@ -54,7 +55,6 @@ from ..hooks import (
     producer,
     replaying,
     running_with,
-    stored_of,
     tensors_of,
     told_of_checkpoints,
 )
@@ -150,8 +150,11 @@ class Visit:
 
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
-        saved = (stored_of(outcome) for outcome in self.outcomes if outcome is not None)
-        return {*self.own, *saved, *(kept.first for _, kept, _ in self.inputs if isinstance(kept, Replayed))}
+        return {
+            *self.own,
+            *firsts_of(self.outcomes),
+            *(kept.first for _, kept, _ in self.inputs if isinstance(kept, Replayed)),
+        }
 
 
 class BlockForward:

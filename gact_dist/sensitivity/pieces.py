@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch_internals import gradient_at, number_of, saved_handles
-from ..hooks import Noted, ReplayError, Stored, StoredAgain, stored_of
+from ..hooks import Noted, ReplayError, Stored, StoredAgain, firsts_of, stored_of
 from .autograd_graph import added, leading_to
 from .blocks import BlockForward, Visit
 from .parts import Part
@@ -55,13 +55,11 @@ def pieces_of_blocks(forward: BlockForward, fraction: float) -> dict[Visit, list
 
 def _pieces_of(outcomes: Sequence[Any], count: int) -> list[set[Any]]:
     """Shares of about equal size, in the order of saving. outcomes: of the run that was noted, see Visit."""
-    firsts = [stored_of(outcome) for outcome in outcomes]
-    sizes = {first: _nbytes_of(first) for first in firsts if first is not None}
+    firsts = firsts_of(outcomes)
+    sizes = {first: _nbytes_of(first) for first in firsts}
     total, before = sum(sizes.values()), 0.0
     pieces: list[set[Any]] = [set() for _ in range(count)]
     for first in firsts:
-        if first is None:
-            continue
         size = sizes.pop(first, 0.0)  # what is saved again holds nothing more
         pieces[min(count - 1, int((before + size / 2) * count / total))].add(first)
         before += size

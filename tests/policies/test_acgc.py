@@ -374,10 +374,9 @@ def test_a_plan_leaves_room_for_the_growth_that_was_seen_under_earlier_plans(mon
             with gact.step(job.loss_fn, job.batch(step)):
                 job.loss_fn(job.batch(step))
         histories.append([entry["gradient_error"] for entry in gact.history])
-    with_room, without = histories
-    assert len(with_room) < len(without)
-    broken, broken_without = ([entry["measured_before"] for entry in found[2:]] for found in histories)
-    assert fmean(broken) < fmean(broken_without)
+    with_room, without = ([entry["measured_before"] for entry in found[2:]] for found in histories)
+    assert fmean(with_room) < fmean(without)
+    assert 2 * sum(increase > ERROR for increase in with_room) <= sum(increase > ERROR for increase in without) > 2
 
 
 def test_a_loss_scale_changes_neither_bits_nor_increase():

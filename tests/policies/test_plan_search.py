@@ -81,7 +81,7 @@ def samples_of(squares, noise=0.1):
 def test_the_second_moment_is_the_mean_of_the_last_ten():
     samples = samples_of(1.0 + 0.01 * np.arange(20))
     assert samples.second_moment == pytest.approx(1.145)
-    assert samples.increase == pytest.approx(0.1 / 1.145)
+    assert 0.1 / 1.19 < samples.increase < 0.1 / 1.145  # later ones count for more
     resumed = GradientDraws.from_state(samples.state_dict())
     assert resumed.increase == samples.increase
     assert resumed.standard_error == samples.standard_error
@@ -89,17 +89,19 @@ def test_the_second_moment_is_the_mean_of_the_last_ten():
 
 def test_the_standard_error_follows_the_spread_of_the_samples():
     assert samples_of([1.0]).standard_error == pytest.approx(math.hypot(0.5, 0.5))  # assumed of one sample
+    fading = 0.5 ** (np.arange(10) / 3)
+    effective = fading.sum() ** 2 / (fading @ fading)
     alike = samples_of([1.0] * 10)
-    assert alike.standard_error == pytest.approx(math.hypot(0.5, 0.5) / 10)
-    # successive differences of 1 have half a variance of 1 each; about a mean of 1 with the assumed 0.25 among ten
-    apart = samples_of([0.5, 1.5] * 5)
-    squares = (0.25 + 9 * 0.5) / 10
-    assert apart.standard_error == pytest.approx(math.hypot(math.sqrt(squares / 10), 0.05))
+    assert alike.standard_error == pytest.approx(math.sqrt(0.5 / 10 / effective))
+    apart = samples_of([0.8, 1.25] * 5)
+    # of increases 0.125 and 0.08 about their mean: a quarter of it apart on either side
+    assert apart.standard_error == pytest.approx(math.sqrt((0.5 + 10 * 0.22**2) / 10 / effective), rel=0.05)
 
 
 def test_samples_from_before_the_gradient_fell_are_dropped():
     samples = samples_of([1.0, 1.2, 0.9, 1.1, 1.0, 0.8, 0.1, 0.12, 0.09])
     assert samples.second_moment == pytest.approx(0.31 / 3)
+    assert samples.increase == pytest.approx(0.1 / (0.31 / 3), rel=0.05)
     assert samples_of([0.1] * 5 + [1.0] * 5).second_moment == pytest.approx(0.55)  # one that rose is no danger
 
 
@@ -116,17 +118,34 @@ def test_what_is_not_finite_or_zero_is_left_out_and_kinds_are_not_mixed():
     assert samples.second_moment == 2.0
     samples.add(-1.0, 3.0, relative=False)  # noise larger than the gradient: an estimate all the same
     assert samples.second_moment == 0.5
-    samples.renew(7.0)
-    assert samples.noise == 7.0
+    samples.renew(0.07)
+    assert samples.increase == pytest.approx(0.07)
     samples.add(5.0, 1.0, relative=True)
-    assert (samples.second_moment, samples.noise) == (5.0, 1.0)
+    assert (samples.second_moment, samples.increase) == (5.0, 0.2)
+
+
+def test_another_plan_changes_what_rounding_adds_to_the_draws_so_far():
+    samples = samples_of([1.0, 2.0, 1.5], noise=0.3)
+    before = samples.increase
+    samples.renew(before / 4)
+    assert samples.increase == pytest.approx(before / 4)
+    untouched = samples_of([1.0, 2.0], noise=0.0)  # all was exact
+    untouched.renew(0.1)
+    assert untouched.increase == pytest.approx(0.1)
+
+
+def test_the_increase_is_that_of_the_latest_draws_though_squares_were_larger_before():
+    """Over ten draws the gradient falls to a tenth and the increase doubles: a mean of squares would say 0.13."""
+    samples = GradientDraws()
+    for number, increase in enumerate(np.geomspace(0.1, 0.2, 10)):
+        size = 0.1 ** (number / 9) * (1.8 if number % 2 else 1.0)
+        samples.add(size, size * increase, relative=False)
+    assert 0.15 < samples.increase < 0.2
 
 
 def test_noise_that_falls_with_the_gradient_stays_within_the_error_bound():
     """Both to a hundredth, between the fourth and the fifth sample: the increase is a tenth before and after."""
     samples = GradientDraws()
-    samples.renew(10.0)
     for size in (100.0, 110.0, 90.0, 100.0, 1.0, 1.1, 0.9, 1.0, 1.1, 0.9):
         samples.add(size, size / 10, relative=False)
-    assert samples.second_moment == pytest.approx(1.0)
     assert samples.increase == pytest.approx(0.1)
