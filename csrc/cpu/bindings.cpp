@@ -130,7 +130,7 @@ void run(Function in_order, Function by_column, const Job& job, int element_byte
 void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const Tensor& buffer, bool stream,
                int64_t columns) {
   check_format(bits, group_size);
-  check_flat(x, "x");
+  STD_TORCH_CHECK(x.is_contiguous(), "gact_dist: x has gaps or another order, expected a contiguous tensor");
   check_columns(x.numel(), columns);
   const Element element = element_of(x.scalar_type());
   const Sections where = sections(x.numel(), bits, group_size, columns);

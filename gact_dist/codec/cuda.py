@@ -112,9 +112,9 @@ def _launch_codec(
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     """``reference.pack`` for a CUDA tensor."""
     payload_format.check_format(bits, group_size, x.dtype)
-    payload_format.check_flat(x, "x")
+    payload_format.check_contiguous(x, "x")
     payload_format.check_columns(x.numel(), columns)
-    return pack_checked(x, bits, group_size, seed, columns)
+    return pack_checked(x.view(-1), bits, group_size, seed, columns)
 
 
 def pack_checked(x: Tensor, bits: int, group_size: int, seed: int, columns: int) -> Tensor:
@@ -129,7 +129,8 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, colu
     """``reference.pack_out`` for CUDA tensors. x: also [rows, columns] with gaps between the rows."""
     payload_format.check_format(bits, group_size, x.dtype)
     if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.stride(0) < columns:
-        payload_format.check_flat(x, "x")
+        payload_format.check_contiguous(x, "x")
+        x = x.view(-1)
     payload_format.check_columns(x.numel(), columns)
     payload_format.check_buffer(out, _sections(x.numel(), bits, group_size, columns).total_bytes)
     _check_device(out, "out", x.device)

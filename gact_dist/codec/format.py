@@ -91,6 +91,15 @@ def check_flat(x: Tensor, name: str) -> None:
         )
 
 
+def check_contiguous(x: Tensor, name: str) -> None:
+    """Raise ValueError unless the elements of ``x`` follow each other in memory in its own order."""
+    if not x.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and strides {x.stride()}, expected a contiguous tensor; "
+            "codec.pack takes any strides"
+        )
+
+
 def check_buffer(buffer: Tensor, expected_bytes: int) -> None:
     """Raise ValueError unless ``buffer`` is a flat uint8 tensor of exactly ``expected_bytes``."""
     check_flat(buffer, "buffer")

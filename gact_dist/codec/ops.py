@@ -65,7 +65,7 @@ def _serve_cuda(function: Callable, definition: Callable) -> Callable:
 
 def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
     payload_format.check_format(bits, group_size, x.dtype)
-    payload_format.check_flat(x, "x")
+    payload_format.check_contiguous(x, "x")
     payload_format.check_columns(x.numel(), columns)
     total_bytes = payload_format.sections(x.numel(), bits, group_size, columns).total_bytes
     return x.new_empty(total_bytes, dtype=torch.uint8)
@@ -73,7 +73,7 @@ def _fake_pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 
 
 def _fake_pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     payload_format.check_format(bits, group_size, x.dtype)
-    payload_format.check_flat(x, "x")
+    payload_format.check_contiguous(x, "x")
     payload_format.check_columns(x.numel(), columns)
     payload_format.check_buffer(out, payload_format.sections(x.numel(), bits, group_size, columns).total_bytes)
 
@@ -185,12 +185,12 @@ def pack_plain(x: Tensor, bits: int, group_size: int, seed: int, columns: int) -
     On a GPU without the dispatcher and the checks, which take the host as long as the launch.
 
     Args:
-        x: flat; on a GPU also [rows, columns] with gaps between the rows.
+        x: contiguous; on a GPU flat, or [rows, columns] with gaps between the rows.
     """
     if x.is_cuda and not dispatch_modes():
         with suppress(nvrtc.KernelsUnavailableError):  # the operator warns
             return cuda.pack_checked(x, bits, group_size, seed, columns)
-    return pack(x if x.dim() == 1 else x.contiguous().view(-1), bits, group_size, seed, columns)
+    return pack(x.contiguous(), bits, group_size, seed, columns)
 
 
 def unpack_plain(

@@ -273,6 +273,7 @@ class _Form(NamedTuple):
     columns: int
     pitch: int
     """elements from one row of `columns` to the next, where all are equally far apart; else 0, as without gaps"""
+    is_contiguous: bool
 
 
 _forms: dict[tuple[torch.Size, tuple[int, ...], int, bool], _Form | None] = {}
@@ -300,7 +301,7 @@ def _form_of(tensor: Tensor, group_size: int, by_column: bool) -> _Form | None:
                 memory, pitch = (layout.sizes, layout.strides), pitch_of(layout, columns)
             else:
                 memory, pitch = ((layout.span,), _UNIT_STRIDE), 0
-            form = _Form(shape, strides, layout, *memory, columns, pitch)
+            form = _Form(shape, strides, layout, *memory, columns, pitch, tensor.is_contiguous())
         _forms[key] = form
         return form
 
@@ -319,7 +320,9 @@ def _memory(tensor: Tensor, form: _Form) -> Tensor:
 
 
 def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: int) -> Packed:
-    payload = ops.pack_plain(_memory(tensor, form), bits, group_size, seed, form.columns)
+    # a view of so few elements takes longer than rounding them
+    memory = tensor.detach() if form.is_contiguous and tensor.is_cpu else _memory(tensor, form)
+    payload = ops.pack_plain(memory, bits, group_size, seed, form.columns)
     about = tensor.dtype, form.shape, form.strides, form.layout, group_size, form.columns, seed
     return Packed(payload, Scheme.QUANTISED, bits, *about)
 

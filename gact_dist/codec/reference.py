@@ -18,6 +18,7 @@ from .format import (
     check_binary_dtype,
     check_buffer,
     check_columns,
+    check_contiguous,
     check_flat,
     check_format,
     check_mask_dtype,
@@ -361,7 +362,8 @@ def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> 
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``pack`` into ``out``, a flat uint8 tensor of ``sections(...).total_bytes`` elements, aligned to 4 bytes."""
     check_format(bits, group_size, x.dtype)
-    check_flat(x, "x")
+    check_contiguous(x, "x")
+    x = x.view(-1)
     check_columns(x.numel(), columns)
     where = sections(x.numel(), bits, group_size, columns)
     check_buffer(out, where.total_bytes)

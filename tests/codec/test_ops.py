@@ -320,6 +320,14 @@ def test_fake_tensors_have_the_size_of_huge_results() -> None:
         assert ops.pack_mask(x).numel() == (numel + 7) // 8
 
 
+@pytest.mark.parametrize("columns", [1, 32])
+@pytest.mark.parametrize("module", [ops, reference])
+def test_what_is_contiguous_is_packed_in_the_order_of_its_memory(module, columns: int) -> None:
+    x = random_tensor(1024, torch.bfloat16)
+    flat = module.pack(x, 4, 64, SEED, columns)
+    assert torch.equal(module.pack(x.view(4, 8, 32), 4, 64, SEED, columns), flat)
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_wrong_arguments_raise(native: bool) -> None:
     module = ops if native else reference
@@ -330,7 +338,7 @@ def test_wrong_arguments_raise(native: bool) -> None:
         lambda: module.pack(x, 9, 256, 0),
         lambda: module.pack(x, 4, 100, 0),
         lambda: module.pack(x.int(), 4, 256, 0),
-        lambda: module.pack(x.view(16, 32), 4, 256, 0),
+        lambda: module.pack(x.view(16, 32).t(), 4, 256, 0),
         lambda: module.pack(x[::2], 4, 256, 0),
         lambda: module.pack_out(x, 4, 256, 0, buffer[1:]),
         lambda: module.pack(x, 4, 256, 0, 0),
