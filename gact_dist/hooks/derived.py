@@ -241,7 +241,7 @@ class _NotDerivable(Exception):
 
 
 class _NoRecipe(_NotDerivable):
-    """An operator, or a tensor without one, that no recipe is known for."""
+    """An operator, or a tensor without one, that no recipe is known for; or one that makes what none is for."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool 
 
 def _recipe_of(tensor: Tensor, edge: _Edge, fraction: float, is_part: bool) -> Recipe | None:
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
-        return None
+        raise _NoRecipe(edge[0])
     recipe = Recipe(_made_by(edge, _Making(tensor.numel(), fraction, is_part), 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
 
