@@ -265,6 +265,7 @@ class Adapter:
             now.is_spread = self._bears_first_step(now, step_bytes)
             if now.is_spread:
                 yield
+        self._hooks.derive()
         costs, invalid, exact = yield from self._measured_without_faults(now)
         exact = {**now.stored_exactly, **exact}
         plan: dict[str, Bits] = dict.fromkeys({} if self._verifier is None else self._verifier.exact)

@@ -28,7 +28,8 @@ second path to follow: from what is rounded there nothing is derived. The batch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -255,8 +256,8 @@ class DerivedNames:
     made: dict[str, int] = field(default_factory=dict)
     """that the latest forward made from others, and their elements in a step"""
     again: dict[str, int] = field(default_factory=dict)
-    """the same of what blocks save that run again in a backward, which no forward of a step shows: it is derived from
-    the next measurement on; 0 for what cannot be"""
+    """the same of what is derived from the next measurement on: what blocks save that run again in a backward, which no
+    forward of a step shows, and what can be made since others are stored; 0 for what cannot be"""
     stored_anyway: set[str] = field(default_factory=set)
     """that could be, but whose effect through what they are made of is not measured: that lies in another block, or
     the block is perturbed"""
@@ -269,28 +270,36 @@ class Derived:
         """made: as in DerivedNames."""
         self.names = DerivedNames(made or {})
         self._without_recipe: dict[str, Way | None] = {}  # the way to an operator that no recipe is known for
+        self._beginning: dict[str, int] = {}  # of DerivedNames.again, what the measurement that runs derives
+        self._met: set[str] = set()  # of these, what it has met
 
-    def recipe(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
+    def recipe(
+        self, name: str, tensor: Tensor, fraction: float, graph: Tensor, has_bits: bool = False
+    ) -> Recipe | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
-        tensor, or the distributed one whose part on this rank it is."""
-        found = None
+        tensor, or the distributed one whose part on this rank it is. has_bits: whether a measurement of it, as stored,
+        has chosen some: then it is stored until the next."""
+        names, found = self.names, None
         self._without_recipe.pop(name, None)
-        if name not in self.names.stored_anyway:
+        waits = has_bits and name not in names.made
+        if not (self.stores(name) if waits else name in names.stored_anyway):
             try:
                 found = _recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
             except _NoRecipe as refused:
                 self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
             except _NotDerivable:
                 pass
+            if found is None:
+                names.again.pop(name, None)
         if found is None:
-            self.names.made.pop(name, None)
-        else:
-            self.names.made[name] = round(tensor.numel() / fraction)
-        return found
+            names.made.pop(name, None)
+            return None
+        (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
+        return None if waits else found
 
     def stores(self, name: str) -> bool:
-        """Whether a tensor is stored for good."""
-        return name in self.names.stored_anyway
+        """Whether a tensor is stored, for good or until the next measurement, though it could be made."""
+        return name in self.names.stored_anyway or (name in self.names.again and name not in self.names.made)
 
     def way_without_recipe(self, name: str) -> Way | None:
         """Where a tensor is stored, whatever else is, that recipe() has met: its way to an operator without recipe."""
@@ -307,32 +316,40 @@ class Derived:
         if name not in self.names.again:
             self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
 
-    def begin_again(self, name: str) -> None:
-        """A measurement meets what such a block saves: from now on it is derived if it can be."""
-        elements = self.names.again.get(name, 0)
-        if elements and name not in self.names.stored_anyway:
-            self.names.made[name] = elements
+    def begin(self) -> None:
+        """A measurement begins whose bits are those of a new plan: it derives what may be derived from then on."""
+        names = self.names
+        new = names.again.keys() - names.made.keys() - names.stored_anyway
+        self._beginning = {name: names.again[name] for name in new if names.again[name]}
+        self._met.clear()
+
+    def adopt(self) -> None:
+        """There is a new plan: steps derive what its measurement has."""
+        self.names.made.update((name, n) for name, n in self._beginning.items() if name in self._met)
+        self._beginning.clear()
 
     def is_measured(self, name: str, graph: Tensor) -> bool:
         """Whether a tensor that is saved in a measurement is one that steps derive, from others of the same part.
 
         graph: as for recipe().
         """
-        if name in self.names.made and origins_of(_edge_of(graph), _is_saved) is None:
+        if name in self.elements and origins_of(_edge_of(graph), _is_saved) is None:
             self.store(name)
-        return name in self.names.made
+        self._met.add(name)
+        return name in self.elements
 
     def store(self, name: str) -> None:
-        """From now on store a tensor that was derived."""
-        if name not in self.names.made:
+        """From now on store a tensor that was derived, or was to be."""
+        if name not in self.elements:
             return
         self.names.stored_anyway.add(name)
-        self.names.made.pop(name)
+        self.names.made.pop(name, None)
+        self._beginning.pop(name, None)
 
     @property
-    def elements(self) -> int:
-        """That a step of this rank makes from others."""
-        return sum(self.names.made.values())
+    def elements(self) -> Mapping[str, int]:
+        """Of tensors that a step of this rank makes from others, or is to make under the plan that is measured for."""
+        return ChainMap(self.names.made, self._beginning)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learnt, in plain values."""

@@ -150,6 +150,7 @@ class SavedTensorHooks:
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self._job.plan = plan
+        self._roles.derived.adopt()
         self._settled.forget()
 
     @property
@@ -192,7 +193,7 @@ class SavedTensorHooks:
     @property
     def derived_elements(self) -> int:
         """That a step of this rank makes from others, as far as forwards have shown."""
-        return round(sum(self.elements_at_once(name, n) for name, n in self._roles.derived.names.made.items()))
+        return round(sum(self.elements_at_once(name, n) for name, n in self._roles.derived.elements.items()))
 
     @property
     def derived_names(self) -> list[str]:
@@ -202,6 +203,10 @@ class SavedTensorHooks:
     def samples(self, record: Recorded | Noted) -> bool:
         """Whether steps sample a log-softmax. See log_softmax.py."""
         return record.is_log_softmax and self._log_softmaxes.samples(record.name)
+
+    def derive(self) -> None:
+        """Before a measurement for a new plan: it derives what steps may derive from then on."""
+        self._roles.derived.begin()
 
     def store(self, names: Iterable[str]) -> None:
         """From now on store tensors that were derived."""

@@ -225,11 +225,12 @@ class Store(Sink):
         tensor, name, role, _, _, read, *_ = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
-            if RECOMPUTED in name:  # until the next plan what was measured as stored is stored
-                measured = name in self.plan.bits
-                recipe = None if measured else self._derived.recipe_again(tensor, name, captured.graph)
+            if RECOMPUTED in name:
+                recipe = self._derived.recipe_again(tensor, name, captured.graph)
             else:
-                recipe = self._derived.recipe(name, tensor, encoder.fraction, captured.graph)
+                recipe = self._derived.recipe(
+                    name, tensor, encoder.fraction, captured.graph, has_bits=name in self.plan.bits
+                )
             if recipe is not None:
                 return recipe
         return self._encoder.encode(tensor, name, role, self.plan, read)
@@ -351,8 +352,6 @@ class Record(Sink):
         """See Sink.take."""
         tensor, name = captured.tensor, captured.name
         if self.notes:
-            if RECOMPUTED in name and captured.role is Role.ACTIVATION:
-                self._derived.begin_again(name)
             derived = self._is_derived(name, captured.graph)
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived, captured.limits)
             self.found.append(noted)
