@@ -72,7 +72,7 @@ class Again(NamedTuple):
 
     def fits(self, node: Any, storage_bytes: int, is_new: bool) -> bool:
         """Whether a tensor that a node made is like the one before. is_new: see Store.again()."""
-        if storage_bytes != self.storage_bytes or not (is_new or self.packer):
+        if storage_bytes != self.storage_bytes or (self.packer is None and not is_new):
             return False
         return self.way is None or self.way.follow(node) is not None
 
