@@ -166,9 +166,9 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
 
     with_gaps: no other tensor lies between the elements of this one.
     """
+    stored = record.stored
     is_contiguous = tensor.is_contiguous()
     if is_contiguous or with_gaps or not has_gaps(tensor):
-        stored = record.stored
         length = tensor.numel() if is_contiguous else span(tensor)
         first, bits = int(tensor.storage_offset()), lazy_bits(tensor)
         stored.append((len(stored), first, first + length, tensor._version, tensor.dtype, bits, ref(handle)))

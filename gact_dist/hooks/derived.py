@@ -283,12 +283,7 @@ class Derived:
         self._without_recipe.pop(name, None)
         waits = has_bits and name not in names.made
         if not (self.stores(name) if waits else name in names.stored_anyway):
-            try:
-                found = _recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
-            except _NoRecipe as refused:
-                self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
-            except _NotDerivable:
-                pass
+            found = self._search(name, tensor, fraction, graph)
             if found is None:
                 names.again.pop(name, None)
         if found is None:
@@ -296,6 +291,15 @@ class Derived:
             return None
         (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
         return None if waits else found
+
+    def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
+        """A recipe; where an operator has none, the way to it is remembered."""
+        try:
+            return _recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
+        except _NotDerivable as refused:
+            if isinstance(refused, _NoRecipe):
+                self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
+            return None
 
     def stores(self, name: str) -> bool:
         """Whether a tensor is stored, for good or until the next measurement, though it could be made."""
@@ -567,9 +571,7 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _check_rows(node: Any, *slots: str) -> None:
     """What a norm over the last dimensions saved lies on the ranks alike."""
     layouts = _layouts(node, *slots)
-    if layouts and any(
-        layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts
-    ):
+    if any(layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts):
         raise _NotDerivable
 
 

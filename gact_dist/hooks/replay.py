@@ -35,12 +35,8 @@ from .roles import Role
 from .saved_edges import note_saved
 
 
-class Model:
-    """What a block saves of the model itself: recipes are made with the small vectors among it."""
-
-
-OF_MODEL = Model()
-"""among outcomes"""
+OF_MODEL = object()
+"""among outcomes: what a block saves of the model itself; recipes are made with the small vectors among it"""
 
 
 def firsts_of(outcomes: Iterable[Any]) -> list[Any]:
