@@ -34,7 +34,6 @@ from .repeated import Repeated, Repeats
 from .roles import Role
 from .saved_edges import note_saved
 
-
 OF_MODEL = object()
 """among outcomes: what a block saves of the model itself; recipes are made with the small vectors among it"""
 
