@@ -49,6 +49,8 @@ NEEDED = (
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._autograd.SavedTensor",
     "torch._C._current_autograd_node",
+    "torch._C._disabled_torch_function_impl",
+    "torch.Tensor._make_wrapper_subclass",
     "torch._C._last_executed_optimized_graph",
     "torch.autograd.Function._backward_cls._forward_cls",
     "torch.Tensor._base",
@@ -275,6 +277,17 @@ def next_sequence_number() -> int:
 def node_in_backward() -> Any:
     """The node whose backward is running in this thread, None without one."""
     return torch._C._current_autograd_node()
+
+
+without_torch_function: Any = torch._C._disabled_torch_function_impl
+"""the __torch_function__ of a subclass of Tensor that has none of its own"""
+
+
+def tensor_without_memory(
+    kind: type[Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of a subclass that has a __torch_dispatch__, and no memory."""
+    return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
 
 
 SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")

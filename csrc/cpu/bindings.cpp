@@ -27,6 +27,8 @@ using torch::stable::Tensor;
 // Elements that justify another thread; output bytes above which stores bypass the cache.
 constexpr int64_t kGrainElements = 32768;
 constexpr int64_t kStreamBytes = int64_t{16} << 20;
+// As PART_ELEMENTS in gact_dist/codec/format.py.
+constexpr int64_t kPartElements = 8192;
 
 const Kernels* best_kernels() {
   if (const Kernels* kernels = avx512_kernels()) return kernels;
@@ -115,16 +117,18 @@ Tensor new_flat(int64_t numel, ScalarType dtype) {
   return tensor;
 }
 
-// Runs `in_order` on units of elements, or `by_column` on panels.
+// Runs `in_order` on the units of elements start .. end - 1, or `by_column` on their panels.
 template <class Function, class Job>
-void run(Function in_order, Function by_column, const Job& job, int element_bytes) {
+void run(Function in_order, Function by_column, const Job& job, int element_bytes, int64_t start, int64_t end) {
   const bool in_columns = job.columns > 1;
-  const int64_t units =
-      in_columns ? panel_count(job.numel, job.group_size, job.columns, element_bytes) : units_of(job.numel);
+  const auto units_to = [&](int64_t numel) {
+    return in_columns ? panel_count(numel, job.group_size, job.columns, element_bytes) : units_of(numel);
+  };
   const int64_t panel = in_columns ? panel_width(job.columns, job.group_size, element_bytes) * job.group_size : 0;
   const int64_t grain = in_columns ? std::max<int64_t>(1, kGrainElements / panel) : kGrainElements / kUnitElements;
   const Function function = in_columns ? by_column : in_order;
-  torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { function(job, first, last); });
+  torch::stable::parallel_for(units_to(start), units_to(end), grain,
+                              [&](int64_t first, int64_t last) { function(job, first, last); });
 }
 
 void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const Tensor& buffer, bool stream,
@@ -148,7 +152,7 @@ void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, 
                     reinterpret_cast<u16*>(bytes + where.offset_start),
                     stream};
   const Kernels* kernels = active_kernels();
-  run(kernels->pack, kernels->pack_columns, job, static_cast<int>(x.element_size()));
+  run(kernels->pack, kernels->pack_columns, job, static_cast<int>(x.element_size()), 0, x.numel());
 }
 
 // As unpack_out.
@@ -164,16 +168,15 @@ Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int
   return buffer;
 }
 
+// Elements first .. first + out.numel() - 1.
 void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
-                 const Tensor& out, bool stream, int64_t columns) {
+                 const Tensor& out, bool stream, int64_t columns, int64_t first) {
   check_format(bits, group_size);
   check_columns(numel, columns);
   const Element element = element_of(dtype);
   const Sections where = sections(numel, bits, group_size, columns);
   check_buffer(buffer, where.total);
   check_flat(out, "out");
-  STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
-                  " elements, expected ", numel, " of the packed dtype");
   const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
   const UnpackJob job{reinterpret_cast<const u32*>(bytes),
                       reinterpret_cast<const u16*>(bytes + where.scale_start),
@@ -184,24 +187,41 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                       static_cast<int>(group_size),
                       columns,
                       static_cast<u64>(seed),
-                      out.mutable_data_ptr(),
+                      static_cast<u8*>(out.mutable_data_ptr()) - first * static_cast<int64_t>(out.element_size()),
                       stream};
   const Kernels* kernels = active_kernels();
-  run(kernels->unpack, kernels->unpack_columns, job, static_cast<int>(out.element_size()));
+  run(kernels->unpack, kernels->unpack_columns, job, static_cast<int>(out.element_size()), first, first + out.numel());
+}
+
+void check_out(const Tensor& out, int64_t numel, ScalarType dtype) {
+  STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
+                  " elements, expected ", numel, " of the packed dtype");
 }
 
 // Memory that is in use already: stores bypass the cache when the output is too large for it.
 void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
                 Tensor out, int64_t columns) {
+  check_out(out, numel, dtype);
   const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns, 0);
+}
+
+// For what is read at once: never past the cache.
+void unpack_part(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
+                 Tensor out, int64_t columns, int64_t first) {
+  const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + out.numel();
+  STD_TORCH_CHECK(first >= 0 && first % unit == 0 && last <= numel && (last % unit == 0 || last == numel),
+                  "gact_dist: the part is elements ", first, " to ", last, " of ", numel,
+                  ", expected multiples of ", unit, " or the end");
+  check_out(out, last - first, dtype);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns, first);
 }
 
 // A large new tensor: the operating system has just zeroed its pages, so they are in the cache.
 Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
               int64_t columns) {
   Tensor out = new_flat(numel, dtype);
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns, 0);
   return out;
 }
 
@@ -332,6 +352,7 @@ STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
   library.impl("pack_out", TORCH_BOX(&gact::pack_out));
   library.impl("unpack", TORCH_BOX(&gact::unpack));
   library.impl("unpack_out", TORCH_BOX(&gact::unpack_out));
+  library.impl("unpack_part", TORCH_BOX(&gact::unpack_part));
   library.impl("pack_mask", TORCH_BOX(&gact::pack_mask));
   library.impl("unpack_mask", TORCH_BOX(&gact::unpack_mask));
   library.impl("unpack_binary", TORCH_BOX(&gact::unpack_binary));

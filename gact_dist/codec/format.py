@@ -17,6 +17,8 @@ COLUMN_MULTIPLE = 32
 ROW_ELEMENTS = 16
 # Rows of a tile, the least that is whole 32-bit words of codes at every width.
 TILE_ROWS = 32
+# In memory order a part that is decoded on its own begins at a multiple of so many: those of a block on a GPU, too.
+PART_ELEMENTS = 8192
 BINARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MASK_DTYPES = (torch.bool, torch.uint8, *BINARY_DTYPES)
 
@@ -34,6 +36,11 @@ def fields_of(bits: int) -> list[tuple[int, int]]:
 def width_of(columns: int) -> int:
     """Elements of a row: the columns, or 16 in memory order."""
     return columns if columns > 1 else ROW_ELEMENTS
+
+
+def part_unit(group_size: int, columns: int) -> int:
+    """Elements at whose multiples parts begin that are decoded on their own."""
+    return group_size * columns if columns > 1 else PART_ELEMENTS
 
 
 def word_rows(rows: int, field_bits: int) -> int:
@@ -115,6 +122,14 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype) -> None:
     check_flat(out, "out")
     if out.numel() != numel or out.dtype != dtype:
         raise ValueError(f"out has {out.numel()} elements of {out.dtype}, expected {numel} of {dtype}")
+
+
+def check_part(out: Tensor, numel: int, dtype: torch.dtype, first: int, unit: int) -> None:
+    """Raise ValueError unless ``out`` can take elements of ``dtype`` from number ``first`` of ``numel`` on."""
+    last = first + out.numel()
+    if first < 0 or first % unit != 0 or last > numel or (last % unit != 0 and last != numel):
+        raise ValueError(f"the part is elements {first} to {last} of {numel}, expected multiples of {unit} or the end")
+    check_out(out, last - first, dtype)
 
 
 def check_binary_dtype(dtype: torch.dtype) -> None:

@@ -101,6 +101,22 @@ def _fake_unpack_out(
     payload_format.check_out(out, numel, dtype)
 
 
+def _fake_unpack_part(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int,
+    first: int,
+) -> None:
+    payload_format.check_format(bits, group_size, dtype)
+    payload_format.check_columns(numel, columns)
+    payload_format.check_part(out, numel, dtype, first, payload_format.part_unit(group_size, columns))
+
+
 def _fake_pack_mask(x: Tensor) -> Tensor:
     payload_format.check_mask_dtype(x.dtype)
     payload_format.check_flat(x, "x")
@@ -153,6 +169,12 @@ _define(
 )
 _define(f"unpack({_STORED}, int columns=1) -> Tensor", reference.unpack, _fake_unpack)
 _define(f"unpack_out({_STORED}, Tensor(a!) out, int columns=1) -> ()", reference.unpack_out, _fake_unpack_out)
+_define(
+    f"unpack_part({_STORED}, Tensor(a!) out, int columns, int first) -> ()",
+    reference.unpack_part,
+    _fake_unpack_part,
+    on_gpu=False,
+)
 _define("pack_mask(Tensor x) -> Tensor", reference.pack_mask, _fake_pack_mask)
 _define("unpack_mask(Tensor buffer, int numel, ScalarType dtype) -> Tensor", reference.unpack_mask, _fake_unpack_mask)
 _define(
@@ -172,6 +194,7 @@ pack = torch.ops.gact_dist.pack.default
 pack_out = torch.ops.gact_dist.pack_out.default
 unpack = torch.ops.gact_dist.unpack.default
 unpack_out = torch.ops.gact_dist.unpack_out.default
+unpack_part = torch.ops.gact_dist.unpack_part.default
 pack_mask = torch.ops.gact_dist.pack_mask.default
 unpack_mask = torch.ops.gact_dist.unpack_mask.default
 unpack_binary = torch.ops.gact_dist.unpack_binary.default

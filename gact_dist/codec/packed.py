@@ -27,6 +27,7 @@ from .format import (
     check_binary_dtype,
     sections,
 )
+from .format import part_unit as format_part_unit
 from .layout import Fill, Layout, flatten, layout_of, pitch_of, restore
 from .mixed_widths import UnitWidths
 
@@ -594,6 +595,34 @@ def _unpack(packed: Packed, strides: tuple[int, ...], layout: Layout) -> Tensor:
     out = restore(_decode(packed), packed.shape, strides, layout)
     out = out.conj() if packed.conjugate else out
     return negative_view(out) if packed.negated else out
+
+
+def part_unit(packed: Packed) -> int:
+    """Elements at whose multiples unpack_part() begins; 0 for what can only be decoded as a whole."""
+    if packed.layout.fill is not Fill.SPAN or packed.layout.span != packed.shape.numel() or packed.sides is not None:
+        return 0
+    if packed.scheme is Scheme.MASK:
+        return 8
+    is_plain = packed.scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES
+    return format_part_unit(packed.group_size, packed.columns) if is_plain else 0
+
+
+def unpack_part(packed: Packed, first: int, last: int, memory: Tensor | None = None) -> Tensor:
+    """Elements first .. last - 1 in the order of memory, 1-D, as unpack() gives them.
+
+    Args:
+        first, last: multiples of part_unit(), or the end.
+        memory: that the result may take, of as many elements.
+    """
+    if packed.ready is not None:
+        packed.ready()
+    if packed.scheme is Scheme.MASK:
+        return ops.unpack_mask(packed.payload[first // 8 : -(-last // 8)], last - first, packed.dtype)
+    if memory is None:
+        memory = torch.empty(last - first, dtype=packed.dtype, device=packed.payload.device)
+    form = packed.bits, packed.group_size, packed.layout.span, packed.dtype, packed.seed
+    ops.unpack_part(packed.payload, *form, memory, packed.columns, first)
+    return memory
 
 
 @functools.lru_cache(_MOST_FORMS)

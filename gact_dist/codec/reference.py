@@ -23,8 +23,10 @@ from .format import (
     check_format,
     check_mask_dtype,
     check_out,
+    check_part,
     check_weight,
     fields_of,
+    part_unit,
     sections,
     width_of,
     word_rows,
@@ -337,13 +339,18 @@ class _Chunk:
     groups: slice
 
 
-def _chunks(numel: int, bits: int, group_size: int, columns: int) -> list[_Chunk]:
-    width = width_of(columns)
-    block = max(group_size * columns, TILE_ROWS * width)
-    step = max(_CHUNK_ELEMENTS // block, 1) * block
-    tiles = step // (TILE_ROWS * width)
-    parts = (step, tiles * bits * width, step // group_size)
-    return [_Chunk(*(slice(i * part, (i + 1) * part) for part in parts)) for i in range(-(-numel // step))]
+def _chunks(first: int, last: int, bits: int, group_size: int, columns: int) -> list[_Chunk]:
+    """Of elements first .. last - 1, of which the last may be in the middle of a tile where the tensor ends."""
+    width, block = width_of(columns), group_size * columns
+    tile = TILE_ROWS * width
+    whole = max(block, tile)
+    step = max(_CHUNK_ELEMENTS // whole, 1) * whole
+    chunks = []
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        words = slice(start // tile * bits * width, -(-stop // tile) * bits * width)
+        chunks.append(_Chunk(slice(start, stop), words, slice(start // group_size, -(-stop // block) * columns)))
+    return chunks
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:
@@ -368,7 +375,7 @@ def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, colu
     where = sections(x.numel(), bits, group_size, columns)
     check_buffer(out, where.total_bytes)
     words, scale, offset = _split(out, where)
-    for chunk in _chunks(x.numel(), bits, group_size, columns):
+    for chunk in _chunks(0, x.numel(), bits, group_size, columns):
         parts = pack_groups(x[chunk.elements], bits, group_size, seed, chunk.elements.start, columns)
         words[chunk.words], scale[chunk.groups], offset[chunk.groups] = parts
 
@@ -406,11 +413,38 @@ def unpack_out(
     where = sections(numel, bits, group_size, columns)
     check_buffer(buffer, where.total_bytes)
     check_out(out, numel, dtype)
+    _unpack_part(buffer, where, bits, group_size, seed, out, columns, 0)
+
+
+def unpack_part(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int,
+    first: int,
+) -> None:
+    """The same for elements first .. first + out.numel() - 1, which begin and end at multiples of part_unit()."""
+    check_format(bits, group_size, dtype)
+    check_columns(numel, columns)
+    where = sections(numel, bits, group_size, columns)
+    check_buffer(buffer, where.total_bytes)
+    check_part(out, numel, dtype, first, part_unit(group_size, columns))
+    _unpack_part(buffer, where, bits, group_size, seed, out, columns, first)
+
+
+def _unpack_part(
+    buffer: Tensor, where: Sections, bits: int, group_size: int, seed: int, out: Tensor, columns: int, first: int
+) -> None:
     words, scale, offset = _split(buffer, where)
-    for chunk in _chunks(numel, bits, group_size, columns):
+    for chunk in _chunks(first, first + out.numel(), bits, group_size, columns):
         parts = (words[chunk.words], scale[chunk.groups], offset[chunk.groups])
-        piece = out[chunk.elements]
-        piece.copy_(unpack_groups(*parts, bits, group_size, seed, chunk.elements.start, piece.numel(), dtype, columns))
+        start = chunk.elements.start
+        piece = out[start - first : chunk.elements.stop - first]
+        piece.copy_(unpack_groups(*parts, bits, group_size, seed, start, piece.numel(), out.dtype, columns))
 
 
 def unpack_groups(
@@ -505,7 +539,7 @@ def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int =
     check_weight(weight, x)
     check_columns(x.numel(), columns)
     totals = torch.zeros(MAX_BITS, dtype=torch.float64, device=x.device)
-    for chunk in _chunks(x.numel(), MIN_BITS, group_size, columns):
+    for chunk in _chunks(0, x.numel(), MIN_BITS, group_size, columns):
         totals += _variance_of_groups(x[chunk.elements], weight[chunk.elements], group_size, columns)
     return totals
 

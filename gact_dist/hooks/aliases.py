@@ -85,7 +85,7 @@ class StorageRecords:
         """
         if _is_grad_enabled() and innermost_hooks() is not None:
             return self._restore_and_note(handle)
-        return handle.restore()
+        return handle.unpack() if type(handle) is Stored else handle.restore()
 
     def _restore_and_note(self, handle: Any) -> Tensor:
         if isinstance(handle, Distributed):

@@ -48,6 +48,7 @@ from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
 from .naming import FORWARDING
 from .saved_edges import saved_at
+from .streamed import Made, Order, Pieces, order_of
 from .way import Way, find_way
 
 _VECTOR_FRACTION = 16
@@ -66,10 +67,22 @@ STARTS = "starts_a_graph"
 """attribute of nodes that stand for what lies elsewhere"""
 
 
+class _Local(NamedTuple):
+    """How to make a piece of a result from the same pieces of the first operands. See [Note: streamed]."""
+
+    function: Callable[..., Tensor]
+    """function(order, first, last, *pieces), where elements lie in that order; else as in Made"""
+    operands: int = 1
+    """how many"""
+    unit: int = 1
+    shape: Sequence[int] | None = None
+    """of the only tensors that may lie in another order than a contiguous one; None where all may"""
+
+
 class Expression:
     """A function of what handles restore."""
 
-    __slots__ = ("_function", "_in_place", "_is_private", "_operands", "depth", "nbytes")
+    __slots__ = ("_function", "_in_place", "_is_private", "_local", "_operands", "depth", "nbytes")
 
     def __init__(
         self,
@@ -78,11 +91,12 @@ class Expression:
         in_place: Callable[..., Tensor] | None = None,
         is_private: bool | None = True,
         depth: int = 1,
+        local: _Local | None = None,
     ) -> None:
         """in_place: the same function in the memory of the first operand. is_private: whether the value is in new
         memory or in another tensor's; None where it is in that of the first operand. depth: see Recipe."""
         self._function, self._in_place, self._operands = function, in_place, operands
-        self._is_private = is_private
+        self._is_private, self._local = is_private, local
         nbytes = deepest = 0
         for operand in operands:
             if isinstance(operand, (Expression, _Copy)):
@@ -98,6 +112,19 @@ class Expression:
         """Whether nothing else reads the memory of its value."""
         return _is_private(self._operands[0]) if self._is_private is None else self._is_private
 
+    def pieces(self, order: Order) -> Pieces | None:
+        """See Stored.pieces()."""
+        local = self._local
+        if local is None or (order and local.shape is not None and order[0] != tuple(local.shape)):
+            return None
+        operands = []
+        for operand in self._operands[: local.operands]:
+            found = _pieces_of(operand, order)
+            if found is None:
+                return None
+            operands.append(found)
+        return Made(partial(local.function, order), operands, local.unit)
+
     def restore(self) -> Tensor:
         """Its value."""
         first, *others = self._operands
@@ -107,6 +134,15 @@ class Expression:
         if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
             function = self._in_place
         return function(value, *(operand.restore() for operand in others))
+
+
+def _pieces_of(operand: Any, order: Order) -> Pieces | None:
+    """See Stored.pieces()."""
+    if isinstance(operand, (Expression, Stored)):
+        return operand.pieces(order)
+    base = base_of(operand)  # of a view, in another shape
+    is_reshaped = isinstance(base, Stored) and not order and base.numel == _numel(operand)
+    return base.pieces(order) if is_reshaped and not order_of(operand.size, operand.stride) else None
 
 
 class Joined(Expression):
@@ -150,6 +186,8 @@ class _Copy:
     def restore(self) -> Tensor | None:
         return self._tensor
 
+
+_AS_IT_IS = _Local(lambda _order, _first, _last, piece: piece)
 
 _Edge = tuple[Any, int]
 """(node, number of its output); None for one without a graph"""
@@ -419,7 +457,7 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
         if depth and not is_part and name not in _NOT_AS_SAVED:
             handle = saved_at((node, number))
             if handle is not None and _is_stored(handle) and _numel(handle) == wanted.numel:
-                return Expression(Tensor.detach, handle, is_private=None, depth=0)
+                return Expression(Tensor.detach, handle, is_private=None, depth=0, local=_AS_IT_IS)
     make = _OPERATORS.get(name)
     if make is None:
         raise _NoRecipe(node)
@@ -589,7 +627,23 @@ def _normalised(
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     _check_rows(node, "input", "result1", "result2")
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return _either(_normalised, *operands, *(_vector(node, slot, wanted) for slot in ("weight", "bias")))
+    vectors = [_vector(node, slot, wanted) for slot in ("weight", "bias")]
+    return _either(_normalised, *operands, *vectors, local=_of_rows(_normalised, operands, vectors, wanted))
+
+
+def _of_rows(
+    function: Callable[..., Tensor], operands: Sequence[Any], vectors: Sequence[Any], wanted: _Making
+) -> _Local:
+    """Of a norm that has statistics of each row. operands: what is normalised, and these."""
+    _, *statistics = operands
+    row = wanted.numel // _numel(statistics[0])
+
+    def of_piece(_: Order, first: int, last: int, x: Tensor) -> Tensor:
+        rows = slice(first // row, last // row)
+        of_these = (each.restore().reshape(-1)[rows] for each in statistics)
+        return function(True, x, *of_these, *(vector.restore() for vector in vectors)).view(-1)
+
+    return _Local(of_piece, unit=row, shape=())
 
 
 def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
@@ -606,7 +660,9 @@ def _rms_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     """Of the fused operator of GPUs; on a CPU it is products."""
     _check_rows(node, "input", "result1")
     operands = _operand(node, "input", 0, wanted, depth), _statistic(node, "result1")
-    return _either(over_root_mean_square, *operands, _vector(node, "weight", wanted))
+    weight = _vector(node, "weight", wanted)
+    local = _of_rows(over_root_mean_square, operands, [weight], wanted)
+    return _either(over_root_mean_square, *operands, weight, local=local)
 
 
 def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
@@ -637,13 +693,22 @@ def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
         form = (-1, *(1,) * (x.dim() - 2))
         return torch.addcmul(shift.view(form), x, scale.view(form), out=x if owns else None)
 
+    shape = torch.Size(node._input_metadata[0].shape)
     operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
-    return _either(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
+    others = *operands[1:], _vector(node, "weight", wanted), _bias(node, wanted)
+
+    def of_piece(order: Order, first: int, last: int, x: Tensor) -> Tensor:
+        examples = (last - first) // shape[1:].numel(), *shape[1:]
+        laid_out = x.as_strided(examples, order[1]) if order else x.view(examples)
+        made = normalised(True, laid_out, *(other.restore() for other in others))
+        return made.as_strided((x.numel(),), (1,))
+
+    return _either(normalised, operands[0], *others, local=_Local(of_piece, unit=shape[1:].numel(), shape=shape))
 
 
-def _either(function: Callable[..., Tensor], *operands: Any) -> Expression:
+def _either(function: Callable[..., Tensor], *operands: Any, local: _Local | None = None) -> Expression:
     """function(owns, *operands). owns: whether it may write to the first of them."""
-    return Expression(partial(function, False), *operands, in_place=partial(function, True))
+    return Expression(partial(function, False), *operands, in_place=partial(function, True), local=local)
 
 
 def _pointwise(
@@ -653,8 +718,10 @@ def _pointwise(
 
     def made(node: Any, wanted: _Making, depth: int) -> Expression:
         values = {name: getattr(node, f"_saved_{slot}") for name, slot in constants.items()}
+        new = partial(function, **values)
         over = None if in_place is None else partial(in_place, **values)
-        return Expression(partial(function, **values), _operand(node, "self", 0, wanted, depth), in_place=over)
+        local = _Local(lambda _order, _first, _last, x: (over or new)(x))
+        return Expression(new, _operand(node, "self", 0, wanted, depth), in_place=over, local=local)
 
     return made
 
@@ -673,7 +740,11 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
             raise _NotDerivable
     if prod(shape) != wanted.numel and any(isinstance(factor, Expression) for factor in factors):
         raise _NotDerivable  # a part, of a shape that is not known
-    return Expression(torch.mul, *(_in_shape(shape, factor) for factor in factors), in_place=_multiplied)
+    are_whole = prod(shape) == wanted.numel and all(
+        isinstance(factor, Expression) or (_is_stored(factor) and _numel(factor) == wanted.numel) for factor in factors
+    )
+    factors = [_in_shape(shape, factor) for factor in factors]
+    return Expression(torch.mul, *factors, in_place=_multiplied, local=_OF_PRODUCT if are_whole else None)
 
 
 def _quotient(node: Any, wanted: _Making, depth: int) -> Expression:
@@ -690,12 +761,16 @@ def _multiplied(x: Tensor, y: Tensor) -> Tensor:
     return x.mul_(y) if fits else torch.mul(x, y)
 
 
+_OF_PRODUCT = _Local(lambda _order, _first, _last, x, y: _multiplied(x, y), operands=2)
+
+
 def _in_shape(shape: Sequence[int], factor: Any) -> Any:
     """What was made has the elements of an operand in its order, and perhaps another shape: that from before a view, or
     the rows of a norm."""
     if not isinstance(factor, Expression):
         return factor
-    return Expression(lambda made: made.reshape(shape), factor, is_private=None, depth=0)
+    local = _AS_IT_IS._replace(shape=shape)
+    return Expression(lambda made: made.reshape(shape), factor, is_private=None, depth=0, local=local)
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -841,7 +916,7 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
     made = _made_by(node.next_functions[0], wanted, depth + 1)
-    return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied)
+    return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied, local=_OF_PRODUCT)
 
 
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:

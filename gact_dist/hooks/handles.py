@@ -13,6 +13,7 @@ memory of what they have decoded, and to keep a copy of it would raise the peak 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from typing import Any, cast
 from weakref import ref
@@ -26,6 +27,7 @@ from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
 from .one_bit import Limits
 from .roles import Role
+from .streamed import LEAST_NUMEL, Decoded, Made, Order, Pieces, Streamed, may_stream, order_of, streamed
 
 _CONJUGATED, _NEGATED = 1, 2
 
@@ -59,6 +61,14 @@ class Recipe:
     def keeps_what_it_made(self) -> bool:
         """For its next reader."""
         return getattr(self.expression, "keeps_what_it_made", False)
+
+    def pieces(self, order: Order) -> Pieces | None:
+        """See Stored.pieces()."""
+        find = getattr(self.expression, "pieces", None)
+        found = None if find is None else find(order)
+        if found is None:
+            return None
+        return Made(lambda _first, _last, made: made.to(self.dtype).view(-1), [found], 1)
 
     def make(self) -> Tensor:
         """The tensor, in memory of its own."""
@@ -175,17 +185,51 @@ class Stored:
         """The tensor, private to the caller unless it is an alias. What is rounded takes no memory for gaps that it has
         in a larger tensor, unless keeps_gaps is set. Raises RuntimeError if it was modified in place.
         """
+        self._note_use()
         return self._restore(self.keeps_gaps)
+
+    def unpack(self) -> Tensor:
+        """The same for the operator whose backward runs, which may decode it as it goes on: see streamed.py. What is
+        computed here needs restore(), as operators in place have no effect on a tensor without memory."""
+        payload = self.payload
+        if payload.shape.numel() < LEAST_NUMEL or self.keeps_gaps or not may_stream(self.readers):
+            return self.restore()
+        self._note_use()
+        found = None if isinstance(payload, Tensor) or self._made is not None else self._streamed()
+        return self._restore(self.keeps_gaps) if found is None else found
 
     def restore_memory(self) -> Tensor:
         """The same with its own strides, by which views find their place in it."""
+        self._note_use()
         return self._restore(True)
 
-    def _restore(self, gaps: bool) -> Tensor:
+    def pieces(self, order: Order) -> Pieces | None:
+        """The tensor piece by piece, where its elements lie in an order; None where it can only be had as a whole."""
+        content = self._content()
+        if isinstance(content, Recipe):
+            return content.pieces(order)
+        if isinstance(content, Tensor) or order_of(content.shape, content.strides) != order:
+            return None
+        granule = codec.part_unit(content)
+        return Decoded(content, granule) if granule else None
+
+    def _note_use(self) -> None:
         if self.witness._version != self.version:
             _refuse_modified(f"saved tensor {self.name!r}", self.witness._version, self.version)
         if self.on_restore is not None:
             self.on_restore(self)
+
+    def _streamed(self) -> Streamed | None:
+        """For a node that may_stream(); None where it has to be decoded first. See [Note: streamed] in streamed.py."""
+        content = self._content()
+        if isinstance(content, Tensor) or (isinstance(content, Recipe) and content.keeps_what_it_made):
+            return None
+        found = streamed(content, partial(decoded, content, gaps=False), self.pieces)
+        if found is not None and _latest:
+            self._forget_latest(get_ident())
+        return found
+
+    def _restore(self, gaps: bool) -> Tensor:
         payload = self.payload
         if isinstance(payload, Tensor) or (isinstance(payload, Recipe) and payload.keeps_what_it_made):
             return self._decoded(gaps)
@@ -209,12 +253,16 @@ class Stored:
         return made.detach()
 
     def _decoded(self, gaps: bool) -> Tensor:
+        return decoded(self._content(), gaps)
+
+    def _content(self) -> Content:
+        """The payload, on the device."""
         payload = self.payload
         if self.offloaded is not None:
             fetched = self.offloaded.fetch()
             if fetched is not None and isinstance(payload, codec.Packed):
                 payload = codec.with_payload(payload, fetched)
-        return decoded(payload, gaps)
+        return payload
 
     def exchange(self, payload: Content) -> Content:
         """Keep another payload of the same tensor; the one before. Nobody gets what was made with that any more."""

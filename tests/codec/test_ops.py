@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gact_dist import codec
 from gact_dist.codec import format as payload_format
 from gact_dist.codec import ops, reference
+from gact_dist.codec.format import PART_ELEMENTS, part_unit
 
 DTYPES = payload_format.PACK_DTYPES
 ALL_BITS = range(payload_format.MIN_BITS, payload_format.MAX_BITS + 1)
@@ -168,6 +170,39 @@ def test_large_outputs_are_decoded_around_the_cache_to_the_same_bits(isa: str, d
     assert torch.equal(out, ops.unpack(buffer, bits, 256, numel, dtype, SEED))
 
 
+def parts_of(numel: int, unit: int) -> list[tuple[int, int]]:
+    """(first element, last) of parts that lie at multiples of a unit, or end where the elements end."""
+    whole = numel // unit * unit
+    return [(0, unit), (unit, 2 * unit), (2 * unit, whole), (whole, numel), (unit, numel), (unit, unit), (0, numel)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "numel"), [(1, 5 * PART_ELEMENTS + 77), (96, 96 * 700), (2048, 2048 * 500)])
+def test_a_part_is_decoded_to_the_bits_that_it_has_in_the_whole(
+    isa: str, dtype: torch.dtype, columns: int, numel: int
+) -> None:
+    x = repeated(numel, dtype)
+    x[:: numel // 5] = torch.inf  # rare values, in some of the parts
+    for bits, group_size in ((1, 64), (3, 64), (4, 128), (7, 128)):
+        buffer = ops.pack(x, bits, group_size, SEED, columns)
+        whole = ops.unpack(buffer, bits, group_size, numel, dtype, SEED, columns)
+        for first, last in parts_of(numel, part_unit(group_size, columns)):
+            for unpack_part in (ops.unpack_part, reference.unpack_part):
+                out = torch.full((last - first + 2,), 7, dtype=dtype)
+                form = bits, group_size, numel, dtype, SEED
+                unpack_part(buffer, *form, out[1:-1], columns, first)
+                assert torch.equal(raw(out[1:-1]), raw(whole[first:last])), (bits, first, last)
+                assert float(out[0]) == float(out[-1]) == 7
+
+
+@pytest.mark.parametrize("module", [ops, reference])
+@pytest.mark.parametrize(("first", "last"), [(64, 8192), (-8192, 0), (8192, 16000), (16384, 20001), (24576, 24576)])
+def test_a_part_that_does_not_begin_and_end_at_its_unit_is_refused(module: Any, first: int, last: int) -> None:
+    buffer, out = ops.pack(torch.zeros(20000), 4, 128, SEED), torch.empty(last - first)
+    with pytest.raises((ValueError, RuntimeError), match=f"the part is elements {first} to {last} of 20000"):
+        module.unpack_part(buffer, 4, 128, 20000, torch.float32, SEED, out, 1, first)
+
+
 @pytest.mark.parametrize("columns", [1, 32])
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_subnormal_bfloat16_are_decoded_beside_larger_numbers(isa: str, columns: int, bits: int) -> None:
@@ -299,6 +334,7 @@ def operator_calls() -> dict[str, tuple]:
         "pack_out": (x, 3, 64, 1, torch.empty_like(buffer)),
         "unpack": (buffer, 3, 64, 700, torch.float32, SEED),
         "unpack_out": (buffer, 3, 64, 700, torch.float32, SEED, torch.empty(700)),
+        "unpack_part": (buffer, 3, 64, 700, torch.float32, SEED, torch.empty(700), 1, 0),
         "pack_mask": (x,),
         "unpack_mask": (mask, 700, torch.bool),
         "rounding_variance": (x, torch.ones(700), 64),

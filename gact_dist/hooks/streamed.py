@@ -1,0 +1,350 @@
+"""What an operator of a backward reads is decoded as it goes on, not before.
+
+[Note: streamed] What is decoded for a backward is often the largest tensor of the moment, and its operator needs no
+more of it at a time than its kernel works on. The product that gives a linear layer's weight its gradient is a sum over
+rows, that of a convolution one over examples: a piece of the operand is decoded, multiplied and forgotten (on a CPU, as
+the GPU's kernels decode no parts). The backward of a pointwise operator writes its result over what was decoded. And
+the other gradient of an operator, which mostly is computed first, is computed before anything is decoded at all.
+
+So where the node that runs is known to do so, the unpack hook returns a tensor without memory, which has pieces to give
+to the operators below. Any other operator that meets it gets the whole tensor, as all do where several read what is
+decoded, where a backward makes a graph, and within a dispatch mode, which would not see the memory of pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import lcm
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from .. import codec
+from .._torch_internals import (
+    dispatch_modes,
+    node_in_backward,
+    runs_transform,
+    tensor_without_memory,
+    without_torch_function,
+)
+
+_aten = torch.ops.aten
+
+LEAST_NUMEL = 1 << 17
+"""elements of the smallest tensor that is streamed"""
+_MOST_PIECES = 4
+
+
+class _Least(NamedTuple):
+    """Of a piece: with fewer, kernels would take longer on all pieces than on the whole."""
+
+    nbytes: int
+    rows: int
+
+
+_OF_PRODUCT = _Least(2 << 20, 512)
+_OF_EXAMPLES = _Least(4 << 20, 1)
+_CONVOLUTION = "ConvolutionBackward0"
+_IN_PIECES = {"AddmmBackward0": _OF_PRODUCT, "MmBackward0": _OF_PRODUCT, _CONVOLUTION: _OF_EXAMPLES}
+"""nodes that read along the first dimension"""
+_WRITTEN_OVER = frozenset((
+    "GeluBackward0", "SiluBackward0", "ReluBackward0", "LeakyReluBackward0", "HardtanhBackward0", "EluBackward0",
+    "SoftplusBackward0", "MulBackward0",
+))  # fmt: skip
+"""nodes whose result is of the shape and type of what they read"""
+
+Order = tuple[Any, ...]
+"""in which a tensor's elements lie in memory: empty where it is contiguous, else its shape and strides"""
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int]) -> Order:
+    """See Order."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return tuple(shape), tuple(strides)
+        expected *= size
+    return ()
+
+
+class Pieces(Protocol):
+    """The elements of a tensor in the order of its memory, piece by piece."""
+
+    numel: int
+    device: torch.device
+    unit: int
+    """elements at whose multiples pieces begin and end"""
+    granule: int
+    """elements at whose multiples they are decoded"""
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Elements first .. last - 1, 1-D, in memory that may be written to, until the next piece is read."""
+
+
+class Decoded:
+    """Pieces of what is packed."""
+
+    __slots__ = ("_memory", "_packed", "device", "granule", "numel", "unit")
+
+    def __init__(self, packed: codec.Packed, granule: int) -> None:
+        """granule: its part_unit()."""
+        self._packed, self.granule, self.unit = packed, granule, 1
+        self._memory: Tensor | None = None
+        self.numel, self.device = packed.shape.numel(), packed.payload.device
+
+    def read(self, first: int, last: int) -> Tensor:
+        """See Pieces."""
+        granule = self.granule
+        start, stop = first // granule * granule, min(-(-last // granule) * granule, self.numel)
+        memory = None if self._memory is None else self._memory[: stop - start]
+        if memory is not None and memory.numel() < stop - start:
+            memory = None
+        part = codec.unpack_part(self._packed, start, stop, memory)
+        self._memory = part if memory is None else self._memory
+        return part[first - start : last - start]
+
+
+class Made:
+    """Pieces of what is made of others."""
+
+    __slots__ = ("_function", "_operands", "device", "granule", "numel", "unit")
+
+    def __init__(self, function: Callable[..., Tensor], operands: Sequence[Pieces], unit: int) -> None:
+        """function(first, last, *pieces of the operands): 1-D; may write over the first."""
+        self._function, self._operands = function, operands
+        self.numel, self.device = operands[0].numel, operands[0].device
+        self.unit = lcm(unit, *(operand.unit for operand in operands))
+        self.granule = lcm(*(operand.granule for operand in operands))
+
+    def read(self, first: int, last: int) -> Tensor:
+        """See Pieces."""
+        return self._function(first, last, *(operand.read(first, last) for operand in self._operands))
+
+
+class Source(NamedTuple):
+    """What a streamed tensor is decoded from."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    whole: Callable[[], Tensor]
+    """gives the tensor, in memory of its own"""
+    pieces: Pieces | None = None
+    step: int = 0
+    """elements of a piece"""
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(where, what is there) along the first dimension."""
+        if self.pieces is None:
+            yield slice(None), self.whole()
+            return
+        row, numel = self.shape[1:].numel(), self.pieces.numel
+        for first in range(0, numel, self.step):
+            last = min(first + self.step, numel)
+            where = slice(first // row, last // row)
+            shape = where.stop - where.start, *self.shape[1:]
+            yield where, self.pieces.read(first, last).as_strided(shape, self.strides)
+
+
+class Streamed(Tensor):
+    """A tensor that one operator of a backward decodes as it reads it."""
+
+    __torch_function__ = without_torch_function
+    source: Source
+    is_transposed: bool
+
+    @staticmethod
+    def __new__(cls, source: Source, is_transposed: bool = False) -> Streamed:
+        """is_transposed: whether it is the transpose of its source, a matrix."""
+        shape, strides = source.shape, source.strides
+        if is_transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        made: Streamed = tensor_without_memory(cls, shape, strides, source.dtype, source.device)
+        made.source, made.is_transposed = source, is_transposed
+        return made
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def decoded(self) -> Tensor:
+        """The tensor."""
+        whole = self.source.whole()
+        return whole.t() if self.is_transposed else whole
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Hand it to the operators of this module, and decode it for any other."""
+        kwargs = kwargs or {}
+        serve = _OPERATORS.get(function)
+        result = NotImplemented if serve is None else serve(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = tree_map_only(Streamed, Streamed.decoded, (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def may_stream(readers: int) -> bool:
+    """Whether the node whose backward runs reads in pieces, or writes over what it reads, something that so many read.
+
+    A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own.
+    """
+    if torch.is_grad_enabled() or dispatch_modes() or runs_transform():
+        return False
+    node = node_in_backward()
+    if node is None:
+        return False
+    name = node.name()
+    return name == _CONVOLUTION or (readers == 1 and (name in _IN_PIECES or name in _WRITTEN_OVER))
+
+
+class Content(Protocol):
+    """What a tensor is decoded from."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def streamed(
+    content: Content, whole: Callable[[], Tensor], find_pieces: Callable[[Order], Pieces | None]
+) -> Streamed | None:
+    """What the unpack hook returns for a node that may_stream(); None where it has to be decoded first.
+
+    whole: gives the tensor, in memory of its own. find_pieces: of the tensor whose elements lie in an order.
+    """
+    shape, strides, dtype = content.shape, content.strides, content.dtype
+    least = _IN_PIECES.get(node_in_backward().name())
+    if least is None:
+        if not isinstance(content, codec.Packed):  # made of others, on a device that nothing here shows
+            return None
+        return Streamed(Source(shape, strides, dtype, content.payload.device, whole))
+    order = order_of(shape, strides)
+    if order and strides[0] != shape[1:].numel():
+        return None
+    pieces = find_pieces(order)
+    step = 0 if pieces is None else _step(pieces, shape, dtype, least)
+    if pieces is None or step >= pieces.numel or pieces.device.type != "cpu":
+        return None
+    return Streamed(Source(shape, strides, dtype, pieces.device, whole, pieces, step))
+
+
+def _step(pieces: Pieces, shape: torch.Size, dtype: torch.dtype, least: _Least) -> int:
+    """Elements of a piece: rows of the first dimension, where they can be decoded without what lies beside them."""
+    row = shape[1:].numel()
+    if row % pieces.unit != 0:
+        return pieces.numel
+    fewest = max(least.nbytes // dtype.itemsize, least.rows * row)
+    count = min(_MOST_PIECES, pieces.numel // fewest)
+    if count < 2:
+        return pieces.numel
+    step = -(-pieces.numel // count)
+    granule = lcm(row, pieces.granule)
+    granule = granule if granule <= step else row
+    return -(-step // granule) * granule
+
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+
+def _is_plain(tensor: Any) -> bool:
+    return type(tensor) is Tensor
+
+
+class _Sum:
+    """Of what pieces give; of 16-bit types in float32, as a kernel adds up."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._wide = dtype, torch.float32 if dtype.itemsize < 4 else dtype
+        self.total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Add what one piece gives."""
+        self.total = part.to(self._wide) if self.total is None else self.total.add_(part)
+
+    def add_product(self, first: Tensor, second: Tensor) -> None:
+        """The same of a product."""
+        if self.total is not None and self._wide == self._dtype:
+            torch.addmm(self.total, first, second, out=self.total)
+        else:
+            self.add(torch.mm(first, second))
+
+    def result(self) -> Tensor | None:
+        """In the type of a piece's."""
+        return None if self.total is None else self.total.to(self._dtype)
+
+
+def _product(first: Tensor, second: Tensor) -> Any:
+    """mm, where one factor is streamed along the dimension that is added up."""
+    total = _Sum(first.dtype)
+    if isinstance(second, Streamed) and not second.is_transposed and _is_plain(first):
+        for rows, part in second.source.parts():
+            total.add_product(first[:, rows], part)
+    elif isinstance(first, Streamed) and first.is_transposed and _is_plain(second):
+        for rows, part in first.source.parts():
+            total.add_product(part.t(), second[rows])
+    else:
+        return NotImplemented
+    return total.result()
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+    """args: the last of them are three flags, which gradients are wanted."""
+    if not isinstance(x, Streamed) or not _is_plain(grad) or not _is_plain(weight):
+        return NotImplemented
+    of_x: Tensor | None = None
+    of_weight, of_bias = _Sum(weight.dtype), _Sum(grad.dtype)
+    for examples, part in x.source.parts():
+        found = _aten.convolution_backward(grad[examples], part, weight, *args)
+        for total, of_part in zip((of_weight, of_bias), found[1:], strict=True):
+            if of_part is not None:
+                total.add(of_part)
+        if found[0] is not None:
+            of_x = _like_examples(found[0], len(x)) if of_x is None else of_x
+            of_x[examples] = found[0]
+    return of_x, of_weight.result(), of_bias.result()
+
+
+def _like_examples(part: Tensor, examples: int) -> Tensor:
+    """Empty, for as many examples."""
+    is_last = part.dim() == 4 and not part.is_contiguous() and part.is_contiguous(memory_format=torch.channels_last)
+    memory_format = torch.channels_last if is_last else torch.contiguous_format
+    return torch.empty((examples, *part.shape[1:]), dtype=part.dtype, device=part.device, memory_format=memory_format)
+
+
+def _over(function: Any, out: str, *args: Any, **kwargs: Any) -> Any:
+    """A pointwise operator of a gradient and of what is streamed, in the memory of what is decoded.
+
+    function: with the result as an argument of the name `out`.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if len(tensors) != 2:
+        return NotImplemented
+    grad, x = tensors if isinstance(tensors[1], Streamed) else tensors[::-1]
+    fits = grad.shape == x.shape and grad.stride() == x.stride() and grad.dtype == x.dtype
+    if not _is_plain(grad) or not isinstance(x, Streamed) or not fits:
+        return NotImplemented
+    made = x.decoded()
+    if made.stride() != grad.stride():
+        return NotImplemented
+    return function(*(made if arg is x else arg for arg in args), **kwargs, **{out: made})
+
+
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda x: Streamed(x.source, x.is_transposed),
+    _aten.t.default: lambda x: Streamed(x.source, not x.is_transposed),
+    _aten.mm.default: _product,
+    _aten.convolution_backward.default: _convolution_backward,
+    _aten.mul.Tensor: partial(_over, _aten.mul.out, "out"),
+    **{
+        getattr(_aten, name).default: partial(_over, getattr(_aten, name).grad_input, "grad_input")
+        for name in (
+            "gelu_backward", "silu_backward", "threshold_backward", "leaky_relu_backward", "hardtanh_backward",
+            "elu_backward", "softplus_backward",
+        )
+    },
+}  # fmt: skip
