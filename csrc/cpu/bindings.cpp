@@ -211,8 +211,8 @@ void unpack_part(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                  Tensor out, int64_t columns, int64_t first) {
   const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + out.numel();
   STD_TORCH_CHECK(first >= 0 && first % unit == 0 && last <= numel && (last % unit == 0 || last == numel),
-                  "gact_dist: the part is elements ", first, " to ", last, " of ", numel,
-                  ", expected multiples of ", unit, " or the end");
+                  "gact_dist: the part is elements ", first, " to ", last, " of ", numel, ", expected multiples of ",
+                  unit, " or the end");
   check_out(out, last - first, dtype);
   unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns, first);
 }
