@@ -409,11 +409,8 @@ def unpack_out(
 ) -> None:
     """Decode what ``pack`` made into ``out``, a contiguous tensor [numel] of ``dtype``."""
     check_format(bits, group_size, dtype)
-    check_columns(numel, columns)
-    where = sections(numel, bits, group_size, columns)
-    check_buffer(buffer, where.total_bytes)
     check_out(out, numel, dtype)
-    _unpack_part(buffer, where, bits, group_size, seed, out, columns, 0)
+    unpack_part(buffer, bits, group_size, numel, dtype, seed, out, columns, 0)
 
 
 def unpack_part(
@@ -433,12 +430,6 @@ def unpack_part(
     where = sections(numel, bits, group_size, columns)
     check_buffer(buffer, where.total_bytes)
     check_part(out, numel, dtype, first, part_unit(group_size, columns))
-    _unpack_part(buffer, where, bits, group_size, seed, out, columns, first)
-
-
-def _unpack_part(
-    buffer: Tensor, where: Sections, bits: int, group_size: int, seed: int, out: Tensor, columns: int, first: int
-) -> None:
     words, scale, offset = _split(buffer, where)
     for chunk in _chunks(first, first + out.numel(), bits, group_size, columns):
         parts = (words[chunk.words], scale[chunk.groups], offset[chunk.groups])

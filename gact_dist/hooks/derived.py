@@ -139,10 +139,13 @@ class Expression:
 def _pieces_of(operand: Any, order: Order) -> Pieces | None:
     """See Stored.pieces()."""
     if isinstance(operand, (Expression, Stored)):
-        return operand.pieces(order)
+        found: Pieces | None = operand.pieces(order)
+        return found
     base = base_of(operand)  # of a view, in another shape
-    is_reshaped = isinstance(base, Stored) and not order and base.numel == _numel(operand)
-    return base.pieces(order) if is_reshaped and not order_of(operand.size, operand.stride) else None
+    if order or not isinstance(operand, View) or not isinstance(base, Stored) or operand.toggled:
+        return None
+    is_reshaped = base.numel == _numel(operand) and not order_of(operand.size, operand.stride)
+    return base.pieces(order) if is_reshaped else None
 
 
 class Joined(Expression):

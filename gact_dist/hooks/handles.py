@@ -27,7 +27,7 @@ from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
 from .one_bit import Limits
 from .roles import Role
-from .streamed import LEAST_NUMEL, Decoded, Made, Order, Pieces, Streamed, may_stream, order_of, streamed
+from .streamed import LEAST_NUMEL, Decoded, Made, Order, Pieces, Streamed, order_of, streamed, streaming_node
 
 _CONJUGATED, _NEGATED = 1, 2
 
@@ -94,6 +94,16 @@ def decoded(content: Content, gaps: bool = True) -> Tensor:
     if isinstance(content, codec.Packed):
         return codec.unpack(content) if gaps or not content.is_rounded else codec.unpack_without_gaps(content)
     return content.make() if isinstance(content, Recipe) else content.detach()
+
+
+def _pieces_of(content: Content, order: Order) -> Pieces | None:
+    """See Stored.pieces()."""
+    if isinstance(content, Recipe):
+        return content.pieces(order)
+    if isinstance(content, Tensor) or order_of(content.shape, content.strides) != order:
+        return None
+    granule = codec.part_unit(content)
+    return Decoded(content, granule) if granule else None
 
 
 class Stored:
@@ -189,13 +199,16 @@ class Stored:
         return self._restore(self.keeps_gaps)
 
     def unpack(self) -> Tensor:
-        """The same for the operator whose backward runs, which may decode it as it goes on: see streamed.py. What is
-        computed here needs restore(), as operators in place have no effect on a tensor without memory."""
-        payload = self.payload
-        if payload.shape.numel() < LEAST_NUMEL or self.keeps_gaps or not may_stream(self.readers):
+        """The same for the operator whose backward runs, which may decode it as it goes on: see streamed.py. Recipes,
+        which are made as a whole, use restore()."""
+        node = None
+        if self.payload.shape.numel() >= LEAST_NUMEL and self._made is None and not self.keeps_gaps:
+            node = streaming_node(self.readers)
+        if node is None:
             return self.restore()
         self._note_use()
-        found = None if isinstance(payload, Tensor) or self._made is not None else self._streamed()
+        content = self._content()
+        found = None if isinstance(content, Tensor) else self._streamed(content, node)
         return self._restore(self.keeps_gaps) if found is None else found
 
     def restore_memory(self) -> Tensor:
@@ -205,13 +218,8 @@ class Stored:
 
     def pieces(self, order: Order) -> Pieces | None:
         """The tensor piece by piece, where its elements lie in an order; None where it can only be had as a whole."""
-        content = self._content()
-        if isinstance(content, Recipe):
-            return content.pieces(order)
-        if isinstance(content, Tensor) or order_of(content.shape, content.strides) != order:
-            return None
-        granule = codec.part_unit(content)
-        return Decoded(content, granule) if granule else None
+        self._note_use()
+        return _pieces_of(self._content(), order)
 
     def _note_use(self) -> None:
         if self.witness._version != self.version:
@@ -219,12 +227,11 @@ class Stored:
         if self.on_restore is not None:
             self.on_restore(self)
 
-    def _streamed(self) -> Streamed | None:
-        """For a node that may_stream(); None where it has to be decoded first. See [Note: streamed] in streamed.py."""
-        content = self._content()
-        if isinstance(content, Tensor) or (isinstance(content, Recipe) and content.keeps_what_it_made):
+    def _streamed(self, content: codec.Packed | Recipe, node: str) -> Streamed | None:
+        """For a node that reads as it goes on; None where the tensor has to be decoded first."""
+        if isinstance(content, Recipe) and content.keeps_what_it_made:
             return None
-        found = streamed(content, partial(decoded, content, gaps=False), self.pieces)
+        found = streamed(content, node, partial(decoded, content, gaps=False), partial(_pieces_of, content))
         if found is not None and _latest:
             self._forget_latest(get_ident())
         return found

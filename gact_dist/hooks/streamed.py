@@ -150,10 +150,23 @@ class Source(NamedTuple):
             yield where, self.pieces.read(first, last).as_strided(shape, self.strides)
 
 
+def _dispatch(_: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Hand what is streamed to the operators of this module, and decode it for any other."""
+    kwargs = kwargs or {}
+    serve = _OPERATORS.get(function)
+    result = NotImplemented if serve is None else serve(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    decoded = Streamed.settled if function._schema.is_mutable else Streamed.decoded
+    args, kwargs = tree_map_only(Streamed, decoded, (args, kwargs))
+    return function(*args, **kwargs)
+
+
 class Streamed(Tensor):
     """A tensor that one operator of a backward decodes as it reads it."""
 
     __torch_function__ = without_torch_function
+    __torch_dispatch__: Any = classmethod(_dispatch)
     source: Source
     is_transposed: bool
 
@@ -167,39 +180,29 @@ class Streamed(Tensor):
         made.source, made.is_transposed = source, is_transposed
         return made
 
-    def __init__(self, *_: Any) -> None: ...
-
     def decoded(self) -> Tensor:
         """The tensor."""
         whole = self.source.whole()
         return whole.t() if self.is_transposed else whole
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Hand it to the operators of this module, and decode it for any other."""
-        kwargs = kwargs or {}
-        serve = _OPERATORS.get(function)
-        result = NotImplemented if serve is None else serve(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = tree_map_only(Streamed, Streamed.decoded, (args, kwargs))
-        return function(*args, **kwargs)
+    def settled(self) -> Tensor:
+        """The tensor, which is also what anybody gets from now on: it is about to be written to."""
+        whole = self.source.whole()
+        self.source = self.source._replace(whole=lambda: whole, pieces=None)
+        return self.decoded()
 
 
-def may_stream(readers: int) -> bool:
-    """Whether the node whose backward runs reads in pieces, or writes over what it reads, something that so many read.
+def streaming_node(readers: int) -> str | None:
+    """The name of the node whose backward runs, if it decodes as it goes on what so many read; else None.
 
     A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own.
     """
     if torch.is_grad_enabled() or dispatch_modes() or runs_transform():
-        return False
+        return None
     node = node_in_backward()
-    if node is None:
-        return False
-    name = node.name()
-    return name == _CONVOLUTION or (readers == 1 and (name in _IN_PIECES or name in _WRITTEN_OVER))
+    name = "" if node is None else node.name()
+    streams = name == _CONVOLUTION or (readers == 1 and (name in _IN_PIECES or name in _WRITTEN_OVER))
+    return name if streams else None
 
 
 class Content(Protocol):
@@ -211,16 +214,17 @@ class Content(Protocol):
 
 
 def streamed(
-    content: Content, whole: Callable[[], Tensor], find_pieces: Callable[[Order], Pieces | None]
+    content: Content, node: str, whole: Callable[[], Tensor], find_pieces: Callable[[Order], Pieces | None]
 ) -> Streamed | None:
-    """What the unpack hook returns for a node that may_stream(); None where it has to be decoded first.
+    """What the unpack hook returns for a streaming_node(); None where it has to be decoded first.
 
     whole: gives the tensor, in memory of its own. find_pieces: of the tensor whose elements lie in an order.
     """
     shape, strides, dtype = content.shape, content.strides, content.dtype
-    least = _IN_PIECES.get(node_in_backward().name())
+    least = _IN_PIECES.get(node)
     if least is None:
-        if not isinstance(content, codec.Packed):  # made of others, on a device that nothing here shows
+        # what is not packed is made of others, on a device that nothing here shows; gaps are left out by decoding
+        if not isinstance(content, codec.Packed) or content.layout.span != shape.numel():
             return None
         return Streamed(Source(shape, strides, dtype, content.payload.device, whole))
     order = order_of(shape, strides)
@@ -329,8 +333,6 @@ def _over(function: Any, out: str, *args: Any, **kwargs: Any) -> Any:
     if not _is_plain(grad) or not isinstance(x, Streamed) or not fits:
         return NotImplemented
     made = x.decoded()
-    if made.stride() != grad.stride():
-        return NotImplemented
     return function(*(made if arg is x else arg for arg in args), **kwargs, **{out: made})
 
 
