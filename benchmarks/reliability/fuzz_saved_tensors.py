@@ -12,6 +12,8 @@ twice on the same values: untouched, and with gact_dist storing every tensor exa
 * plan: exact by the plan, with masks and integers packed. Copies are kept, even where gact_dist would keep an alias;
 * host: policy exact, offloaded to the host of a simulated device. Copies are kept.
 
+What a backward can decode as it goes on (hooks/streamed.py) is decoded so, however small it is.
+
 All values, gradients, shapes, strides, versions, random numbers and errors must be the same: tensors bit for bit,
 errors by their type, and whether they tell of a modification in place, unless torch's own error is a failed assertion.
 A program that differs, and never did the same in a thousand further untouched runs, is reduced by hypothesis and
@@ -559,17 +561,17 @@ OPERATORS = {**MATHS, **VIEWS, **IN_PLACE}
 
 @contextmanager
 def _attached(job: Job) -> Iterator[Controller]:
-    storage, replaced = job.case.storage, []
+    storage, replaced = job.case.storage, [mock.patch("gact_dist.hooks.handles.LEAST_NUMEL", 0)]
     config = Config(policy="exact", min_numel=0)
     if storage == "host":
         config = Config(policy="exact", offload={"enabled": True, "min_bytes": 1, "max_device_bytes": 1})
         device = simulated_device.Simulated(compute_s=1e-3)
         opened = partial(simulated_device._open_offload, device)
-        replaced = [mock.patch("gact_dist.steps.schedule.open_offload", opened)]
+        replaced.append(mock.patch("gact_dist.steps.schedule.open_offload", opened))
     elif storage != "level":
         config = Config(policy="uniform", bits=2, min_numel=0 if storage == "plan" else 10**9)
     if storage == "plan":
-        replaced = [mock.patch("gact_dist.codec.exact", partial(codec.pack, bits=None))]
+        replaced.append(mock.patch("gact_dist.codec.exact", partial(codec.pack, bits=None)))
     with ExitStack() as stack:
         for patch in replaced:
             stack.enter_context(patch)

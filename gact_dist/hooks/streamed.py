@@ -221,6 +221,8 @@ def streamed(
     whole: gives the tensor, in memory of its own. find_pieces: of the tensor whose elements lie in an order.
     """
     shape, strides, dtype = content.shape, content.strides, content.dtype
+    if isinstance(content, codec.Packed) and (content.conjugate or content.negated):
+        return None  # it comes back as a lazy view, into which the operators below cannot write
     least = _IN_PIECES.get(node)
     if least is None:
         # what is not packed is made of others, on a device that nothing here shows; gaps are left out by decoding
