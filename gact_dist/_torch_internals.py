@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 CHECKED_WITH = "2.13"
 """the torch that all tests ran with; the oldest supported one is 2.11"""
@@ -90,6 +90,7 @@ NEEDED = (
     "torch._subclasses.fake_tensor.DynamicOutputShapeException",
     "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "torch.ops._c10d_functional.wait_tensor",
     # frameworks: distributed/
     "torch.testing._internal.distributed.fake_pg.FakeStore",
@@ -186,6 +187,12 @@ def current_raw_stream(device_index: int) -> int:
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """how many modes would see an operator that is called now"""
+
+
+def all_dispatch_modes(allowed: Callable[[Any], bool]) -> bool:
+    """Whether each of these modes is one that finds or makes fake tensors, or allowed."""
+    modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
+    return all(isinstance(mode, FakeTensorMode) or allowed(mode) for mode in modes)
 
 
 def storage_with_id(tensor: Tensor) -> tuple[Any, int]:

@@ -21,6 +21,7 @@ from .read_once import ReadOnce
 from .replay import Replay, Replayed, firsts_of, made_again
 from .roles import BACKWARDS, OperatorObserver
 from .selective import Adding, Results, Taking, policy_of, running_with
+from .streamed import Streamed
 
 __all__ = [
     "BACKWARDS",
@@ -52,6 +53,7 @@ __all__ = [
     "SavedTensorHooks",
     "Stored",
     "StoredAgain",
+    "Streamed",
     "Taking",
     "View",
     "after_forward",

@@ -8,7 +8,8 @@ the other gradient of an operator, which mostly is computed first, is computed b
 
 So where the node that runs is known to do so, the unpack hook returns a tensor without memory, which has pieces to give
 to the operators below. Any other operator that meets it gets the whole tensor, as all do where several read what is
-decoded, where a backward makes a graph, and within a dispatch mode, which would not see the memory of pieces.
+decoded, where a backward makes a graph, and within a dispatch mode: it would not see the memory of pieces, unless it
+leaves what is streamed to its own dispatch, as that of the profiler does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 from .. import codec
 from .._torch_internals import (
-    dispatch_modes,
+    PLAIN,
+    all_dispatch_modes,
     node_in_backward,
     runs_transform,
     tensor_without_memory,
@@ -192,12 +194,17 @@ class Streamed(Tensor):
         return self.decoded()
 
 
+def _leaves_streamed(mode: Any) -> bool:
+    """Whether a dispatch mode returns NotImplemented where it meets what is streamed."""
+    return bool(getattr(mode, "leaves_streamed", False))
+
+
 def streaming_node(readers: int) -> str | None:
     """The name of the node whose backward runs, if it decodes as it goes on what so many read; else None.
 
     A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own.
     """
-    if torch.is_grad_enabled() or dispatch_modes() or runs_transform():
+    if torch.is_grad_enabled() or not all_dispatch_modes(_leaves_streamed) or runs_transform():
         return None
     node = node_in_backward()
     name = "" if node is None else node.name()
@@ -258,7 +265,7 @@ def _step(pieces: Pieces, shape: torch.Size, dtype: torch.dtype, least: _Least) 
 
 
 def _is_plain(tensor: Any) -> bool:
-    return type(tensor) is Tensor
+    return type(tensor) in PLAIN
 
 
 class _Sum:

@@ -41,7 +41,7 @@ from .._torch_internals import (
     number_of,
     waits_for_collective,
 )
-from ..hooks import parts_of
+from ..hooks import Streamed, parts_of
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -156,6 +156,9 @@ def _short(path: str) -> str:
 class Tracker(DispatchMode):
     """A dispatch mode that writes down the life of every storage that it meets. See [Note: tracking]."""
 
+    leaves_streamed = True
+    """see hooks/streamed.py"""
+
     def __init__(self) -> None:
         super().__init__()
         self.storages: list[Storage] = []
@@ -220,8 +223,8 @@ class Tracker(DispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is _DEVICE and is_fake(args[0]):  # which most calls are
             return args[0].device
-        if DTensor in types:
-            return NotImplemented  # its own dispatch comes first, and calls operators on the local parts
+        if DTensor in types or Streamed in types:
+            return NotImplemented  # its own dispatch comes first, and calls operators on the local parts, or on pieces
         fake = current_fake_mode()
         result = args[0] if fake and waits_for_collective(function) else function(*args, **(kwargs or {}))
         if fake is self._fake_mode:  # else DTensor only looks for a shape

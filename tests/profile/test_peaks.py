@@ -41,7 +41,20 @@ def cnn() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return SmallCNN(16), (torch.randn(16, 1, 16, 16), torch.randint(0, 10, (16,)))
 
 
-JOBS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {"gpt": gpt, "mlp": mlp, "cnn": cnn}
+def wide() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """What its linear layers and GELU read is large enough to be decoded as they go on."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.LayerNorm(256), nn.Linear(256, 10))
+    return model, (torch.randn(1024, 256), torch.randint(0, 10, (1024,)))
+
+
+JOBS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor]]]] = {
+    "gpt": gpt,
+    "mlp": mlp,
+    "wide": wide,
+    "cnn": cnn,
+}
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -96,7 +109,7 @@ def assert_predicted(name: str, layout: str | None, truths: dict[str, int]) -> N
     assert truths["L2"] < truths["untouched"]
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", "mlp", "wide"])
 def test_peak_of_one_process_is_that_of_the_allocator(name):
     assert_predicted(name, None, {level: measured(name, None, level) for level in LEVELS})
 
