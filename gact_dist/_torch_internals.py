@@ -191,8 +191,7 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def all_dispatch_modes(allowed: Callable[[Any], bool]) -> bool:
     """Whether each of these modes is one that finds or makes fake tensors, or allowed."""
-    modes = _get_current_dispatch_mode_stack() if dispatch_modes() else ()
-    return all(isinstance(mode, FakeTensorMode) or allowed(mode) for mode in modes)
+    return all(isinstance(mode, FakeTensorMode) or allowed(mode) for mode in _get_current_dispatch_mode_stack())
 
 
 def storage_with_id(tensor: Tensor) -> tuple[Any, int]:

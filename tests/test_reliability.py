@@ -58,7 +58,7 @@ FOUND = {
     "a part between the elements of an expanded one": program(
         (LEAF._replace(layout="expanded"),), ("more parts", 0, 0, 0)
     ),
-    # a gradient was written over the lazily negated tensor that had been decoded for it, and lost its sign
+    # a gradient was written over the lazily negated tensor that had been decoded for it, and was wrong
     "a pointwise operator of a lazily negated tensor": program(
         (LEAF._replace(layout="negative"),), ("gelu", 0, 0, 0), ("abs", 0, 0, 0), ("abs", 0, 0, 0)
     ),
