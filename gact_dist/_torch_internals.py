@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -45,6 +46,7 @@ NEEDED = (
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "torch._C._dynamo.guards.TensorGuards",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._autograd.SavedTensor",
@@ -192,6 +194,15 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def all_dispatch_modes(allowed: Callable[[Any], bool]) -> bool:
     """Whether each of these modes is one that finds or makes fake tensors, or allowed."""
     return all(isinstance(mode, FakeTensorMode) or allowed(mode) for mode in _get_current_dispatch_mode_stack())
+
+
+def likeness(tensor: Tensor) -> Callable[[Tensor], bool]:
+    """A function that tells whether a tensor is like this one: in class, type, shape, strides, device, requires_grad,
+    lazy bits, and in the modes and transforms that it is seen under. What torch.compile guards its graphs with; it
+    keeps nothing of the tensor."""
+    sizes, strides = [[*tensor.shape]], [[*tensor.stride()]]
+    check: Any = TensorGuards(tensor, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 def storage_with_id(tensor: Tensor) -> tuple[Any, int]:

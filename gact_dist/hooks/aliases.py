@@ -166,18 +166,29 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
 
     with_gaps: no other tensor lies between the elements of this one.
     """
+    length = span(tensor) if with_gaps else span_of_all(tensor)
+    if length is not None:
+        note_part(tensor, record, handle, length, tensor._version, lazy_bits(tensor))
+
+
+def note_part(tensor: Tensor, record: StorageRecord, handle: Any, length: int, version: int, bits: int = 0) -> None:
+    """The same of a part of which more is known. length: its span(). bits: its lazy bits."""
     stored = record.stored
-    is_contiguous = tensor.is_contiguous()
-    if is_contiguous or with_gaps or not has_gaps(tensor):
-        length = tensor.numel() if is_contiguous else span(tensor)
-        first, bits = int(tensor.storage_offset()), lazy_bits(tensor)
-        stored.append((len(stored), first, first + length, tensor._version, tensor.dtype, bits, ref(handle)))
-        if record.cells is not None:
-            _place(stored[-1], record.cells)
-        elif len(stored) > _FEW:
-            record.cells = {}
-            for known in stored:
-                _place(known, record.cells)
+    first = int(tensor.storage_offset())
+    stored.append((len(stored), first, first + length, version, tensor.dtype, bits, ref(handle)))
+    if record.cells is not None:
+        _place(stored[-1], record.cells)
+    elif len(stored) > _FEW:
+        record.cells = {}
+        for known in stored:
+            _place(known, record.cells)
+
+
+def span_of_all(tensor: Tensor) -> int | None:
+    """span() of a tensor if no other lies between its elements, else None."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return None if has_gaps(tensor) else span(tensor)
 
 
 def _place(part: _Part, cells: dict[tuple[int, torch.dtype, int, int], list[_Part]]) -> None:

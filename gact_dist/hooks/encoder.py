@@ -68,6 +68,15 @@ class Encoder:
             return False
         return tensor.is_floating_point() or tensor.is_complex()
 
+    def keeps_alias(self, tensor: Tensor, name: str, role: Role | None, plan: Plan) -> bool:
+        """Whether encode() keeps a tensor as it is, and others like it, whatever their elements are."""
+        if tensor.nbytes != tensor.untyped_storage().nbytes():
+            return False
+        if not self._rounds or not self.is_large(tensor):
+            return True
+        is_exact = role is Role.STATISTIC or (role is Role.ACTIVATION and plan.bits_of(name) is None)
+        return is_exact and tensor.is_floating_point()
+
     def is_large(self, tensor: Tensor) -> bool:
         """Whether a tensor has so many elements that it is not simply stored exactly."""
         return tensor.numel() >= self._min_numel

@@ -40,7 +40,7 @@ from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
-from .aliases import SharedBases, StorageRecord, StorageRecords, alias_at, alias_of, find_stored, note_stored
+from .aliases import SharedBases, StorageRecord, StorageRecords, alias_at, alias_of, find_stored, note_part, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import (
     CallSite,
@@ -375,7 +375,7 @@ class SavedTensorHooks:
             frame = caller()
             with without_modes():
                 exact = frame is None or _without_codec(tensor) or type(tensor) not in PLAIN
-                of_model = is_parameter_or_view(tensor) or (not exact and self._is_of_model(tensor))
+                of_model = is_parameter_or_view(tensor, tensor._base) or (not exact and self._is_of_model(tensor))
                 if of_model or exact or self.given.holds(tensor):
                     handle: Any = Kept(tensor, of_model, encoder.may_derive and of_model)
                 else:
@@ -569,36 +569,43 @@ class SavedTensorHooks:
         """frame: of the caller of the pack hook."""
         scope = self._namer.scope
         if self._settles and not in_backward():
-            if frame is not None and is_parameter_or_view(tensor):
+            base = tensor._base
+            if frame is not None and is_parameter_or_view(tensor, base):
                 return self._kept_of_model(tensor)
             expected = self._settled.expected
-            if expected is not None and expected.matches(tensor, frame, scope.stack):
-                handle = self._pack_settled(tensor, expected)
-                if handle is not None:
-                    return handle
+            if expected is not None:
+                node = tensor.grad_fn
+                if expected.matches(tensor, node, base, frame, scope.stack):
+                    handle = self._pack_settled(tensor, node, expected)
+                    if handle is not None:
+                        return handle
         return scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
 
-    def _pack_settled(self, tensor: Tensor, expected: Settled) -> Any:
+    def _pack_settled(self, tensor: Tensor, node: Any, expected: Settled) -> Any:
         """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
-        node = tensor.grad_fn
-        shown = node is not None and expected.evidence is not None and expected.evidence.holds(node)
-        if self._is_of_model(tensor, not shown, expected) or (expected.may_be_given and self.given.holds(tensor)):
-            return None
         storage, key = storage_with_id(tensor)
-        record = self._storages.known(key)
-        found = None if record is None else find_stored(tensor, record)
-        own_result = expected.is_relu and saves_own_result(node)
-        if own_result:
-            own_result = record is None or tensor._version not in record.relu_versions
-        if own_result is not (expected.role is Role.SIGN):
+        if not expected.has_graph:
+            if self._parameters.owns_memory(key) or self.given.holds_memory(key):
+                return None
+        elif expected.evidence is None or not expected.evidence.holds(node):
+            if self._parameters.is_parameter(tensor, None):
+                return None
+        if self._namer.scope.parametrized and self._is_part_of_a_weight(tensor):
             return None
+        record = self._storages.known(key)
+        found = None if record is None or not record.stored else find_stored(tensor, record)
+        is_sign = expected.role is Role.SIGN
+        if expected.is_relu:
+            own_result = saves_own_result(node) and (record is None or tensor._version not in record.relu_versions)
+            if own_result is not is_sign:
+                return None
         if expected.is_alias:
             base = None if found is None else base_of(found[0])
             if found is None or type(base) is not Stored or base.name != expected.name:
                 return None
             handle: Any = alias_at(found, tensor)
         else:
-            if (found is not None and not own_result) or expected.series.count != expected.occurrence:
+            if (found is not None and not is_sign) or expected.series.count != expected.occurrence:
                 return None
             if expected.is_part and expected.name in self._bases.names:
                 return None
@@ -608,7 +615,7 @@ class SavedTensorHooks:
                 self._job.after(node)
         self._functions.leave()
         self._roles.latest_call = None
-        if not own_result:
+        if not is_sign:
             self._note(tensor, handle)
         self._settled.advance(expected)
         return handle
@@ -629,8 +636,8 @@ class SavedTensorHooks:
             expected.again = self._job.again(captured, handle, known is None)
         if expected.role is Role.SIGN:
             record.relu_versions |= {tensor._version}
-        else:
-            note_stored(tensor, record, handle)
+        elif expected.span is not None:
+            note_part(tensor, record, handle, expected.span, handle.version)
         if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
             self._roles.observe_next = True
         return handle
@@ -788,18 +795,16 @@ class SavedTensorHooks:
         stack = self._namer.scope.stack
         return site.line, stack[-1][0] if stack else None, self._instruction
 
-    def _is_of_model(self, tensor: Tensor, may_be_parameter: bool = True, expected: Settled | None = None) -> bool:
-        """Whether a tensor is a parameter or a buffer, or made from parameters alone.
-
-        may_be_parameter: whether it has to be looked up. expected: as which it is settled.
-        """
+    def _is_of_model(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter or a buffer, or made from parameters alone."""
         scope = self._namer.scope
-        if may_be_parameter:
-            module = scope.innermost if expected is None else expected.module(scope.stack)
-            if self._parameters.is_parameter(tensor, module):
-                return True
-        if not scope.parametrized:
-            return False
+        if self._parameters.is_parameter(tensor, scope.innermost):
+            return True
+        return scope.parametrized and self._is_part_of_a_weight(tensor)
+
+    def _is_part_of_a_weight(self, tensor: Tensor) -> bool:
+        """Whether a parametrization has made it, or is saving it."""
+        scope = self._namer.scope
         if scope.makes_a_weight:
             return True
         return bool(scope.made) and tensor.layout == torch.strided and storage_id(own_part(tensor)) in scope.made

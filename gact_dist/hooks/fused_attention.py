@@ -163,7 +163,9 @@ class LogsumexpFit:
             kept.make_again(AttentionResult(again, again.logsumexp))
             return kept
         operands = payloads.get(base_of(query)), payloads.get(base_of(key))
-        if None in operands or not any(map(_is_rounded, operands)) or not isinstance(kept, (Stored, Replaceable)):
+        if any(payload is None for payload in operands) or not any(map(_is_rounded, operands)):
+            return None
+        if not isinstance(kept, (Stored, Replaceable)):
             return None
         with torch.no_grad():
             q, k = (_decoded(handle, payloads) for handle in (query, key))

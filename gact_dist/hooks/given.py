@@ -75,6 +75,10 @@ class Given:
             return base is not None and base.grad_fn is None and self._memory_of(base) is not None
         return self._memory_of(tensor) is not None
 
+    def holds_memory(self, key: int) -> bool:
+        """Whether a tensor without a graph is part of the batch. key: storage_id() of it."""
+        return key in self._of_step or key in self._of_forward
+
     def holds_parts_of(self, tensor: Tensor) -> bool:
         """The same of a sparse tensor, or of one that wraps others."""
         parts = [] if tensor.requires_grad else parts_of(tensor)

@@ -45,11 +45,10 @@ def made_from_parameters(node: Any) -> bool:
     return made
 
 
-def is_parameter_or_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or a view of one: a transposed weight, mostly."""
+def is_parameter_or_view(tensor: Tensor, base: Tensor | None) -> bool:
+    """Whether a tensor is a parameter, or a view of one: a transposed weight, mostly. base: its _base."""
     if type(tensor) is nn.Parameter:
         return True
-    base = tensor._base
     return type(base) is nn.Parameter and base.grad_fn is None
 
 
@@ -200,6 +199,10 @@ class ParameterRecognition:
             return True
         return all(storage_id(part) in self._owned for part in parts_of(tensor))
 
+    def owns_memory(self, key: int) -> bool:
+        """Whether a storage is that of a parameter or a buffer. key: its storage_id()."""
+        return key in self._owned
+
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
         """Within the context the model's present buffers count as well: the clones that replace its own during a
@@ -217,7 +220,9 @@ class ParameterRecognition:
         module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
         recognised by shape and type against its own parameters.
         """
-        if is_parameter_or_view(tensor) or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)):
+        if is_parameter_or_view(tensor, tensor._base) or (
+            type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+        ):
             return True
         node, base = tensor.grad_fn, tensor._base
         if node is not None:

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from torch import Tensor, nn, strided
+from torch import Tensor, nn
 
-from .._torch_internals import RESHAPES, is_inside_transform
+from .._torch_internals import RESHAPES, likeness
+from .aliases import span_of_all
 from .call_stack import frames_to_user
 from .fused_attention import OPERATORS as FUSED_ATTENTION
 from .naming import Entry, Series, passes_on
@@ -37,16 +38,15 @@ class Settled:
     """One save of an earlier step."""
 
     __slots__ = (
-        "_base_node", "_base_numel", "_below", "_device", "_dtype", "_frames", "_innermost", "_layer", "_node",
-        "_number", "_shape", "_strides", "again", "evidence", "is_alias", "is_attention", "is_part", "is_relu",
-        "may_be_given", "name", "next", "occurrence", "role", "series",
+        "_base_node", "_base_numel", "_below", "_frames", "_innermost", "_is_like", "_layer", "_node", "_number",
+        "again", "evidence", "has_graph", "is_alias", "is_attention", "is_part", "is_relu", "name", "next",
+        "occurrence", "role", "series", "span",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, frames: tuple[tuple[CodeType, int], ...], stack: Sequence[Entry]) -> None:
         self._frames, self._innermost = frames, stack[-1] if stack else None
         self._layer: nn.Module | None = None
-        self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
-        self._device = tensor.device
+        self._is_like = likeness(tensor)
         node, base = tensor.grad_fn, tensor._base
         source = node if base is None else base.grad_fn
         self._node, self._number = type(node), tensor.output_nr
@@ -57,10 +57,11 @@ class Settled:
             self._below = type(source.next_functions[0][0])
         operator = "" if node is None else node.name()
         self.is_relu, self.is_attention = operator == _RELU, operator in FUSED_ATTENTION
-        self.may_be_given = node is None or base is not None
-        """whether it may be of the batch"""
+        self.has_graph = node is not None
         self.evidence = evidence_of_activations(node)
         """how to see that it is not made from parameters alone"""
+        self.span = span_of_all(tensor)
+        """elements of memory between its first and its last, if all are its own; else None"""
         self.again: Again | None = None
         """what becomes of it whatever else is saved"""
         self.name = ""
@@ -78,38 +79,32 @@ class Settled:
         """It is saved in the forward of a layer without hooks, which the last frame runs."""
         self._layer, self._innermost = entry[1], stack[-2] if len(stack) > 1 else None
 
-    def matches(self, tensor: Tensor, frame: FrameType | None, stack: Sequence[Entry]) -> bool:
-        """Whether a tensor is saved as that one was. frame: of the pack hook's caller. stack: modules with hooks."""
+    def matches(
+        self, tensor: Tensor, node: Any, base: Tensor | None, frame: FrameType | None, stack: Sequence[Entry]
+    ) -> bool:
+        """Whether a tensor is saved as that one was.
+
+        node, base: its grad_fn and _base. frame: of the pack hook's caller. stack: modules with hooks.
+        """
         last = frame
         for code, instruction in self._frames:
             if frame is None or frame.f_code is not code or frame.f_lasti != instruction:
                 return False
             last, frame = frame, frame.f_back
-        if (stack[-1] if stack else None) is not self._innermost or type(tensor) is not Tensor:
+        if (stack[-1] if stack else None) is not self._innermost or not self._is_like(tensor):
             return False
-        if tensor.is_nested or tensor.layout is not strided or tensor.dtype is not self._dtype:
-            return False
-        if tensor.shape != self._shape or tensor.stride() != self._strides or tensor.device != self._device:
-            return False
-        source, base = tensor.grad_fn, tensor._base
-        if type(source) is not self._node or tensor.output_nr != self._number:
-            return False
-        if tensor.is_neg() or is_inside_transform(tensor):
+        if type(node) is not self._node or tensor.output_nr != self._number:
             return False
         if base is None:
-            if self._base_node is not None or (source is None and tensor.requires_grad):
+            if self._base_node is not None:
                 return False
         else:
-            source = base.grad_fn
-            if source is None or type(source) is not self._base_node or base.numel() != self._base_numel:
+            node = base.grad_fn
+            if node is None or type(node) is not self._base_node or base.numel() != self._base_numel:
                 return False
-        if self._below is not None and (source is None or type(source.next_functions[0][0]) is not self._below):
+        if self._below is not None and type(node.next_functions[0][0]) is not self._below:
             return False
         return self._layer is None or (last is not None and last.f_locals.get("self") is self._layer)
-
-    def module(self, stack: Sequence[Entry]) -> nn.Module | None:
-        """The one whose forward saves it. stack: modules with hooks."""
-        return self._layer or (stack[-1][1] if stack else None)
 
 
 _NO_SERIES = Series()

@@ -198,8 +198,8 @@ class Store(Sink):
         if self.offload is not None or row is None:
             return None
         if isinstance(stored.payload, Tensor):
-            is_small = is_new and not self._encoder.is_large(tensor) and tensor.nbytes == storage_bytes
-            return Again(name, None, row, storage_bytes) if is_small else None
+            is_alias = self._encoder.keeps_alias(tensor, name, captured.role, self.plan)
+            return Again(name, None, row, storage_bytes) if is_alias and is_new else None
         if captured.role is not Role.ACTIVATION or tensor.grad_fn is None:
             return None
         way = None
