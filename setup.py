@@ -1,12 +1,14 @@
-"""Builds the native CPU library. Metadata is in pyproject.toml.
+"""Builds the native CPU library, and the module of the hooks. Metadata is in pyproject.toml.
 
 The GPU kernels are compiled at run time, so the package holds their source. The library uses torch's stable ABI only:
-one build serves torch 2.11 and newer. A machine without a C++ compiler still installs: the PyTorch reference then does
-the work, and says so at run time.
+one build serves torch 2.11 and newer. The module uses Python's: one build serves Python 3.10 and newer. A machine
+without a C++ compiler still installs: the PyTorch reference then does the library's work, and says so at run time, and
+what the module recognises by a few looks takes many.
 """
 
 import os
 import platform
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -48,7 +50,7 @@ class BuildNative(build_ext):
     """build_ext that gives each source file its own flags: the instruction set is chosen at run time."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        # The library holds no Python module, so its name carries no Python version.
+        # Neither depends on a version of Python.
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, extension: Extension) -> None:
@@ -63,14 +65,14 @@ class BuildNative(build_ext):
                 [source],
                 output_dir=self.build_temp,
                 macros=[("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}")],
-                include_dirs=["csrc", *cpp_extension.include_paths()],
+                include_dirs=["csrc", sysconfig.get_path("include"), *cpp_extension.include_paths()],
                 extra_postargs=COMMON_FLAGS + isa_flags + last_flags,
                 depends=extension.depends,
             )
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(extension.name),
-            libraries=["torch_cpu"],
+            libraries=extension.libraries,
             library_dirs=cpp_extension.library_paths(),
             target_lang="c++",
         )
@@ -91,10 +93,10 @@ class BuildPython(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """bdist_wheel for every version of Python: the library holds no Python module, and torch's ABI is stable."""
+    """bdist_wheel for every version of Python from 3.10 on: torch's ABI and Python's are stable."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        return "cp310", "abi3", super().get_tag()[2]
 
 
 setup(
@@ -103,8 +105,10 @@ setup(
             "gact_dist._native",
             sources=sorted(str(path) for path in Path("csrc/cpu").glob("*.cpp")),
             depends=sorted(str(path) for path in [*Path("csrc/common").glob("*.h"), *Path("csrc/cpu").glob("*.h")]),
+            libraries=["torch_cpu"],
             optional=True,
-        )
+        ),
+        Extension("gact_dist._hooks", sources=["csrc/hooks/hooks.cpp"], optional=True),
     ],
     cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildNative, "build_py": BuildPython},
 )

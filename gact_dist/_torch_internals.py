@@ -39,6 +39,7 @@ VERSION = str(torch.__version__)
 NEEDED = (
     # autograd
     "torch._C._current_graph_task_id",
+    "torch._C._len_torch_function_stack",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._autograd._unsafe_set_version_counter",
@@ -117,12 +118,16 @@ DIRECTORY = os.path.dirname(torch.__file__)
 # -- autograd ---------------------------------------------------------------------------------------------------
 
 
-_current_graph_task_id = torch._C._current_graph_task_id
+graph_task_id: Any = torch._C._current_graph_task_id
+"""the number of the backward that runs in this thread; -1 if none does"""
+
+function_modes: Any = torch._C._len_torch_function_stack
+"""how many function modes are active"""
 
 
 def in_backward() -> bool:
     """Whether a backward pass is running in this thread."""
-    return _current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def is_backward_call(frame: FrameType) -> bool:
@@ -200,8 +205,9 @@ def likeness(tensor: Tensor) -> Callable[[Tensor], bool]:
     """A function that tells whether a tensor is like this one: in class, type, shape, strides, device, requires_grad,
     lazy bits, and in the modes and transforms that it is seen under. What torch.compile guards its graphs with; it
     keeps nothing of the tensor."""
+    guards: Any = TensorGuards  # whose types torch declares otherwise than it has them
     sizes, strides = [[*tensor.shape]], [[*tensor.stride()]]
-    check: Any = TensorGuards(tensor, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check: Callable[[Tensor], bool] = guards(tensor, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
 

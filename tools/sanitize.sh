@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the native codec with AddressSanitizer and UndefinedBehaviorSanitizer, and run the codec's tests against it.
+# Build the native codec and hooks with AddressSanitizer and UndefinedBehaviorSanitizer, and run their tests against it.
 # The build is a copy of the package in build/sanitized; the one in gact_dist/ stays. The first finding ends
 # the run. The tests of the emulated CUDA kernels are left out: they do not use the library.
 # Usage: bash tools/sanitize.sh [--record] [-k NAME ...]
@@ -23,10 +23,12 @@ CFLAGS="$flags" CXXFLAGS="$flags" LDFLAGS="$flags" "$python" setup.py --quiet bu
     --build-base build/sanitized --build-lib "$package"
 # The extension is optional: a build that fails says so and goes on.
 # Not grep -q, which ends nm early: with pipefail that is a failure.
-nm --dynamic "$package/gact_dist/_native.so" | grep __asan_report >/dev/null || {
-    echo "sanitize: the native library was not built with AddressSanitizer" >&2
-    exit 1
-}
+for library in _native _hooks; do
+    nm --dynamic "$package/gact_dist/$library.so" | grep __asan_report >/dev/null || {
+        echo "sanitize: $library was not built with AddressSanitizer" >&2
+        exit 1
+    }
+done
 
 # The interpreter is not sanitized, so the run-time library must be there first; and the C++ library beside it, as
 # AddressSanitizer looks for the functions that throw when it starts. Python never frees all of its memory, so leaks are
@@ -37,7 +39,7 @@ outcome="$(mktemp)"
 trap 'rm -f "$outcome"' EXIT
 LD_PRELOAD="$preload" ASAN_OPTIONS="$options" UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     PYTHONPATH="$package" \
-    "$python" -m pytest -q -p no:cacheprovider -o pythonpath="$package ." tests/codec \
+    "$python" -m pytest -q -p no:cacheprovider -o pythonpath="$package ." tests/codec tests/hooks/test_settled.py \
     --ignore-glob="*test_cuda_*" --ignore-glob="*test_nvrtc*" --ignore-glob="*test_driver*" --ignore-glob="*test_ptx*" "$@" | tee "$outcome"
 if $record; then
     "$python" -m benchmarks.reliability.results benchmarks/results/reliability.json sanitizers \

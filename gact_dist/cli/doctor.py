@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def command(as_json: JsonOption = False) -> None:
     $ gact-dist doctor
     $ gact-dist doctor --json > machine.json
     """
-    checks = [*_versions(), _native(), *_cuda(), _gloo(), *_memory()]
+    checks = [*_versions(), _native(), _hooks(), *_cuda(), _gloo(), *_memory()]
     broken = any(check.state is State.BROKEN for check in checks)
     found = {"broken": broken, "checks": [{**asdict(check), "state": check.state.value} for check in checks]}
     show(found, as_json, _table(checks))
@@ -100,6 +100,16 @@ def _native() -> Check:
     if error > 2 * 2 / 255:  # a step of 8 bits over a range of 2, and the rounding of the range itself
         return Check("native library", State.BROKEN, f"wrong values, off by {error:.3g}", "report this as a bug")
     return Check("native library", State.FINE, f"loaded, {codec.isa()} kernels")
+
+
+def _hooks() -> Check:
+    """The module of the hooks."""
+    try:
+        import_module("gact_dist._hooks")
+    except ImportError as error:
+        mend = "install a C++17 compiler and the headers of Python, such as python3-dev, and run pip install again"
+        return Check("native hooks", State.BROKEN, f"each saved tensor takes more of the host's time: {error}", mend)
+    return Check("native hooks", State.FINE, "loaded")
 
 
 # -- the GPU ---------------------------------------------------------------------------------------------------------

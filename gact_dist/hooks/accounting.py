@@ -208,17 +208,9 @@ class Account:
         if self._footprint is not None:
             self._footprint.add(name, tensor, payload, retained)
 
-    def add_again(self, row: tuple[Any, ...], storage_bytes: int, record: StorageRecord) -> None:
-        """Note that as much is kept of a tensor as in an earlier step. storage_bytes: of the memory that it is in."""
-        new_bytes = storage_bytes - record.seen_bytes
-        if new_bytes > 0:
-            record.seen_bytes = storage_bytes
-            self.exact_bytes += new_bytes
-        self._rows.append(row)
-
     @property
     def latest(self) -> tuple[Any, ...] | None:
-        """What was noted last, for add_again(); None where more than a row is kept of it."""
+        """What was noted last, for the same tensor of later steps; None where more than a row is kept of it."""
         return self._rows[-1] if self._rows and self._footprint is None else None
 
     def add_kept(self, tensor: Tensor, name: str, record_of: Callable[[Tensor], StorageRecord]) -> None:

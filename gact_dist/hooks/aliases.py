@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import codec
 from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
 from .handles import Distributed, Kept, Replaceable, Stored, View, base_of, count_reader, lazy_bits
+from .native import IS_BUILT, native_base
 from .repeated import Repeated
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.
@@ -28,17 +29,19 @@ _Part = tuple[int, int, int, int, torch.dtype, int, ref]
 """what is stored of a storage: (number, first element, last element, version, type, lazy bits, handle)"""
 
 
-_NOTHING: frozenset[Any] = frozenset()
+NOTHING: frozenset[Any] = frozenset()
+_Record: Any = native_base("Record")
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class StorageRecord:
+class StorageRecord(_Record):
     """What a step knows about one storage."""
 
-    __slots__ = (
+    __slots__ = () if IS_BUILT else (
         "aliased", "bypassing", "cells", "first_partial", "partial_numel", "relu_versions", "seen_bytes", "stored",
         "weak",
     )  # fmt: skip
+    cells: dict[tuple[int, torch.dtype, int, int], list[_Part]] | None
 
     def __init__(self, tensor: Tensor, storage: Any = None) -> None:
         """storage: that of the tensor, if it is at hand."""
@@ -47,13 +50,13 @@ class StorageRecord:
         self.stored: list[_Part] = []
         # where many parts are stored, they are found by where they lie: (version, type, level, cell) -> those of at
         # most 2**level elements that begin in a cell of this size
-        self.cells: dict[tuple[int, torch.dtype, int, int], list[_Part]] | None = None
-        self.relu_versions: frozenset[int] = _NOTHING
+        self.cells = None
+        self.relu_versions: frozenset[int] = NOTHING
         self.partial_numel = 0
         self.first_partial = ""
         self.seen_bytes = 0
         self.aliased = False
-        self.bypassing: frozenset[tuple[int, int]] = _NOTHING
+        self.bypassing: frozenset[tuple[int, int]] = NOTHING
         """(offset, span) of what checkpoints keep past all hooks"""
 
 
@@ -61,22 +64,19 @@ class StorageRecords:
     """The records of one step, by storage."""
 
     def __init__(self) -> None:
-        self._records: dict[int, StorageRecord] = {}
+        self.by_key: dict[int, StorageRecord] = {}
+        """the key of a storage is its storage_id()"""
 
     def of(self, tensor: Tensor) -> StorageRecord:
         """The record of a tensor's storage, a new one where the step meets it for the first time."""
         storage, key = storage_with_id(tensor)
-        record = self._records.get(key)
+        record = self.by_key.get(key)
         return self.add(tensor, storage, key) if record is None else record
 
     def add(self, tensor: Tensor, storage: Any, key: int) -> StorageRecord:
         """A new record. storage, key: as storage_with_id() gives them."""
-        record = self._records[key] = StorageRecord(tensor, storage)
+        record = self.by_key[key] = StorageRecord(tensor, storage)
         return record
-
-    def known(self, key: int) -> StorageRecord | None:
-        """The record of a storage that the step has met. key: its storage_id()."""
-        return self._records.get(key)
 
     def restore(self, handle: Any) -> Tensor:
         """The tensor that a handle holds: the unpack hook.
@@ -110,7 +110,7 @@ class StorageRecords:
 
     def clear(self) -> None:
         """At the end of a step."""
-        self._records.clear()
+        self.by_key.clear()
 
 
 def alias_of(tensor: Tensor, record: StorageRecord) -> View | None:
@@ -168,14 +168,14 @@ def note_stored(tensor: Tensor, record: StorageRecord, handle: Any, with_gaps: b
     """
     length = span(tensor) if with_gaps else span_of_all(tensor)
     if length is not None:
-        note_part(tensor, record, handle, length, tensor._version, lazy_bits(tensor))
+        note_part(tensor, record, handle, length, lazy_bits(tensor))
 
 
-def note_part(tensor: Tensor, record: StorageRecord, handle: Any, length: int, version: int, bits: int = 0) -> None:
+def note_part(tensor: Tensor, record: StorageRecord, handle: Any, length: int, bits: int = 0) -> None:
     """The same of a part of which more is known. length: its span(). bits: its lazy bits."""
     stored = record.stored
     first = int(tensor.storage_offset())
-    stored.append((len(stored), first, first + length, version, tensor.dtype, bits, ref(handle)))
+    stored.append((len(stored), first, first + length, tensor._version, tensor.dtype, bits, ref(handle)))
     if record.cells is not None:
         _place(stored[-1], record.cells)
     elif len(stored) > _FEW:

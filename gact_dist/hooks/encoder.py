@@ -70,6 +70,8 @@ class Encoder:
 
     def keeps_alias(self, tensor: Tensor, name: str, role: Role | None, plan: Plan) -> bool:
         """Whether encode() keeps a tensor as it is, and others like it, whatever their elements are."""
+        if not self._rounds and tensor.grad_fn is not None:
+            return True
         if tensor.nbytes != tensor.untyped_storage().nbytes():
             return False
         if not self._rounds or not self.is_large(tensor):

@@ -27,9 +27,7 @@ from .._torch_internals import (
     is_compiled,
     is_inside_transform,
     is_no_input,
-    saves_own_result,
     storage_id,
-    storage_with_id,
     without_innermost_hooks,
     without_modes,
     without_subclass,
@@ -40,7 +38,7 @@ from ..offload import HostOffload, OffloadStatistics, open_pack_stream
 from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
-from .aliases import SharedBases, StorageRecord, StorageRecords, alias_at, alias_of, find_stored, note_part, note_stored
+from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_part, note_stored
 from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import (
     CallSite,
@@ -70,12 +68,14 @@ from .handles import (
     Replaceable,
     ReplayError,
     Stored,
+    Unpacking,
     View,
     base_of,
     lazy_bits,
 )
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, Entry, ModuleScope, Namer
+from .native import IS_BUILT
 from .one_bit import Read, read_by, role_of_read
 from .own_hooks import Registration
 from .parameters import ParameterRecognition, is_parameter_or_view
@@ -85,7 +85,7 @@ from .recomputed import BlockAgain, HandOver, keep_handles
 from .repeated import Repeated
 from .replay import Replay, Replayed, outcome_of
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
-from .saved_edges import note_saved
+from .saved_edges import mark_of, note_saved
 from .selective import Way, keep_results, may_not_have_arrived
 from .settled import Settled, SettledSaves, may_settle, settled
 from .sinks import Captured, Record, Rehearsal, Sink, Store
@@ -137,7 +137,6 @@ class SavedTensorHooks:
         self._instruction: Instruction | None = None  # that is saving, in a step of the job
         self._bypassing = Bypassing(self._parameters, self._note_bypassing)
         self._settled = SettledSaves()
-        self._settles = False  # whether what is saved now settles: in a step of the job that learns nothing
         self._again: list[int] = []  # Record.recomputed of the latest that has some
         self.clock: Clock | None = None
         """of the hooks' seconds, if anyone wants to know them"""
@@ -291,11 +290,12 @@ class SavedTensorHooks:
         if readers is not None:
             self._settled.forget()
         plain = APPLY_HAS_FRAME and readers is None and self._sink is self._job
-        self._settles = plain and not self._namer.scope.compiled
+        if IS_BUILT and plain and not self._namer.scope.compiled:
+            self._open_settled()
         told = told_of_checkpoints(self._at_checkpoint)
         # what is compiled would be so anew for another function in the place of attention
         watched = self._masks.watched() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
-        offered = checkpoints_offering_inputs(self._pack) if self.config.checkpoint_inputs else nullcontext()
+        offered = checkpoints_offering_inputs(self._pack_hook) if self.config.checkpoint_inputs else nullcontext()
         collector = collector_at_rest() if self._sink is self._job else nullcontext()
         try:
             with (
@@ -312,8 +312,26 @@ class SavedTensorHooks:
                 self._roles.observe_next = True
             elif self._sink is self._job:
                 self._is_first = False
-            self._settles = False
+            self._settled.settles = False
             self._forget_step()
+
+    @property
+    def _pack_hook(self) -> Callable[[Tensor], Any]:
+        return self._settled.pack if self._settled.settles and self.clock is None else self._pack
+
+    def _open_settled(self) -> None:
+        """In this forward, which learns nothing, what is saved settles and what has settled goes the short way."""
+        saves, scope = self._settled, self._namer.scope
+        saves.stack, saves.parametrized = scope.stack, scope.parametrized
+        saves.records, saves.owned, saves.given = self._storages.by_key, self._parameters.owned, self.given.memories
+        saves.account, saves.recent, saves.bases = self._job.account, self._job.recent, self._bases
+        saves.functions, saves.roles = self._functions, self._roles
+        saves.keep_parameter, saves.is_parameter = self._kept_of_model, self._parameters.is_parameter
+        saves.is_part_of_a_weight = self._is_part_of_a_weight
+        saves.payload, saves.store, saves.after = self._job.payload_again, self._store_settled, self._job.after
+        saves.note_part_of_base = self._what_to_store
+        saves.leave, saves.in_modes, saves.long_way = self._functions.leave, self._pack, self._pack_long_way
+        saves.settles = True
 
     @contextmanager
     def _observed(
@@ -339,7 +357,8 @@ class SavedTensorHooks:
     @contextmanager
     def _saved_tensors_hooks(self) -> Iterator[None]:
         served: AbstractContextManager[None] = nullcontext()
-        hooks: tuple[Any, Any] = self._pack, self._storages.restore
+        restore = self._storages.restore
+        hooks: tuple[Any, Any] = self._pack_hook, Unpacking(restore).unpack if IS_BUILT else restore
         if self._namer.scope.compiled and self.config.compile_hooks == "inlined":
             served, hooks = inlined.serving(self._pack, self._pack_in_graph), inlined.hooks()
         elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
@@ -375,7 +394,7 @@ class SavedTensorHooks:
             frame = caller()
             with without_modes():
                 exact = frame is None or _without_codec(tensor) or type(tensor) not in PLAIN
-                of_model = is_parameter_or_view(tensor, tensor._base) or (not exact and self._is_of_model(tensor))
+                of_model = is_parameter_or_view(tensor) or (not exact and self._is_of_model(tensor))
                 if of_model or exact or self.given.holds(tensor):
                     handle: Any = Kept(tensor, of_model, encoder.may_derive and of_model)
                 else:
@@ -567,77 +586,37 @@ class SavedTensorHooks:
 
     def _pack_at(self, tensor: Tensor, frame: FrameType | None) -> Any:
         """frame: of the caller of the pack hook."""
+        if self._settled.settles:
+            handle = self._settled.pack_at(tensor, frame)
+            if handle is not None:
+                return handle
+        return self._pack_within(tensor, frame)
+
+    def _pack_long_way(self, tensor: Tensor) -> Any:
+        frame = sys._getframe().f_back
+        with without_modes():
+            return self._pack_within(tensor, frame)
+
+    def _pack_within(self, tensor: Tensor, frame: FrameType | None) -> Any:
         scope = self._namer.scope
-        if self._settles and not in_backward():
-            base = tensor._base
-            if frame is not None and is_parameter_or_view(tensor, base):
-                return self._kept_of_model(tensor)
-            expected = self._settled.expected
-            if expected is not None:
-                node = tensor.grad_fn
-                if expected.matches(tensor, node, base, frame, scope.stack):
-                    handle = self._pack_settled(tensor, node, expected)
-                    if handle is not None:
-                        return handle
         return scope.within(frame, self._pack_from, tensor) if scope.unhooked else self._pack_from(tensor, frame)
 
-    def _pack_settled(self, tensor: Tensor, node: Any, expected: Settled) -> Any:
-        """What is kept of a tensor that is saved as in the step before; None if its memory is not as it was then."""
-        storage, key = storage_with_id(tensor)
-        if not expected.has_graph:
-            if self._parameters.owns_memory(key) or self.given.holds_memory(key):
-                return None
-        elif expected.evidence is None or not expected.evidence.holds(node):
-            if self._parameters.is_parameter(tensor, None):
-                return None
-        if self._namer.scope.parametrized and self._is_part_of_a_weight(tensor):
-            return None
-        record = self._storages.known(key)
-        found = None if record is None or not record.stored else find_stored(tensor, record)
-        is_sign = expected.role is Role.SIGN
-        if expected.is_relu:
-            own_result = saves_own_result(node) and (record is None or tensor._version not in record.relu_versions)
-            if own_result is not is_sign:
-                return None
-        if expected.is_alias:
-            base = None if found is None else base_of(found[0])
-            if found is None or type(base) is not Stored or base.name != expected.name:
-                return None
-            handle: Any = alias_at(found, tensor)
-        else:
-            if (found is not None and not is_sign) or expected.series.count != expected.occurrence:
-                return None
-            if expected.is_part and expected.name in self._bases.names:
-                return None
-            expected.series.count += 1
-            handle = self._store_settled(tensor, expected, record, storage, key)
-            if expected.is_attention:
-                self._job.after(node)
-        self._functions.leave()
-        self._roles.latest_call = None
-        if not is_sign:
-            self._note(tensor, handle)
-        self._settled.advance(expected)
-        return handle
+    def _store_settled(self, tensor: Tensor, expected: Settled, record: StorageRecord | None) -> Stored:
+        """Of memory that nothing has stored, where that takes more than to do the same again.
 
-    def _store_settled(
-        self, tensor: Tensor, expected: Settled, known: StorageRecord | None, storage: Any, key: int
-    ) -> Stored:
-        """Of memory that nothing has stored. known: its record, if there is one. storage, key: its own."""
-        record = self._storages.add(tensor, storage, key) if known is None else known
+        record: of its memory, if there is one.
+        """
+        was_aliased = None if record is None else record.aliased
+        record = self._storages.of(tensor)
         if expected.is_part:
             self._what_to_store(tensor, expected.name, record)
-        again = expected.again
-        if again is not None and again.fits(tensor.grad_fn, storage.nbytes(), known is None):
-            handle = self._job.take_again(tensor, again, record)
-        else:
-            captured = Captured(tensor, expected.name, expected.role, record)
-            handle = self._job.take(captured)
-            expected.again = self._job.again(captured, handle, known is None)
-        if expected.role is Role.SIGN:
+        captured = Captured(tensor, expected.name, expected.role, record)
+        handle = self._job.take(captured)
+        if expected.is_sign:
             record.relu_versions |= {tensor._version}
         elif expected.span is not None:
-            note_part(tensor, record, handle, expected.span, handle.version)
+            note_part(tensor, record, handle, expected.span)
+        expected.again = None if expected.is_sign else self._job.again(captured, handle, was_aliased)
         if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
             self._roles.observe_next = True
         return handle
@@ -656,9 +635,12 @@ class SavedTensorHooks:
         met = settled(tensor, frame, entry, scope.stack, is_alias)
         if met is None:
             return
-        met.name, met.role, met.series = base.name, role, self._namer.latest
+        met.name, met.role, met.is_sign, met.series = base.name, role, role is Role.SIGN, self._namer.latest
         met.occurrence = met.series.count - 1
-        met.is_part &= self.policy.rounds
+        if not self.policy.rounds:
+            met.is_part = met.is_attention = False
+        if self.encoder.may_derive and tensor.is_floating_point() and not met.is_sign:
+            met.mark = mark_of(tensor)
         self._settled.settle((base.name, is_alias and (id(frame.f_code), frame.f_lasti)), met)
 
     def _pack_from(self, tensor: Tensor, frame: FrameType | None) -> Any:
@@ -710,7 +692,7 @@ class SavedTensorHooks:
             if alias is not None:
                 if self._may_share(tensor, alias, site):
                     handle = self._pack_alias(tensor, record, site, alias)
-                    if self._settles:
+                    if self._settled.settles:
                         self._settle(tensor, frame, site, handle, None)
                     return handle
                 if site.function is not None:
@@ -886,7 +868,7 @@ class SavedTensorHooks:
         if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, own)
         sink.after(tensor.grad_fn)
-        if self._settles and frame is not None and handle is stored and read is captured.recipe is None:
+        if self._settled.settles and frame is not None and handle is stored and read is captured.recipe is None:
             self._settle(tensor, frame, site, handle, role)
         return handle
 

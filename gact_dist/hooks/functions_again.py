@@ -182,12 +182,18 @@ class FunctionsAgain:
         if not is_own or self._namer.scope.compiled or not torch.is_grad_enabled() or in_backward():
             return False
         top = innermost_hooks()
-        if top is None or not getattr(top[0], "__module__", "").startswith(f"{_OWN}.") or running_checkpoints():
+        if top is None or not _is_ours(top[0]) or running_checkpoints():
             return False
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         in_containers = sum(isinstance(leaf, Tensor) for leaf in leaves_of(arguments)) - len(tensors)
         needs_gradient = any(tensor.requires_grad for tensor in tensors)
         return needs_gradient and not in_containers and not runs_transform() and all(map(is_plain, tensors))
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a pack hook is one of this package: a function of Python's, or a method of what has the short way."""
+    module = getattr(hook, "__module__", None) or type(getattr(hook, "__self__", None)).__module__
+    return module.startswith(f"{_OWN}.")
 
 
 _owners: WeakKeyDictionary[type, WeakSet[FunctionsAgain]] = WeakKeyDictionary()

@@ -137,15 +137,16 @@ class LogsumexpFit:
     """Fits what a step keeps. See [Note: fitted logsumexp]."""
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[Stored | Replaceable, Any]] = deque(maxlen=_OPERANDS)
+        self.latest: deque[tuple[Stored | Replaceable, Any]] = deque(maxlen=_OPERANDS)
+        """(handle, payload) of what was kept last"""
 
     def add(self, handle: Stored | Replaceable, payload: Any) -> None:
         """payload: of a tensor that is kept; still on the device, which it may be about to leave."""
-        self._latest.append((handle, payload))
+        self.latest.append((handle, payload))
 
     def forget(self) -> None:
         """At the end of a step."""
-        self._latest.clear()
+        self.latest.clear()
 
     def after(self, node: Any) -> Stored | None:
         """After a tensor is kept: if it is the output of fused attention, all else that the operator saved is kept.
@@ -157,7 +158,7 @@ class LogsumexpFit:
         if operator is None:
             return None
         query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
-        payloads = dict(self._latest)
+        payloads = dict(self.latest)
         again = next((again for again in map(_again_of, payloads.values()) if again and again.is_of(node)), None)
         if again is not None and isinstance(kept, Stored) and kept.is_exact:
             kept.make_again(AttentionResult(again, again.logsumexp))

@@ -68,16 +68,17 @@ class Given:
         for key, memory in _memories(held, self.not_held).items():
             self._of_forward.setdefault(key, memory)
 
+    @property
+    def memories(self) -> tuple[dict[int, "_Memory"], ...]:
+        """The storages that the batch is in, by storage_id(), as long as the forward runs."""
+        return self._of_step, self._of_forward
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is part of the batch."""
         if tensor.grad_fn is not None:  # it may be a view of an argument that requires a gradient
             base = tensor._base
             return base is not None and base.grad_fn is None and self._memory_of(base) is not None
         return self._memory_of(tensor) is not None
-
-    def holds_memory(self, key: int) -> bool:
-        """Whether a tensor without a graph is part of the batch. key: storage_id() of it."""
-        return key in self._of_step or key in self._of_forward
 
     def holds_parts_of(self, tensor: Tensor) -> bool:
         """The same of a sparse tensor, or of one that wraps others."""

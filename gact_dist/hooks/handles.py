@@ -25,6 +25,7 @@ from .. import codec
 from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, once
 from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
+from .native import IS_BUILT, native_base
 from .one_bit import Limits
 from .roles import Role
 from .streamed import LEAST_NUMEL, Decoded, Made, Order, Pieces, Streamed, order_of, streamed, streaming_node
@@ -106,10 +107,14 @@ def _pieces_of(content: Content, order: Order) -> Pieces | None:
     return Decoded(content, granule) if granule else None
 
 
-class Stored:
+_Handle: Any = native_base("Handle")
+_Unpacker: Any = native_base("Unpacker")
+
+
+class Stored(_Handle):
     """One tensor kept for backward: a codec's payload, on the device or in host memory, an alias, or a recipe."""
 
-    __slots__ = (
+    __slots__ = () if IS_BUILT else (
         "__weakref__", "_left", "_made", "keeps_gaps", "name", "offloaded", "on_restore", "payload", "readers",
         "version", "witness",
     )  # fmt: skip
@@ -306,6 +311,23 @@ def restored_together(handles: Iterable[Any]) -> list[Tensor]:
         kept += _latest.pop(thread, ())
     _latest[thread] = kept
     return found
+
+
+class Unpacking(_Unpacker):
+    """The short way of the unpack hook: for small tensors with one reader, and for what is kept as it is.
+
+    The graph owns it, so it owns no more than the long way.
+    """
+
+    def __init__(self, restore: Callable[[Any], Tensor]) -> None:
+        """restore: the long way."""
+        self.restore, self.decode, self.grad_mode = restore, _decoded_alone, torch.is_grad_enabled
+        self.handle_type, self.kept_type, self.packed_type = Stored, Kept, codec.Packed
+        self.made_for_several, self.large_numel = _latest, LEAST_NUMEL
+
+
+def _decoded_alone(packed: codec.Packed) -> Tensor:
+    return decoded(packed, gaps=False)
 
 
 class Replaceable:
@@ -570,10 +592,15 @@ def version_witness(tensor: Tensor) -> Tensor:
 
     It lets unpack see that the original was modified in place after all of the original's memory has been freed.
     """
+    witness = tensor.detach()
+    witness.data = empty_like(tensor)
+    return witness
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """A tensor without elements of another's type and device: the same one every time."""
     key = (tensor.dtype, tensor.device, is_fake(tensor))
     empty = _EMPTY.get(key)
     if empty is None:
         empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    witness = tensor.detach()
-    witness.data = empty
-    return witness
+    return empty

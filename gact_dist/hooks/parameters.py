@@ -27,7 +27,7 @@ _PARAMETER_ARITHMETIC = frozenset({
 _SUMS = frozenset({"Add", "Sub", "Rsub"})
 _PRODUCTS = frozenset({"Mul", "Div"})
 _MOST_NODES = 64
-_FROM_ACTIVATIONS = "gact_dist: computed from activations"
+FROM_ACTIVATIONS = "gact_dist: computed from activations"
 """in a node's metadata"""
 _LEAF = "torch::autograd::AccumulateGrad"
 _MAY_KEEP_PARAMETERS = _VIEWS_AND_CASTS | _PARAMETER_ARITHMETIC | {_LEAF}
@@ -41,14 +41,15 @@ def made_from_parameters(node: Any) -> bool:
         return False
     made = _is_made_from_parameters(node)
     if not made:
-        node.metadata[_FROM_ACTIVATIONS] = True  # so that those which are computed from it are known at once
+        node.metadata[FROM_ACTIVATIONS] = True  # so that those which are computed from it are known at once
     return made
 
 
-def is_parameter_or_view(tensor: Tensor, base: Tensor | None) -> bool:
-    """Whether a tensor is a parameter, or a view of one: a transposed weight, mostly. base: its _base."""
+def is_parameter_or_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one: a transposed weight, mostly."""
     if type(tensor) is nn.Parameter:
         return True
+    base = tensor._base
     return type(base) is nn.Parameter and base.grad_fn is None
 
 
@@ -67,10 +68,10 @@ class Evidence(NamedTuple):
     def holds(self, node: Any) -> bool:
         """Whether it does. Notes it for what is computed from the node."""
         found = self.way.follow(node)
-        if found is None or not (self.by_type or _FROM_ACTIVATIONS in found[0].metadata):
+        if found is None or not (self.by_type or FROM_ACTIVATIONS in found[0].metadata):
             return False
         if self.way.steps:
-            node.metadata[_FROM_ACTIVATIONS] = True
+            node.metadata[FROM_ACTIVATIONS] = True
         return True
 
 
@@ -95,7 +96,7 @@ def evidence_of_activations(node: Any) -> Evidence | None:
 
 def _is_from_activations(node: Any) -> bool:
     """Whether that is known of a node without a look at its operands."""
-    return not may_be_from_parameters(node) or _FROM_ACTIVATIONS in node.metadata
+    return not may_be_from_parameters(node) or FROM_ACTIVATIONS in node.metadata
 
 
 def _is_made_from_parameters(node: Any) -> bool:
@@ -109,7 +110,7 @@ def _is_made_from_parameters(node: Any) -> bool:
             if not isinstance(node.variable, nn.Parameter):
                 return False
             continue
-        if _FROM_ACTIVATIONS in node.metadata:
+        if FROM_ACTIVATIONS in node.metadata:
             return False
         left -= 1
         if operator in _VIEWS_AND_CASTS:
@@ -179,7 +180,8 @@ class ParameterRecognition:
     """Recognises parameters and buffers, and what is computed from them, among the tensors that autograd saves."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._owned: set[int] = set()
+        self.owned: set[int] = set()
+        """storage_id() of what is the model's"""
         self._weak: list[Any] = []
         self.remember([*model.parameters(), *model.buffers()])
 
@@ -191,28 +193,24 @@ class ParameterRecognition:
             for part in parts_of(own_part(tensor)):  # this is what a compiled region saves, without a graph
                 if part.untyped_storage().nbytes():
                     self._weak.append(storage_reference(part))
-                    self._owned.add(storage_id(part))
+                    self.owned.add(storage_id(part))
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a parameter or a buffer."""
         if isinstance(tensor, nn.Parameter):
             return True
-        return all(storage_id(part) in self._owned for part in parts_of(tensor))
-
-    def owns_memory(self, key: int) -> bool:
-        """Whether a storage is that of a parameter or a buffer. key: its storage_id()."""
-        return key in self._owned
+        return all(storage_id(part) in self.owned for part in parts_of(tensor))
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:
         """Within the context the model's present buffers count as well: the clones that replace its own during a
         measurement. See [Note: isolation] in sensitivity/isolation.py."""
-        owned, weak = set(self._owned), list(self._weak)
+        owned, weak = set(self.owned), list(self._weak)
         self.remember(unwrap(model).buffers())
         try:
             yield
         finally:
-            self._owned, self._weak = owned, weak
+            self.owned, self._weak = owned, weak
 
     def is_parameter(self, tensor: Tensor, module: nn.Module | None) -> bool:
         """Whether a saved tensor is a parameter or buffer, a view of one, or computed from parameters only.
@@ -220,16 +218,14 @@ class ParameterRecognition:
         module: the one whose forward is running; autocast copies of its frozen weights carry no graph and are
         recognised by shape and type against its own parameters.
         """
-        if is_parameter_or_view(tensor, tensor._base) or (
-            type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
-        ):
+        if is_parameter_or_view(tensor) or (type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)):
             return True
         node, base = tensor.grad_fn, tensor._base
         if node is not None:
             return may_be_from_parameters(node) and made_from_parameters(node)
         if base is not None and isinstance(base, nn.Parameter):
             return True
-        if storage_id(tensor) in self._owned:
+        if storage_id(tensor) in self.owned:
             return True
         if tensor.requires_grad:
             return False

@@ -24,7 +24,12 @@ def note_saved(tensor: Tensor, handle: Any) -> None:
     """A tensor is saved now, and the graph holds a handle in its place that restores its values."""
     node = node_of(tensor)
     if node is not None:
-        node.metadata[_HANDLE, tensor.output_nr] = ref(handle)
+        node.metadata[mark_of(tensor)] = ref(handle)
+
+
+def mark_of(tensor: Tensor) -> tuple[str, int]:
+    """The key under which the node of a tensor notes a weak reference to its handle."""
+    return _HANDLE, tensor.output_nr
 
 
 def saved_at(edge: tuple[Any, int]) -> Any:

@@ -10,6 +10,8 @@ is stored already, of the model, made from parameters alone, or of the batch. If
 long way, and the order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom
 functions, compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or
 readers, a measurement, a new plan, and a state that is loaded make the hooks forget all of it.
+
+The comparison itself is in csrc/hooks. Where that was not built everything goes the long way.
 """
 
 from __future__ import annotations
@@ -20,129 +22,107 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch_internals import RESHAPES, likeness
-from .aliases import span_of_all
+from .._torch_internals import (
+    RESHAPES,
+    function_modes,
+    graph_task_id,
+    likeness,
+    reference_to_storage,
+    saves_own_result,
+)
+from .aliases import NOTHING, StorageRecord, alias_at, find_stored, note_part, span_of_all
 from .call_stack import frames_to_user
 from .fused_attention import OPERATORS as FUSED_ATTENTION
-from .naming import Entry, Series, passes_on
+from .handles import Stored, View, base_of, empty_like
+from .naming import Entry, passes_on
+from .native import native_base
 from .one_bit import shows_reads
-from .parameters import evidence_of_activations
+from .parameters import FROM_ACTIVATIONS, evidence_of_activations
 from .roles import Role
-from .sinks import Again
 
+_Save: Any = native_base("Save")
+_Saves: Any = native_base("Saves")
 _RELU = "ReluBackward0"
 _UNSETTLED = (Role.UNREAD, Role.LOG_SOFTMAX, Role.ONE_BIT)
 
 
-class Settled:
-    """One save of an earlier step."""
+class Settled(_Save):
+    """One save of an earlier step, with all that a tensor is compared with which may be the same save of a later one.
 
-    __slots__ = (
-        "_base_node", "_base_numel", "_below", "_frames", "_innermost", "_is_like", "_layer", "_node", "_number",
-        "again", "evidence", "has_graph", "is_alias", "is_attention", "is_part", "is_relu", "name", "next",
-        "occurrence", "role", "series", "span",
-    )  # fmt: skip
+    What becomes of it is set by the hooks: the name of what is stored, or of what holds the memory already (is_alias);
+    its role; its place among those of the same name (series, occurrence); and what becomes of it whatever else is saved
+    (again), None where the hooks have to see.
+    """
+
+    layer: Any
+    next: Any
 
     def __init__(self, tensor: Tensor, frames: tuple[tuple[CodeType, int], ...], stack: Sequence[Entry]) -> None:
-        self._frames, self._innermost = frames, stack[-1] if stack else None
-        self._layer: nn.Module | None = None
-        self._is_like = likeness(tensor)
+        """frames: up to the user's line. stack: modules with hooks."""
+        self.frames, self.innermost, self.layer = frames, stack[-1] if stack else None, None
+        self.is_like = likeness(tensor)
         node, base = tensor.grad_fn, tensor._base
         source = node if base is None else base.grad_fn
-        self._node, self._number = type(node), tensor.output_nr
-        self._base_node = None if base is None else type(source)
-        self._base_numel = 0 if base is None else base.numel()
-        self._below: type | None = None
+        self.node_type, self.number = type(node), tensor.output_nr
+        self.base_type = None if base is None else type(source)
+        self.base_numel = 0 if base is None else base.numel()
+        self.below = None
         if source is not None and source.name() in RESHAPES:
-            self._below = type(source.next_functions[0][0])
+            self.below = type(source.next_functions[0][0])
         operator = "" if node is None else node.name()
         self.is_relu, self.is_attention = operator == _RELU, operator in FUSED_ATTENTION
         self.has_graph = node is not None
-        self.evidence = evidence_of_activations(node)
-        """how to see that it is not made from parameters alone"""
-        self.span = span_of_all(tensor)
-        """elements of memory between its first and its last, if all are its own; else None"""
-        self.again: Again | None = None
-        """what becomes of it whatever else is saved"""
-        self.name = ""
-        """of what is stored, or of what holds the memory already"""
-        self.role: Role | None = None
-        self.is_alias = False
-        """whether another handle holds the memory"""
-        self.is_part = base is not None and base.numel() != tensor.numel()
-        """whether it is a part of a larger tensor"""
-        self.series, self.occurrence = _NO_SERIES, 0
-        self.next: Settled | None = None
-        """what was saved after it"""
+        self.evidence = evidence_of_activations(node)  # that it is not made from parameters alone
+        self.span, self.empty = span_of_all(tensor), empty_like(tensor)
+        self.is_part = base is not None and base.numel() != tensor.numel()  # of a larger tensor
 
     def within(self, entry: Entry, stack: Sequence[Entry]) -> None:
         """It is saved in the forward of a layer without hooks, which the last frame runs."""
-        self._layer, self._innermost = entry[1], stack[-2] if len(stack) > 1 else None
-
-    def matches(
-        self, tensor: Tensor, node: Any, base: Tensor | None, frame: FrameType | None, stack: Sequence[Entry]
-    ) -> bool:
-        """Whether a tensor is saved as that one was.
-
-        node, base: its grad_fn and _base. frame: of the pack hook's caller. stack: modules with hooks.
-        """
-        last = frame
-        for code, instruction in self._frames:
-            if frame is None or frame.f_code is not code or frame.f_lasti != instruction:
-                return False
-            last, frame = frame, frame.f_back
-        if (stack[-1] if stack else None) is not self._innermost or not self._is_like(tensor):
-            return False
-        if type(node) is not self._node or tensor.output_nr != self._number:
-            return False
-        if base is None:
-            if self._base_node is not None:
-                return False
-        else:
-            node = base.grad_fn
-            if node is None or type(node) is not self._base_node or base.numel() != self._base_numel:
-                return False
-        if self._below is not None and type(node.next_functions[0][0]) is not self._below:
-            return False
-        return self._layer is None or (last is not None and last.f_locals.get("self") is self._layer)
+        self.layer, self.innermost = entry[1], stack[-2] if len(stack) > 1 else None
 
 
-_NO_SERIES = Series()
-
-
-class SettledSaves:
+class SettledSaves(_Saves):
     """Those of a job's steps, each with what was saved next. See [Note: settled]."""
 
+    first: Any
+    latest: Any
+    expected: Any
+
     def __init__(self) -> None:
+        self.settles = False
         self._known: dict[Any, Settled] = {}
-        self._first: Settled | None = None
-        self._latest: Settled | None = None
-        self.expected: Settled | None = None
-        """what the step saves next if it is like the one before"""
+        self.graph_task_id, self.function_modes = graph_task_id, function_modes
+        self.parameter_type, self.from_activations = nn.Parameter, FROM_ACTIVATIONS
+        self.find_stored, self.saves_own_result, self.note_part = find_stored, saves_own_result, note_part
+        self.record_type, self.handle_type, self.nothing, self.alias = StorageRecord, Stored, NOTHING, _alias_of
+        self.reference_to = reference_to_storage
+        self.forget()
 
     def begin(self) -> None:
         """A step begins."""
-        self._latest, self.expected = None, self._first
+        self.latest, self.expected = None, self.first
 
     def forget(self) -> None:
         """Roles or the plan may have changed."""
         self._known.clear()
-        self._first = self._latest = self.expected = None
-
-    def advance(self, met: Settled) -> None:
-        """What was expected has been saved."""
-        self._latest, self.expected = met, met.next
+        self.first = self.latest = self.expected = None
 
     def settle(self, key: Any, met: Settled) -> None:
         """Something has gone the long way, and was plain. key: tells it from the others of a step."""
         known = self._known.get(key)
         met.next = None if known is None else known.next
         self._known[key] = met
-        if self._latest is None:
-            self._first = met
+        if self.latest is None:
+            self.first = met
         else:
-            self._latest.next = met
-        self.advance(met)
+            self.latest.next = met
+        self.latest, self.expected = met, met.next
+
+
+def _alias_of(tensor: Tensor, expected: Settled, found: tuple[Any, int, int]) -> View | None:
+    """What the graph is to hold of a tensor whose memory was found in what expected says; None if it is in another."""
+    base = base_of(found[0])
+    return alias_at(found, tensor) if type(base) is Stored and base.name == expected.name else None
 
 
 def settled(

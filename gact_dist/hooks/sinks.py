@@ -59,7 +59,8 @@ class Captured(NamedTuple):
 
 
 class Again(NamedTuple):
-    """What becomes of a tensor that is saved in the same way step after step, whatever else is saved."""
+    """What becomes of a tensor that is saved in the same way step after step, whatever else is saved, if it is in as
+    many bytes of memory."""
 
     name: str
     packer: codec.Packer | None
@@ -69,12 +70,8 @@ class Again(NamedTuple):
     storage_bytes: int
     way: Way | None = None
     """in the graph, to an operator because of which it is not derived; None where it would not be in any case"""
-
-    def fits(self, node: Any, storage_bytes: int, is_new: bool) -> bool:
-        """Whether a tensor that a node made is like the one before. is_new: see Store.again()."""
-        if storage_bytes != self.storage_bytes or (self.packer is None and not is_new):
-            return False
-        return self.way is None or self.way.follow(node) is not None
+    after_alias: bool | None = None
+    """of an alias, whether the memory is kept as it is already; None where nothing else of it may be saved before"""
 
 
 class Sink(ABC):
@@ -188,10 +185,10 @@ class Store(Sink):
         self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
         return stored
 
-    def again(self, captured: Captured, stored: Stored, is_new: bool) -> Again | None:
+    def again(self, captured: Captured, stored: Stored, was_aliased: bool | None) -> Again | None:
         """How take() has just stored a tensor, if that is what it does with one like it in any case.
 
-        is_new: whether nothing else of its memory was saved before.
+        was_aliased: whether its memory was kept as it is before; None if nothing else of it was saved.
         """
         name, tensor, row = captured.name, captured.tensor, self.account.latest
         storage_bytes = tensor.untyped_storage().nbytes()
@@ -199,7 +196,7 @@ class Store(Sink):
             return None
         if isinstance(stored.payload, Tensor):
             is_alias = self._encoder.keeps_alias(tensor, name, captured.role, self.plan)
-            return Again(name, None, row, storage_bytes) if is_alias and is_new else None
+            return Again(name, None, row, storage_bytes, None, was_aliased) if is_alias else None
         if captured.role is not Role.ACTIVATION or tensor.grad_fn is None:
             return None
         way = None
@@ -210,15 +207,14 @@ class Store(Sink):
         packer = self._encoder.packer_of(tensor, name, self.plan)
         return None if packer is None else Again(name, packer, row, storage_bytes, way)
 
-    def take_again(self, tensor: Tensor, again: Again, record: StorageRecord) -> Stored:
-        """What take() returns for a tensor like that of an earlier step."""
-        name, packer = again.name, again.packer
-        payload = tensor.detach() if packer is None else packer.pack(tensor, self._encoder.keys.seed(name))
-        stored = Stored(name, tensor, payload)
-        self._logsumexp.add(stored, payload)
-        self.account.add_again(again.row, again.storage_bytes, record)
-        record.aliased |= packer is None
-        return stored
+    def payload_again(self, tensor: Tensor, packer: codec.Packer, name: str) -> codec.Packed:
+        """What take() keeps of a tensor that is rounded like that of an earlier step."""
+        return packer.pack(tensor, self._encoder.keys.seed(name))
+
+    @property
+    def recent(self) -> Any:
+        """What was stored last, with the payloads, for the attention that reads it."""
+        return self._logsumexp.latest
 
     def _content_of(self, captured: Captured) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""

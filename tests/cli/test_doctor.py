@@ -30,7 +30,7 @@ def test_a_machine_that_can_run_the_tests_is_fine(run_json):
     assert not found["broken"]
     assert checks["torch"]["found"] == torch.__version__
     assert codec.isa() in checks["native library"]["found"]
-    assert checks["process group"]["state"] == "fine"
+    assert checks["native hooks"]["state"] == checks["process group"]["state"] == "fine"
     assert {"GPU", "NVRTC", "CUDA driver", "pinned memory", "RAM", "numpy", "python"} <= checks.keys()
 
 
@@ -40,6 +40,13 @@ def test_without_the_native_library_the_exit_code_is_1_and_the_mend_is_told(run,
     result = run("doctor")
     assert result.exit_code == 1
     assert "install a C++17 compiler" in " ".join(result.stdout.split())
+
+
+def test_without_the_native_hooks_the_exit_code_is_1_and_the_mend_is_told(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gact_dist._hooks", None)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "headers of Python" in " ".join(result.stdout.split())
 
 
 def test_wrong_values_of_the_library_are_found(run, monkeypatch):

@@ -2,6 +2,8 @@
 
 import gc
 import random
+import sys
+from contextlib import contextmanager, nullcontext
 from weakref import ref
 
 import numpy as np
@@ -11,10 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import gact_dist
-from gact_dist import Config
-from gact_dist._torch_internals import APPLY_HAS_FRAME
-from gact_dist.hooks import engine
-from gact_dist.hooks.settled import Settled
+from gact_dist import Config, codec
+from gact_dist._torch_internals import APPLY_HAS_FRAME, without_modes
+from gact_dist.codec import Packer
+from gact_dist.hooks.engine import SavedTensorHooks
+from gact_dist.hooks.native import IS_BUILT
+from gact_dist.hooks.settled import SettledSaves
 from tests.support import block_models, create_graph_jobs, unusual_jobs
 
 STEPS = 7
@@ -28,14 +32,15 @@ CONFIGS = {
 def settled_saves(monkeypatch):
     """Counts what goes the short way."""
     counts = []
-    pack = engine.SavedTensorHooks._pack_settled
 
-    def counted(self, *arguments):
-        handle = pack(self, *arguments)
-        counts.append(handle is not None)
-        return handle
+    def pack(self, tensor):
+        with without_modes():
+            hooks, frame = self.long_way.__self__, sys._getframe().f_back
+            handle = self.pack_at(tensor, frame)
+            counts.append(handle is not None)
+            return hooks._pack_within(tensor, frame) if handle is None else handle
 
-    monkeypatch.setattr(engine.SavedTensorHooks, "_pack_settled", counted)
+    monkeypatch.setattr(SettledSaves, "pack", pack, raising=False)
     return counts
 
 
@@ -65,7 +70,7 @@ def check_alike(make, settings, monkeypatch, steps=STEPS):
     """The same with and without a short way. make: () -> (model, loss_of)."""
     short = trained(*make(), settings, steps)
     with monkeypatch.context() as context:
-        context.setattr(Settled, "matches", lambda *_: False)
+        context.setattr(SettledSaves, "settle", lambda *_: None)
         full = trained(*make(), settings, steps)
     for step, ((gradient, rows), (expected, expected_rows)) in enumerate(zip(short, full, strict=True)):
         assert [row.name for row in rows] == [row.name for row in expected_rows], step
@@ -316,4 +321,74 @@ def test_what_is_settled_keeps_no_tensor_alive():
     del x, hidden, loss
     gc.collect()
     assert [reference() for reference in watched] == [None] * 3
+    gact.detach()
+
+
+def job_of_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+    )
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    x = torch.randn(32, 64)
+
+    def step():
+        with gact.step():
+            loss = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+
+    return step, gact
+
+
+def test_the_short_way_leaves_no_object_behind():
+    step, gact = job_of_layers()
+    counts = []
+    for _ in range(5):
+        for _ in range(20):
+            step()
+        gc.collect()
+        counts.append((sys.getallocatedblocks(), len(gc.get_objects())))
+    assert max(blocks for blocks, _ in counts[2:]) - counts[1][0] < 100  # one for each step would be 60 more
+    assert counts[-1][1] - counts[1][1] < 20
+    gact.detach()
+
+
+@contextmanager
+def in_two_modes():
+    with torch.device("cpu"), torch.device("cpu"):
+        yield
+
+
+@pytest.mark.parametrize("context", [nullcontext, lambda: torch.device("cpu"), in_two_modes])
+def test_within_function_modes_things_settle(context, monkeypatch):
+    """The inner one is left while an operator runs, the outer one is not."""
+    step, gact = job_of_layers()
+    long_ways = []
+    within = SavedTensorHooks._pack_within
+    monkeypatch.setattr(SavedTensorHooks, "_pack_within", lambda *args: long_ways.append(args) or within(*args))
+    with context():
+        for _ in range(4):
+            step()
+        assert len(long_ways) > 10
+        long_ways.clear()
+        step()
+    assert (len(long_ways) == 1) is (APPLY_HAS_FRAME and IS_BUILT)  # the batch is looked at every time
+    gact.detach()
+
+
+def test_an_error_on_the_short_way_reaches_the_job(monkeypatch):
+    step, gact = job_of_layers()
+    for _ in range(4):
+        step()
+
+    def fail(*_):
+        raise MemoryError("no memory for the payload")
+
+    monkeypatch.setattr(Packer, "pack", fail)
+    monkeypatch.setattr(codec, "pack", fail)  # on the long way
+    with pytest.raises(MemoryError, match="no memory for the payload"):
+        step()
+    monkeypatch.undo()
+    step()
     gact.detach()
