@@ -268,7 +268,7 @@ Ref behind(PyObject* node, Py_ssize_t number) {
   return edge == nullptr ? Ref() : Ref::shared(PyTuple_GetItem(edge, 0));
 }
 
-// The node where a Way ends, nothing if other nodes are on it, which is no error.
+// Whether the nodes of a Way are behind a node. end: the last one.
 Answer follow(PyObject* way, PyObject* from, Ref* end) {
   PyObject *steps = PyTuple_GetItem(way, 0), *last = PyTuple_GetItem(way, 1);
   Ref node = Ref::shared(from);
@@ -284,7 +284,8 @@ Answer follow(PyObject* way, PyObject* from, Ref* end) {
   return Answer::kYes;
 }
 
-// As Evidence.holds() in parameters.py. from_activations: the key of its notes.
+// Whether Evidence of parameters.py is there, that something is not made from parameters alone. Notes it for what is
+// computed from the node. from_activations: the key of the notes.
 Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations) {
   PyObject* way = PyTuple_GetItem(evidence, 0);
   const bool by_type = PyTuple_GetItem(evidence, 1) == Py_True;

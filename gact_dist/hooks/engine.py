@@ -312,7 +312,7 @@ class SavedTensorHooks:
                 self._roles.observe_next = True
             elif self._sink is self._job:
                 self._is_first = False
-            self._settled.settles = False
+            self._settled.close()
             self._forget_step()
 
     @property
@@ -321,17 +321,29 @@ class SavedTensorHooks:
 
     def _open_settled(self) -> None:
         """In this forward, which learns nothing, what is saved settles and what has settled goes the short way."""
-        saves, scope = self._settled, self._namer.scope
-        saves.stack, saves.parametrized = scope.stack, scope.parametrized
-        saves.records, saves.owned, saves.given = self._storages.by_key, self._parameters.owned, self.given.memories
-        saves.account, saves.recent, saves.bases = self._job.account, self._job.recent, self._bases
-        saves.functions, saves.roles = self._functions, self._roles
-        saves.keep_parameter, saves.is_parameter = self._kept_of_model, self._parameters.is_parameter
-        saves.is_part_of_a_weight = self._is_part_of_a_weight
-        saves.payload, saves.store, saves.after = self._job.payload_again, self._store_settled, self._job.after
-        saves.note_part_of_base = self._what_to_store
-        saves.leave, saves.in_modes, saves.long_way = self._functions.leave, self._pack, self._pack_long_way
-        saves.settles = True
+        scope, job = self._namer.scope, self._job
+        self._settled.parametrized = scope.parametrized
+        self._settled.open(
+            stack=scope.stack,
+            records=self._storages.by_key,
+            owned=self._parameters.owned,
+            given=self.given.memories,
+            account=job.account,
+            recent=job.recent,
+            bases=self._bases,
+            functions=self._functions,
+            roles=self._roles,
+            keep_parameter=self._kept_of_model,
+            is_parameter=self._parameters.is_parameter,
+            is_part_of_a_weight=self._is_part_of_a_weight,
+            note_part_of_base=self._what_to_store,
+            payload=job.payload_again,
+            store=self._store_settled,
+            after=job.after,
+            leave=self._functions.leave,
+            in_modes=self._pack,
+            long_way=self._pack_long_way,
+        )
 
     @contextmanager
     def _observed(

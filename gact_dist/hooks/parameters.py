@@ -59,20 +59,14 @@ def may_be_from_parameters(node: Any) -> bool:
 
 
 class Evidence(NamedTuple):
-    """Where a look shows that something is not made from parameters alone, in each step's graph anew."""
+    """Where a look shows that something is not made from parameters alone, in each step's graph anew.
+
+    What is computed from a node that was seen at the end of a way has the note in its own metadata from then on.
+    """
 
     way: Way
     by_type: bool
     """whether the last node's type shows it; else a note in its metadata, of what was computed from it"""
-
-    def holds(self, node: Any) -> bool:
-        """Whether it does. Notes it for what is computed from the node."""
-        found = self.way.follow(node)
-        if found is None or not (self.by_type or FROM_ACTIVATIONS in found[0].metadata):
-            return False
-        if self.way.steps:
-            node.metadata[FROM_ACTIVATIONS] = True
-        return True
 
 
 def evidence_of_activations(node: Any) -> Evidence | None:

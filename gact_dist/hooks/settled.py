@@ -91,12 +91,29 @@ class SettledSaves(_Saves):
     def __init__(self) -> None:
         self.settles = False
         self._known: dict[Any, Settled] = {}
+        self._surroundings: list[str] = []
         self.graph_task_id, self.function_modes = graph_task_id, function_modes
         self.parameter_type, self.from_activations = nn.Parameter, FROM_ACTIVATIONS
         self.find_stored, self.saves_own_result, self.note_part = find_stored, saves_own_result, note_part
         self.record_type, self.handle_type, self.nothing, self.alias = StorageRecord, Stored, NOTHING, _alias_of
         self.reference_to = reference_to_storage
         self.forget()
+
+    def open(self, **surroundings: Any) -> None:
+        """From now on what is saved settles, and what has settled goes the short way.
+
+        surroundings: what it looks into meanwhile, and what does the rest; see Saves in csrc/hooks.
+        """
+        self._surroundings = [*surroundings]
+        for name, value in surroundings.items():
+            setattr(self, name, value)
+        self.settles = True
+
+    def close(self) -> None:
+        """Undo open(). A graph owns the pack hook, and with it this."""
+        self.settles = False
+        for name in self._surroundings:
+            setattr(self, name, None)
 
     def begin(self) -> None:
         """A step begins."""

@@ -1,9 +1,12 @@
 """What is saved as in the step before is recognised by a few looks, and stored as it would be after many."""
 
 import gc
+import os
 import random
+import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from weakref import ref
 
 import numpy as np
@@ -22,6 +25,7 @@ from gact_dist.hooks.settled import SettledSaves
 from tests.support import block_models, create_graph_jobs, unusual_jobs
 
 STEPS = 7
+ROOT = Path(__file__).parents[2]
 CONFIGS = {
     "L2": Config.from_level("L2", adapt_interval=4, min_numel=0),
     "one width": Config(policy="uniform", bits=4, min_numel=0),
@@ -375,6 +379,38 @@ def test_within_function_modes_things_settle(context, monkeypatch):
         step()
     assert (len(long_ways) == 1) is (APPLY_HAS_FRAME and IS_BUILT)  # the batch is looked at every time
     gact.detach()
+
+
+SCRIPT = """
+import sys
+if sys.argv[1] == "long":
+    sys.modules["gact_dist._hooks"] = None
+import torch
+import gact_dist
+from gact_dist.hooks.native import IS_BUILT
+from tests.support import block_models
+torch.manual_seed(0)
+case = block_models.CASES["gpt with dropout"]()
+gact = gact_dist.attach(case[0], config=gact_dist.Config.from_level("L2", adapt_interval=3, min_numel=0))
+for _ in range(6):
+    with gact.step(case[1], case[2]):
+        loss = case[1](case[2])
+    loss.backward()
+gradients = [parameter.grad for parameter in case[0].parameters()]
+print(IS_BUILT, len(gact.report().rows), sum(gradient.double().square().sum().item() for gradient in gradients).hex())
+"""
+
+
+def test_without_the_native_hooks_everything_goes_the_long_way_to_the_same_place():
+    found = []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))}
+    for way in ("short", "long"):
+        command = [sys.executable, "-c", SCRIPT, way]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        found.append(run.stdout.split())
+    assert found[1][0] == "False"
+    assert found[0][1:] == found[1][1:]
 
 
 def test_an_error_on_the_short_way_reaches_the_job(monkeypatch):
