@@ -328,6 +328,23 @@ def test_package_code_neither_prints_nor_asserts_nor_swallows(path):
     assert [fault for fault in faults(SOURCES[path]) if not re.fullmatch(allowed, fault)] == []
 
 
+def generic_named_tuples(tree):
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {ast.unparse(base).partition("[")[0] for base in node.bases} for node in classes}
+    return [name for name, found in bases.items() if {"NamedTuple", "Generic"} <= found]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_no_named_tuple_is_generic(path):
+    """Python 3.10 refuses to make such a class, so the package could not be imported there."""
+    assert generic_named_tuples(SOURCES[path]) == []
+
+
+def test_a_generic_named_tuple_is_found():
+    source = "class A(NamedTuple, Generic[T]):\n x: T\nclass B(NamedTuple):\n x: int"
+    assert generic_named_tuples(ast.parse(source)) == ["A"]
+
+
 @pytest.mark.parametrize("path", BARRIERS)
 def test_one_handler_of_a_barrier_alone_catches_every_error(path):
     assert len(faults(SOURCES[path])) == 1

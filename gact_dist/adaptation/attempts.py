@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -50,7 +51,8 @@ class Ending(Enum):
     FAULT = "an error of ours"  # see [Note: faults of ours]
 
 
-class Attempt(NamedTuple, Generic[_T]):
+@dataclass(frozen=True)  # a NamedTuple cannot be generic in Python 3.10
+class Attempt(Generic[_T]):
     """The outcome of a piece of a measurement."""
 
     ending: Ending
