@@ -16,7 +16,7 @@
 namespace gact {
 namespace {
 
-// An owned reference, perhaps to nothing: then an error is set.
+// An owned reference, perhaps to nothing. A function that returns nothing has set an error.
 class Ref {
  public:
   Ref() = default;
@@ -470,7 +470,7 @@ Class* make(PyObject* type) {
   return reinterpret_cast<Class*>(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
 }
 
-// Notes a storage that the step has not met: as StorageRecords.add() in aliases.py.
+// Notes a storage that the step has not met: as StorageRecords.of() in aliases.py.
 Ref new_record(const Saves* saves, const Ref& storage, const Ref& key) {
   Ref made(reinterpret_cast<PyObject*>(make<Record>(saves->record_type)));
   if (!made) return Ref();
@@ -502,7 +502,7 @@ Ref new_handle(const Saves* saves, const Save* save, PyObject* tensor, const Ref
 
 // Notes that a tensor's memory is stored: as note_part() in aliases.py, which does it where parts are many.
 bool note_stored(const Saves* saves, const Save* save, PyObject* tensor, Record* record, const Ref& made) {
-  constexpr Py_ssize_t kFew = 8;
+  constexpr Py_ssize_t kFew = 8;  // of which Python makes no table yet: at most _FEW of aliases.py
   const Py_ssize_t number = PyList_Size(record->stored);
   if (number < 0) return false;
   if (is_set(record->cells) || number >= kFew) {

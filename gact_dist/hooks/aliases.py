@@ -71,11 +71,8 @@ class StorageRecords:
         """The record of a tensor's storage, a new one where the step meets it for the first time."""
         storage, key = storage_with_id(tensor)
         record = self.by_key.get(key)
-        return self.add(tensor, storage, key) if record is None else record
-
-    def add(self, tensor: Tensor, storage: Any, key: int) -> StorageRecord:
-        """A new record. storage, key: as storage_with_id() gives them."""
-        record = self.by_key[key] = StorageRecord(tensor, storage)
+        if record is None:
+            record = self.by_key[key] = StorageRecord(tensor, storage)
         return record
 
     def restore(self, handle: Any) -> Tensor:

@@ -20,9 +20,13 @@ import gact_dist
 from gact_dist import Config, codec
 from gact_dist._torch_internals import APPLY_HAS_FRAME, without_modes
 from gact_dist.codec import Packer
+from gact_dist.hooks import aliases
 from gact_dist.hooks.engine import SavedTensorHooks
 from gact_dist.hooks.native import IS_BUILT
+from gact_dist.hooks.parameters import Evidence
 from gact_dist.hooks.settled import SettledSaves
+from gact_dist.hooks.sinks import Again
+from gact_dist.hooks.way import Way
 from tests.support import block_models, create_graph_jobs, unusual_jobs
 
 STEPS = 7
@@ -381,6 +385,13 @@ def test_within_function_modes_things_settle(context, monkeypatch):
         step()
     assert (len(long_ways) == 1) is (APPLY_HAS_FRAME and IS_BUILT)  # the batch is looked at every time
     gact.detach()
+
+
+def test_what_the_short_way_takes_by_its_number_has_that_number():
+    """csrc/hooks reads these tuples by position."""
+    assert Again._fields == ("name", "packer", "row", "storage_bytes", "way", "after_alias")
+    assert (Evidence._fields, Way._fields) == (("way", "by_type"), ("steps", "last"))
+    assert aliases._FEW >= 8
 
 
 SCRIPT = """
