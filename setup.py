@@ -108,7 +108,12 @@ setup(
             libraries=["torch_cpu"],
             optional=True,
         ),
-        Extension("gact_dist._hooks", sources=["csrc/hooks/hooks.cpp"], optional=True),
+        Extension(
+            "gact_dist._hooks",
+            sources=["csrc/hooks/hooks.cpp"],
+            depends=["csrc/cpu/plain.h", *sorted(str(path) for path in Path("csrc/hooks").glob("*.h"))],
+            optional=True,
+        ),
     ],
     cmdclass={"bdist_wheel": PlatformWheel, "build_ext": BuildNative, "build_py": BuildPython},
 )

@@ -184,12 +184,15 @@ def storage_reference(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # which builds without CUDA lack
+def _current_raw_stream(device_index: int) -> int:
+    return torch.cuda.current_stream(device_index).cuda_stream
 
 
-def current_raw_stream(device_index: int) -> int:
-    """The handle of a CUDA device's current stream, without the object that torch.cuda.current_stream() makes."""
-    return torch.cuda.current_stream(device_index).cuda_stream if _raw_stream is None else _raw_stream(device_index)
+# builds without CUDA lack these
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_raw_stream)
+"""the handle of a CUDA device's current stream, without the object that torch.cuda.current_stream() makes"""
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""torch.cuda.current_device() where CUDA is initialised"""
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

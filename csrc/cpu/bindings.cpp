@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/plain.h"
 
 namespace gact {
 namespace {
@@ -91,11 +92,10 @@ Sections sections(int64_t numel, int64_t bits, int64_t group_size, int64_t colum
 }
 
 // Asks for huge pages for a large new tensor: page faults on small pages would cost more than the kernel that fills it.
-void advise_huge_pages(const Tensor& tensor) {
+void advise_huge_pages(const void* memory, int64_t nbytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  const uintptr_t start = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  const uintptr_t end = start + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();
+  const uintptr_t start = reinterpret_cast<uintptr_t>(memory), end = start + static_cast<uintptr_t>(nbytes);
   const uintptr_t first = (start + kHugePage - 1) / kHugePage * kHugePage;
   const uintptr_t last = end / kHugePage * kHugePage;
   // Only a hint: a system without huge pages ignores it.
@@ -113,7 +113,7 @@ Tensor new_flat(int64_t numel, ScalarType dtype) {
       1, &numel, &kStride, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
       aoti_torch_device_type_cpu(), 0, &handle));
   Tensor tensor(handle);
-  advise_huge_pages(tensor);
+  advise_huge_pages(tensor.data_ptr(), numel * static_cast<int64_t>(tensor.element_size()));
   return tensor;
 }
 
@@ -131,28 +131,57 @@ void run(Function in_order, Function by_column, const Job& job, int element_byte
                               [&](int64_t first, int64_t last) { function(job, first, last); });
 }
 
-void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const Tensor& buffer, bool stream,
-               int64_t columns) {
-  check_format(bits, group_size);
-  STD_TORCH_CHECK(x.is_contiguous(), "gact_dist: x has gaps or another order, expected a contiguous tensor");
-  check_columns(x.numel(), columns);
-  const Element element = element_of(x.scalar_type());
-  const Sections where = sections(x.numel(), bits, group_size, columns);
-  check_buffer(buffer, where.total);
-  u8* bytes = static_cast<u8*>(buffer.mutable_data_ptr());
-  const PackJob job{x.const_data_ptr(),
-                    element,
-                    x.numel(),
-                    static_cast<int>(bits),
-                    static_cast<int>(group_size),
-                    columns,
+int bytes_of(Element element) { return element == Element::kFloat ? 4 : 2; }
+
+void run_pack(const PlainForm& form, const void* elements, u8* bytes, int64_t seed, bool stream) {
+  const Sections where = sections(form.numel, form.bits, form.group_size, form.columns);
+  const PackJob job{elements,
+                    static_cast<Element>(form.element),
+                    form.numel,
+                    static_cast<int>(form.bits),
+                    static_cast<int>(form.group_size),
+                    form.columns,
                     static_cast<u64>(seed),
                     reinterpret_cast<u32*>(bytes),
                     reinterpret_cast<u16*>(bytes + where.scale_start),
                     reinterpret_cast<u16*>(bytes + where.offset_start),
                     stream};
   const Kernels* kernels = active_kernels();
-  run(kernels->pack, kernels->pack_columns, job, static_cast<int>(x.element_size()), 0, x.numel());
+  run(kernels->pack, kernels->pack_columns, job, bytes_of(job.element), 0, form.numel);
+}
+
+// Elements first .. last - 1, of which `elements` is the first.
+void run_unpack(const PlainForm& form, const u8* bytes, u8* elements, int64_t seed, bool stream, int64_t first,
+                int64_t last) {
+  const Sections where = sections(form.numel, form.bits, form.group_size, form.columns);
+  const Element element = static_cast<Element>(form.element);
+  const UnpackJob job{reinterpret_cast<const u32*>(bytes),
+                      reinterpret_cast<const u16*>(bytes + where.scale_start),
+                      reinterpret_cast<const u16*>(bytes + where.offset_start),
+                      element,
+                      form.numel,
+                      static_cast<int>(form.bits),
+                      static_cast<int>(form.group_size),
+                      form.columns,
+                      static_cast<u64>(seed),
+                      elements - first * bytes_of(element),
+                      stream};
+  const Kernels* kernels = active_kernels();
+  run(kernels->unpack, kernels->unpack_columns, job, bytes_of(element), first, last);
+}
+
+PlainForm form_of(int64_t numel, ScalarType dtype, int64_t bits, int64_t group_size, int64_t columns) {
+  return PlainForm{numel, static_cast<long long>(element_of(dtype)), bits, group_size, columns};
+}
+
+void pack_into(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, const Tensor& buffer, bool stream,
+               int64_t columns) {
+  check_format(bits, group_size);
+  STD_TORCH_CHECK(x.is_contiguous(), "gact_dist: x has gaps or another order, expected a contiguous tensor");
+  check_columns(x.numel(), columns);
+  check_buffer(buffer, sections(x.numel(), bits, group_size, columns).total);
+  run_pack(form_of(x.numel(), x.scalar_type(), bits, group_size, columns), x.const_data_ptr(),
+           static_cast<u8*>(buffer.mutable_data_ptr()), seed, stream);
 }
 
 // As unpack_out.
@@ -173,24 +202,10 @@ void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t
                  const Tensor& out, bool stream, int64_t columns, int64_t first) {
   check_format(bits, group_size);
   check_columns(numel, columns);
-  const Element element = element_of(dtype);
-  const Sections where = sections(numel, bits, group_size, columns);
-  check_buffer(buffer, where.total);
+  check_buffer(buffer, sections(numel, bits, group_size, columns).total);
   check_flat(out, "out");
-  const u8* bytes = static_cast<const u8*>(buffer.const_data_ptr());
-  const UnpackJob job{reinterpret_cast<const u32*>(bytes),
-                      reinterpret_cast<const u16*>(bytes + where.scale_start),
-                      reinterpret_cast<const u16*>(bytes + where.offset_start),
-                      element,
-                      numel,
-                      static_cast<int>(bits),
-                      static_cast<int>(group_size),
-                      columns,
-                      static_cast<u64>(seed),
-                      static_cast<u8*>(out.mutable_data_ptr()) - first * static_cast<int64_t>(out.element_size()),
-                      stream};
-  const Kernels* kernels = active_kernels();
-  run(kernels->unpack, kernels->unpack_columns, job, static_cast<int>(out.element_size()), first, first + out.numel());
+  run_unpack(form_of(numel, dtype, bits, group_size, columns), static_cast<const u8*>(buffer.const_data_ptr()),
+             static_cast<u8*>(out.mutable_data_ptr()), seed, stream, first, first + out.numel());
 }
 
 void check_out(const Tensor& out, int64_t numel, ScalarType dtype) {
@@ -376,4 +391,15 @@ GACT_EXPORT int gact_dist_set_isa(int isa) {
   if (wanted == nullptr) return 1;
   gact::active_kernels() = wanted;
   return 0;
+}
+
+// See plain.h. What they write to is new.
+GACT_EXPORT void gact_dist_pack(const gact::PlainForm* form, const void* from, void* to, long long seed) {
+  gact::run_pack(*form, from, static_cast<gact::u8*>(to), seed, false);
+}
+
+GACT_EXPORT void gact_dist_unpack(const gact::PlainForm* form, const void* from, void* to, long long seed) {
+  const int64_t elements = form->numel;
+  gact::advise_huge_pages(to, elements * gact::bytes_of(static_cast<gact::Element>(form->element)));
+  gact::run_unpack(*form, static_cast<const gact::u8*>(from), static_cast<gact::u8*>(to), seed, false, 0, elements);
 }

@@ -3,162 +3,12 @@
 //
 // Between two operators of a job the processor's caches hold the job, not the interpreter, and a comparison in Python
 // takes microseconds. Here it takes few instructions and touches little memory. It sees tensors, nodes and frames as
-// Python does, by their attributes, and uses Python's stable ABI only: one build serves every version from 3.10 on.
-
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-#include <structmember.h>
-
-#include <cstddef>
-#include <cstring>
-#include <utility>
+// Python does, by their attributes.
+#include "hooks/objects.h"
+#include "hooks/packer.h"
 
 namespace gact {
 namespace {
-
-// An owned reference, perhaps to nothing. A function that returns nothing has set an error.
-class Ref {
- public:
-  Ref() = default;
-  explicit Ref(PyObject* owned) : object_(owned) {}
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&& other) noexcept {
-    std::swap(object_, other.object_);
-    return *this;
-  }
-  ~Ref() { Py_XDECREF(object_); }
-
-  static Ref shared(PyObject* borrowed) {
-    Py_XINCREF(borrowed);
-    return Ref(borrowed);
-  }
-
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-  PyTypeObject* type() const { return Py_TYPE(object_); }
-  bool is_none() const { return object_ == Py_None; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_ = nullptr;
-};
-
-enum class Answer { kError = -1, kNo = 0, kYes = 1 };
-
-Answer answer(bool condition) { return condition ? Answer::kYes : Answer::kNo; }
-
-// The names of attributes and methods, made once.
-struct Names {
-  PyObject *base, *cdata, *call, *count, *detach, *exact_bytes, *f_back, *f_lasti, *f_locals, *grad_fn, *metadata,
-      *nbytes, *next_functions, *numel, *output_nr, *self, *untyped_storage, *rows, *names, *latest_call, *version,
-      *append, *data, *dtype, *shape, *storage_offset, *tensor, *known_version;
-};
-Names names;
-
-bool make_names() {
-  const std::pair<PyObject**, const char*> all[] = {
-      {&names.base, "_base"},
-      {&names.cdata, "_cdata"},
-      {&names.call, "_call"},
-      {&names.count, "count"},
-      {&names.detach, "detach"},
-      {&names.exact_bytes, "exact_bytes"},
-      {&names.f_back, "f_back"},
-      {&names.f_lasti, "f_lasti"},
-      {&names.f_locals, "f_locals"},
-      {&names.grad_fn, "grad_fn"},
-      {&names.metadata, "metadata"},
-      {&names.nbytes, "nbytes"},
-      {&names.next_functions, "next_functions"},
-      {&names.numel, "numel"},
-      {&names.output_nr, "output_nr"},
-      {&names.self, "self"},
-      {&names.untyped_storage, "untyped_storage"},
-      {&names.rows, "_rows"},
-      {&names.names, "names"},
-      {&names.latest_call, "latest_call"},
-      {&names.version, "_version"},
-      {&names.append, "append"},
-      {&names.data, "data"},
-      {&names.dtype, "dtype"},
-      {&names.shape, "shape"},
-      {&names.storage_offset, "storage_offset"},
-      {&names.tensor, "tensor"},
-      {&names.known_version, "version"},
-  };
-  for (const auto& [place, text] : all) {
-    *place = PyUnicode_InternFromString(text);
-    if (*place == nullptr) return false;
-  }
-  return true;
-}
-
-Ref get(PyObject* object, PyObject* name) { return Ref(PyObject_GetAttr(object, name)); }
-
-Ref call(PyObject* function, PyObject* argument) {
-  return Ref(PyObject_CallFunctionObjArgs(function, argument, nullptr));
-}
-
-Ref call_method(PyObject* object, PyObject* name) { return Ref(PyObject_CallMethodObjArgs(object, name, nullptr)); }
-
-// The value of an integer that a reference holds; with an error set if it holds nothing.
-bool to_integer(const Ref& number, long long* value) {
-  if (!number) return false;
-  *value = PyLong_AsLongLong(number.get());
-  return *value != -1 || PyErr_Occurred() == nullptr;
-}
-
-Answer truth(const Ref& found) { return found ? static_cast<Answer>(PyObject_IsTrue(found.get())) : Answer::kError; }
-
-// Lets a place hold another object.
-void set(PyObject** place, PyObject* object) {
-  const Ref before(std::exchange(*place, object));
-  Py_XINCREF(object);
-}
-
-bool is_set(PyObject* object) { return object != nullptr && object != Py_None; }
-
-// -- objects --------------------------------------------------------------------------------------------------------
-
-// Every class of this module begins with what it owns, kObjects references, of which nothing stands for None.
-template <class Class>
-PyObject** objects_of(PyObject* self) {
-  return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(self) + sizeof(PyObject));
-}
-
-template <class Class>
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  for (int i = 0; i < Class::kObjects; ++i) Py_VISIT(objects_of<Class>(self)[i]);
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-template <class Class>
-int clear(PyObject* self) {
-  for (int i = 0; i < Class::kObjects; ++i) Py_CLEAR(objects_of<Class>(self)[i]);
-  return 0;
-}
-
-template <class Class>
-void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  if constexpr (Class::kHasWeakReferences) {
-    if (reinterpret_cast<Class*>(self)->weak_references != nullptr) PyObject_ClearWeakRefs(self);
-  }
-  clear<Class>(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
-#define OBJECT(type, field) {#field, T_OBJECT, offsetof(type, field), 0, nullptr}
-#define PRIVATE_OBJECT(type, field) {"_" #field, T_OBJECT, offsetof(type, field), 0, nullptr}
-#define NUMBER(type, field) {#field, T_LONGLONG, offsetof(type, field), 0, nullptr}
-#define PRIVATE_NUMBER(type, field) {"_" #field, T_LONGLONG, offsetof(type, field), 0, nullptr}
-#define FLAG(type, field) {#field, T_BOOL, offsetof(type, field), 0, nullptr}
-#define END {nullptr, 0, 0, 0, nullptr}
 
 // Of Settled in settled.py.
 struct Save {
@@ -308,17 +158,17 @@ Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations
 // -- a job's saves --------------------------------------------------------------------------------------------------
 
 struct Saves {
-  static constexpr int kObjects = 34;
+  static constexpr int kObjects = 36;
   static constexpr bool kHasWeakReferences = false;
   PyObject_HEAD
       // the chain of the step before: its first, the latest that was met, and what is expected next
       PyObject *first,
       *latest, *expected;
   // of the step: what it is compared with and noted in
-  PyObject *stack, *records, *owned, *given, *account, *recent;
+  PyObject *stack, *records, *owned, *given, *account, *recent, *keys;
   // of the job
   PyObject *bases, *functions, *roles, *from_activations;
-  PyObject *parameter_type, *handle_type, *record_type, *nothing;
+  PyObject *parameter_type, *handle_type, *record_type, *packer_type, *nothing;
   // functions of Python's: of torch, and for what is rarer
   PyObject *graph_task_id, *function_modes, *reference_to, *saves_own_result;
   PyObject *keep_parameter, *is_parameter, *is_part_of_a_weight, *find_stored, *alias, *payload, *store, *note_part,
@@ -336,6 +186,7 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, given),
                                OBJECT(Saves, account),
                                OBJECT(Saves, recent),
+                               OBJECT(Saves, keys),
                                OBJECT(Saves, bases),
                                OBJECT(Saves, functions),
                                OBJECT(Saves, roles),
@@ -343,6 +194,7 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, parameter_type),
                                OBJECT(Saves, handle_type),
                                OBJECT(Saves, record_type),
+                               OBJECT(Saves, packer_type),
                                OBJECT(Saves, nothing),
                                OBJECT(Saves, graph_task_id),
                                OBJECT(Saves, function_modes),
@@ -464,12 +316,6 @@ Answer fits(const Save* save, const Ref& node, const Ref& storage, const Ref& re
   return way == Py_None ? Answer::kYes : follow(way, node.get(), &end);
 }
 
-// A new object of a class that inherits from one of this module.
-template <class Class>
-Class* make(PyObject* type) {
-  return reinterpret_cast<Class*>(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(type), 0));
-}
-
 // Notes a storage that the step has not met: as StorageRecords.of() in aliases.py.
 Ref new_record(const Saves* saves, const Ref& storage, const Ref& key) {
   Ref made(reinterpret_cast<PyObject*>(make<Record>(saves->record_type)));
@@ -533,6 +379,32 @@ bool add_to_account(const Saves* saves, PyObject* again, Record* record) {
   return true;
 }
 
+// As RoundingKeys.seed() in encoder.py. keys: those of the step. hash: of the name.
+bool seed_of(PyObject* keys, PyObject* hash, long long* seed) {
+  const Ref step_key = get(keys, names.step_key);
+  if (!step_key) return false;
+  const unsigned long long key = PyLong_AsUnsignedLongLong(step_key.get()), value = PyLong_AsUnsignedLongLong(hash);
+  if (PyErr_Occurred() != nullptr) return false;
+  unsigned long long mixed = key ^ value * 0x9E3779B97F4A7C15;
+  mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9;
+  mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB;
+  mixed ^= mixed >> 31;
+  *seed = static_cast<long long>(mixed ^ 1ULL << 63);
+  return true;
+}
+
+// What is kept of a tensor that is rounded like that of an earlier step: as Store.payload_again() in sinks.py.
+Ref payload_again(const Saves* saves, const Save* save, PyObject* tensor) {
+  PyObject *packer = PyTuple_GetItem(save->again, 1), *hash = PyTuple_GetItem(save->again, 6);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(packer)) == saves->packer_type && hash != Py_None) {
+    long long seed;
+    if (!seed_of(saves->keys, hash, &seed)) return Ref();
+    Ref packed = pack_by(reinterpret_cast<Packer*>(packer), tensor, seed);
+    if (!packed || !packed.is_none()) return packed;
+  }
+  return Ref(PyObject_CallFunctionObjArgs(saves->payload, tensor, packer, save->name, nullptr));
+}
+
 // Stores a tensor as one was that is like it. known: the record of its memory, if there is one.
 Ref store_again(const Saves* saves, const Save* save, PyObject* tensor, const Ref& known, const Ref& storage,
                 const Ref& key) {
@@ -542,10 +414,8 @@ Ref store_again(const Saves* saves, const Save* save, PyObject* tensor, const Re
       !Ref(PyObject_CallFunctionObjArgs(saves->note_part_of_base, tensor, save->name, kept.get(), nullptr)))
     return Ref();
   Record* record = reinterpret_cast<Record*>(kept.get());
-  PyObject* packer = PyTuple_GetItem(save->again, 1);
-  const bool is_alias = packer == Py_None;
-  const Ref payload = is_alias ? call_method(tensor, names.detach)
-                               : Ref(PyObject_CallFunctionObjArgs(saves->payload, tensor, packer, save->name, nullptr));
+  const bool is_alias = PyTuple_GetItem(save->again, 1) == Py_None;
+  const Ref payload = is_alias ? call_method(tensor, names.detach) : payload_again(saves, save, tensor);
   if (!payload) return Ref();
   Ref handle = new_handle(saves, save, tensor, payload, is_alias);
   if (!handle) return Ref();
@@ -667,19 +537,39 @@ PyMethodDef saves_methods[] = {
 
 // The unpack hook. It owns no more than StorageRecords.restore(), for the graph owns it.
 struct Unpacker {
-  static constexpr int kObjects = 7;
+  static constexpr int kObjects = 9;
   static constexpr bool kHasWeakReferences = false;
-  PyObject_HEAD PyObject *restore, *decode, *grad_mode, *handle_type, *kept_type, *packed_type, *made_for_several;
+  PyObject_HEAD PyObject *restore, *decode, *grad_mode, *node_in_backward, *streaming, *handle_type, *kept_type,
+      *packed_type, *made_for_several;
   long long large_numel;
 };
 static_assert(offsetof(Unpacker, large_numel) == sizeof(PyObject) + Unpacker::kObjects * sizeof(PyObject*));
 
-PyMemberDef unpacker_members[] = {
-    OBJECT(Unpacker, restore),          OBJECT(Unpacker, decode),      OBJECT(Unpacker, grad_mode),
-    OBJECT(Unpacker, handle_type),      OBJECT(Unpacker, kept_type),   OBJECT(Unpacker, packed_type),
-    OBJECT(Unpacker, made_for_several), NUMBER(Unpacker, large_numel), END};
+PyMemberDef unpacker_members[] = {OBJECT(Unpacker, restore),
+                                  OBJECT(Unpacker, decode),
+                                  OBJECT(Unpacker, grad_mode),
+                                  OBJECT(Unpacker, node_in_backward),
+                                  OBJECT(Unpacker, streaming),
+                                  OBJECT(Unpacker, handle_type),
+                                  OBJECT(Unpacker, kept_type),
+                                  OBJECT(Unpacker, packed_type),
+                                  OBJECT(Unpacker, made_for_several),
+                                  NUMBER(Unpacker, large_numel),
+                                  END};
 
-// What a handle of a small tensor with one reader stands for, None for the long way: as Stored.unpack().
+// Whether the node whose backward runs may decode as it goes on what is packed: see NODES in streamed.py.
+Answer may_stream(const Unpacker* unpacker, const Packer* packer) {
+  const Ref node(PyObject_CallFunctionObjArgs(unpacker->node_in_backward, nullptr));
+  if (!node) return Answer::kError;
+  if (node.is_none()) return Answer::kNo;
+  const Ref name = call_method(node.get(), names.name);
+  if (!name) return Answer::kError;
+  PyObject* on_devices = PyDict_GetItemWithError(unpacker->streaming, name.get());
+  if (on_devices == nullptr) return PyErr_Occurred() == nullptr ? Answer::kNo : Answer::kError;
+  return answer(on_devices == Py_True || packer == nullptr || packer->launch == 0);
+}
+
+// What a handle with one reader stands for, None for the long way: as Stored.unpack().
 Ref unpack_stored(const Unpacker* unpacker, Handle* handle) {
   if (is_set(handle->on_restore) || is_set(handle->offloaded)) return Ref::shared(Py_None);
   long long version;
@@ -690,10 +580,16 @@ Ref unpack_stored(const Unpacker* unpacker, Handle* handle) {
   if (reinterpret_cast<PyObject*>(Py_TYPE(payload)) != unpacker->packed_type) return Ref::shared(Py_None);
   if (handle->readers > 1 || handle->keeps_gaps || PyDict_Size(unpacker->made_for_several) > 0)
     return Ref::shared(Py_None);
-  const Ref shape = get(payload, names.shape);
+  const Ref own = get(payload, names.packer), shape = get(payload, names.shape);
   long long numel;
-  if (!shape || !to_integer(call_method(shape.get(), names.numel), &numel)) return Ref();
-  return numel < unpacker->large_numel ? call(unpacker->decode, payload) : Ref::shared(Py_None);
+  if (!own || !shape || !to_integer(call_method(shape.get(), names.numel), &numel)) return Ref();
+  const Packer* packer = own.is_none() ? nullptr : reinterpret_cast<Packer*>(own.get());
+  if (numel >= unpacker->large_numel) {
+    const Answer streams = may_stream(unpacker, packer);
+    if (streams != Answer::kNo) return streams == Answer::kError ? Ref() : Ref::shared(Py_None);
+  }
+  Ref found = packer == nullptr ? Ref::shared(Py_None) : unpack_by(packer, payload);
+  return found && found.is_none() ? call(unpacker->decode, payload) : std::move(found);
 }
 
 // A tensor that is kept as it is, None if it was modified: as Kept.restore().
@@ -726,31 +622,13 @@ PyMethodDef unpacker_methods[] = {
 
 // -- the module -----------------------------------------------------------------------------------------------------
 
-constexpr unsigned int kFlags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC;
-
-PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
-
-template <class Class>
-bool add_type(PyObject* module, const char* full_name, PyMemberDef* members, PyMethodDef* methods,
-              destructor destroy = dealloc<Class>) {
-  PyType_Slot slots[] = {{Py_tp_members, members},
-                         {Py_tp_methods, methods},
-                         {Py_tp_traverse, reinterpret_cast<void*>(traverse<Class>)},
-                         {Py_tp_clear, reinterpret_cast<void*>(clear<Class>)},
-                         {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
-                         {0, nullptr}};
-  PyType_Spec spec = {full_name, sizeof(Class), 0, kFlags, slots};
-  PyObject* type = PyType_FromSpec(&spec);
-  const char* name = std::strrchr(full_name, '.') + 1;
-  return type != nullptr && PyModule_AddObject(module, name, type) == 0;  // which keeps it
-}
-
 bool add_types(PyObject* module) {
   return add_type<Save>(module, "gact_dist._hooks.Save", save_members, no_methods, dealloc_save) &&
          add_type<Handle>(module, "gact_dist._hooks.Handle", handle_members, no_methods) &&
          add_type<Record>(module, "gact_dist._hooks.Record", record_members, no_methods) &&
          add_type<Saves>(module, "gact_dist._hooks.Saves", saves_members, saves_methods) &&
-         add_type<Unpacker>(module, "gact_dist._hooks.Unpacker", unpacker_members, unpacker_methods);
+         add_type<Unpacker>(module, "gact_dist._hooks.Unpacker", unpacker_members, unpacker_methods) &&
+         add_type<Packer>(module, "gact_dist._hooks.Packer", packer_members, packer_methods);
 }
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from . import format as payload_format
-from .driver import Kernel, launch
+from .driver import Kernel, find_driver, functions_of, launch
 from .format import TILE_ROWS
+from .plain_calls import PlainCalls
 
 ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "Bfloat"}
 
@@ -107,6 +108,25 @@ def _launch_codec(
         launch(buffer.device, kernel, *grid, place, rows, columns, pitch, seed, bytes_at, *starts)
     else:
         launch(buffer.device, kernel, *grid, bytes_at, rows, columns, seed, place, *starts)
+
+
+def plain_calls(
+    device: torch.device, dtype: torch.dtype, bits: int, group_size: int, numel: int, columns: int
+) -> PlainCalls | None:
+    """What _launch_codec() launches, for a caller who does the rest; None where it cannot be loaded here and now."""
+    functions = functions_of(device, codec_kernel("pack", dtype, bits, group_size, columns))
+    if functions is None:
+        return None
+    driver, (blocks, threads) = find_driver(), _grid(numel, group_size, columns)
+    return PlainCalls(
+        functions["pack"].value or 0,
+        functions["unpack"].value or 0,
+        driver.launch_address,
+        driver,
+        blocks,
+        threads,
+        alignment=2 * dtype.itemsize,
+    )
 
 
 def pack(x: Tensor, bits: int, group_size: int, seed: int, columns: int = 1) -> Tensor:

@@ -6,7 +6,7 @@ A module holds the kernels of one file for one set of definitions, and each devi
 import ctypes
 import functools
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -77,14 +77,16 @@ class Driver:
         self._launch = library.cuLaunchKernel
         numbers = [ctypes.c_uint] * 7
         self._launch.argtypes = [ctypes.c_void_p, *numbers, *[ctypes.c_void_p] * 3]
+        self.launch_address: int = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
         self._call("cuInit", 0)
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
-            self._refuse(name, status)
+            self.refuse(name, status)
 
-    def _refuse(self, name: str, status: int) -> None:
+    def refuse(self, name: str, status: int) -> NoReturn:
+        """Raise what a CUresult other than 0 says of a function of the driver."""
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(status, ctypes.byref(text))
         raise DriverError(status, f"the driver refused {name}: {(text.value or b'unknown error').decode()} ({status})")
@@ -124,7 +126,7 @@ class Driver:
         room.values[: len(arguments)] = [*arguments]
         status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, room.pointers, None)
         if status != 0:
-            self._refuse("cuLaunchKernel", status)
+            self.refuse("cuLaunchKernel", status)
 
 
 @functools.cache
@@ -173,6 +175,15 @@ def _loaded(
         return _load(device_index, file, definitions)
     except KernelsUnavailableError as error:
         return error
+
+
+def functions_of(device: torch.device, kernel: Kernel) -> dict[str, ctypes.c_void_p] | None:
+    """Those of a kernel's module by name; None where it cannot be loaded here and now, or this machine has no use of
+    it."""
+    if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
+        return None
+    functions = _loaded(device.index, kernel.file, kernel.definitions)
+    return None if isinstance(functions, KernelsUnavailableError) else functions
 
 
 def launch(device: torch.device, kernel: Kernel, blocks: int, threads: int, *arguments: int) -> None:

@@ -20,6 +20,7 @@ from .._paths import PACKAGE_ROOT
 from .._torch_internals import dispatch_modes
 from . import cuda, nvrtc, reference
 from . import format as payload_format
+from .plain_calls import PlainCalls
 
 ISAS = ("scalar", "avx2", "avx512")
 
@@ -223,6 +224,18 @@ def unpack_plain(
         with suppress(nvrtc.KernelsUnavailableError):
             return cuda.unpack_checked(buffer, bits, group_size, numel, dtype, seed, columns)
     return unpack(buffer, bits, group_size, numel, dtype, seed, columns)
+
+
+def plain_calls(
+    device: torch.device, dtype: torch.dtype, bits: int, group_size: int, numel: int, columns: int
+) -> PlainCalls | None:
+    """How a device's kernels pack and unpack so many elements without an operator; None where they cannot."""
+    if device.type == "cuda":
+        return cuda.plain_calls(device, dtype, bits, group_size, numel, columns)
+    if device.type != "cpu" or _native is None:
+        return None
+    calls = _native.gact_dist_pack, _native.gact_dist_unpack  # of csrc/cpu/plain.h
+    return PlainCalls(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
 
 
 def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:

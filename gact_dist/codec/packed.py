@@ -7,14 +7,15 @@ Philox4x32-10 keyed by ``seed``. docs/codec.md describes the stored bytes.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._torch_internals import is_fake, negative_view
+from .._short_ways import IS_BUILT, native_base
+from .._torch_internals import current_device, current_raw_stream, dispatch_modes, is_fake, negative_view
 from . import mixed_widths, ops, sampled
 from .format import (
     BINARY_DTYPES,
@@ -30,6 +31,7 @@ from .format import (
 from .format import part_unit as format_part_unit
 from .layout import Fill, Layout, flatten, layout_of, pitch_of, restore
 from .mixed_widths import UnitWidths
+from .plain_calls import PlainCalls
 
 _COMPLEX_PARTS = {
     torch.complex32: torch.float16,
@@ -74,6 +76,7 @@ class Packed:
         conjugate: the tensor was a lazily conjugated complex one.
         negated: the tensor was a lazily negated one (EXACT).
         ready: lets the current stream wait until the payload is there; None if it was packed on that stream.
+        packer: what has packed it by a plain call, and unpacks it so; None for operators.
     """
 
     payload: Tensor
@@ -94,6 +97,7 @@ class Packed:
     conjugate: bool = False
     negated: bool = False
     ready: Callable[[], None] | None = None
+    packer: Any = None
 
     @property
     def kind(self) -> str:
@@ -328,22 +332,70 @@ def _pack_whole(tensor: Tensor, form: _Form, bits: int, seed: int, group_size: i
     return Packed(payload, Scheme.QUANTISED, bits, *about)
 
 
-class Packer(NamedTuple):
-    """``pack`` for tensors of one shape, strides, type and device, with all but the seed known."""
+_Packer: Any = native_base("Packer")
+_OF_EACH = ("payload", "seed", "packer")  # of a Packed, what is not the same for all tensors of a form
 
-    form: _Form
-    bits: int
-    group_size: int
+
+class Packer(_Packer):
+    """``pack`` for tensors of one shape, strides, type and device, with all but the seed known.
+
+    Where csrc/hooks is built, by one call of a kernel, without an operator: see csrc/hooks/packer.h.
+    """
+
+    __slots__ = ("_form",) if IS_BUILT else ("_form", "bits", "group_size")
+
+    def __init__(self, form: _Form, bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype, device: of the tensors."""
+        self._form, self.bits, self.group_size = form, bits, group_size
+        if IS_BUILT and form.layout.stored_numel == form.shape.numel() > 0:
+            calls = ops.plain_calls(device, dtype, bits, group_size, form.layout.stored_numel, form.columns)
+            if calls is not None:
+                self._prepare(calls, dtype, device)
+
+    def _prepare(self, calls: PlainCalls, dtype: torch.dtype, device: torch.device) -> None:
+        """Let packed() and unpacked() use these kernels."""
+        form, layout = self._form, self._form.layout
+        has_gaps = layout.fill is Fill.SCATTERED
+        self.numel, self.columns, self.element = layout.stored_numel, form.columns, PACK_DTYPES.index(dtype)
+        self.device, self.pitch, self.alignment = device.index or 0, form.pitch or form.columns, calls.alignment
+        where = sections(self.numel, self.bits, self.group_size, self.columns)
+        self.scale_start, self.offset_start = where.scale_start_bytes, where.offset_start_bytes
+        self.buffer_bytes, self.blocks, self.threads = where.total_bytes, calls.blocks, calls.threads
+        strides = _dense(form.shape, form.strides, layout.row_numel)[0] if has_gaps else form.strides
+        self.empty, self.empty_strided = torch.empty, torch.empty_strided
+        self.of_buffer, self.buffer_options = (where.total_bytes,), {"dtype": torch.uint8, "device": device}
+        self.of_tensor, self.options = (form.shape, strides), {"dtype": dtype, "device": device}
+        about = Packed(
+            torch.empty(0, device=device),
+            Scheme.QUANTISED,
+            self.bits,
+            dtype,
+            form.shape,
+            form.strides,
+            layout,
+            self.group_size,
+            form.columns,
+        )
+        same = [field.name for field in fields(Packed) if field.name not in _OF_EACH]
+        self.fields = tuple(item for name in same for item in (name, getattr(about, name)))
+        self.packed_type, self.tensor_type, self.modes = Packed, Tensor, dispatch_modes
+        self.current_device, self.current_stream, self.driver = current_device, current_raw_stream, calls.driver
+        self.launch, self.unpack_function = calls.launch, calls.unpack
+        # rows with gaps between them are read where they are on a GPU, where each begins at a pair of elements
+        reads_gaps = calls.launch != 0 and form.pitch > 0
+        is_even = calls.launch == 0 or form.columns == 1 or self.pitch % 2 == 0
+        self.pack_function = calls.pack if is_even and (reads_gaps or not has_gaps) else 0
 
     def pack(self, tensor: Tensor, seed: int) -> Packed:
         """What ``pack`` returns. tensor: no subclass, not lazily negated."""
-        return _pack_whole(tensor, self.form, self.bits, seed, self.group_size)
+        packed: Packed | None = self.packed(tensor, seed) if IS_BUILT else None
+        return _pack_whole(tensor, self._form, self.bits, seed, self.group_size) if packed is None else packed
 
 
 def packer_of(tensor: Tensor, bits: int, group_size: int, by_column: bool) -> Packer | None:
     """How ``pack`` packs tensors like this one; None where that takes more than rounding them in memory order."""
     form = _form_of(tensor, group_size, by_column) if tensor.dtype in PACK_DTYPES else None
-    return None if form is None else Packer(form, bits, group_size)
+    return None if form is None else Packer(form, bits, group_size, tensor.dtype, tensor.device)
 
 
 def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0, by_column: bool = True) -> int:
@@ -583,6 +635,10 @@ def _unpack(packed: Packed, strides: tuple[int, ...], layout: Layout) -> Tensor:
         packed.ready()
     scheme = packed.scheme
     if layout.fill is Fill.SPAN:
+        if packed.packer is not None:
+            unpacked: Tensor | None = packed.packer.unpacked(packed)
+            if unpacked is not None:
+                return unpacked
         if scheme is Scheme.QUANTISED and packed.bits is not None and packed.dtype in PACK_DTYPES:
             form = packed.group_size, layout.span, packed.dtype, packed.seed, packed.columns
             flat = _on_its_side(packed, ops.unpack_plain(packed.payload, packed.bits, *form))

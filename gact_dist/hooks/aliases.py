@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import codec
+from .._short_ways import IS_BUILT, native_base
 from .._torch_internals import innermost_hooks, reference_to_storage, storage_reference, storage_with_id
 from .handles import Distributed, Kept, Replaceable, Stored, View, base_of, count_reader, lazy_bits
-from .native import IS_BUILT, native_base
 from .repeated import Repeated
 
 # A small view of a quantised tensor is stored on its own: decoding the whole larger tensor for it would cost more.

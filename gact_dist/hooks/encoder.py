@@ -167,19 +167,23 @@ class RoundingKeys:
 
     def __init__(self, seed: int, rank: int) -> None:
         self._rank_key = _mix(seed, rank)
-        self._step_key = 0
+        self.step_key = 0
         self._hashes: dict[str, int] = {}
 
     def begin(self, step: int) -> None:
         """From now on the seeds are those of a step."""
-        self._step_key = _mix(self._rank_key, step)
+        self.step_key = _mix(self._rank_key, step)
 
     def seed(self, name: str) -> int:
         """A signed 64-bit integer for a tensor's name."""
+        return _mix(self.step_key, self.hash_of(name)) - 2**63
+
+    def hash_of(self, name: str) -> int:
+        """The part of a name in its seeds: 64 bits."""
         key = self._hashes.get(name)
         if key is None:
             key = self._hashes[name] = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-        return _mix(self._step_key, key) - 2**63
+        return key
 
 
 def _mix(key: int, value: int) -> int:

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _fields, codec
 from .._patches import replaced
+from .._short_ways import IS_BUILT
 from .._torch_internals import (
     APPLY_HAS_FRAME,
     PLAIN,
@@ -75,7 +76,6 @@ from .handles import (
 )
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, Entry, ModuleScope, Namer
-from .native import IS_BUILT
 from .one_bit import Read, read_by, role_of_read
 from .own_hooks import Registration
 from .parameters import ParameterRecognition, is_parameter_or_view
@@ -330,6 +330,7 @@ class SavedTensorHooks:
             given=self.given.memories,
             account=job.account,
             recent=job.recent,
+            keys=job.keys,
             bases=self._bases,
             functions=self._functions,
             roles=self._roles,

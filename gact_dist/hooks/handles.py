@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
-from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, once
+from .._short_ways import IS_BUILT, native_base
+from .._torch_internals import PLAIN_OR_PARAMETER, is_fake, negative_view, node_in_backward, once
 from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
-from .native import IS_BUILT, native_base
 from .one_bit import Limits
 from .roles import Role
-from .streamed import LEAST_NUMEL, Decoded, Made, Order, Pieces, Streamed, order_of, streamed, streaming_node
+from .streamed import LEAST_NUMEL, NODES, Decoded, Made, Order, Pieces, Streamed, order_of, streamed, streaming_node
 
 _CONJUGATED, _NEGATED = 1, 2
 
@@ -314,7 +314,7 @@ def restored_together(handles: Iterable[Any]) -> list[Tensor]:
 
 
 class Unpacking(_Unpacker):
-    """The short way of the unpack hook: for small tensors with one reader, and for what is kept as it is.
+    """The short way of the unpack hook: for what one reader decodes at once, and for what is kept as it is.
 
     The graph owns it, so it owns no more than the long way.
     """
@@ -324,6 +324,7 @@ class Unpacking(_Unpacker):
         self.restore, self.decode, self.grad_mode = restore, _decoded_alone, torch.is_grad_enabled
         self.handle_type, self.kept_type, self.packed_type = Stored, Kept, codec.Packed
         self.made_for_several, self.large_numel = _latest, LEAST_NUMEL
+        self.node_in_backward, self.streaming = node_in_backward, NODES
 
 
 def _decoded_alone(packed: codec.Packed) -> Tensor:

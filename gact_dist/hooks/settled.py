@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import codec
+from .._short_ways import native_base
 from .._torch_internals import (
     RESHAPES,
     function_modes,
@@ -35,7 +37,6 @@ from .call_stack import frames_to_user
 from .fused_attention import OPERATORS as FUSED_ATTENTION
 from .handles import Stored, View, base_of, empty_like
 from .naming import Entry, passes_on
-from .native import native_base
 from .one_bit import shows_reads
 from .parameters import FROM_ACTIVATIONS, evidence_of_activations
 from .roles import Role
@@ -96,6 +97,7 @@ class SettledSaves(_Saves):
         self.parameter_type, self.from_activations = nn.Parameter, FROM_ACTIVATIONS
         self.find_stored, self.saves_own_result, self.note_part = find_stored, saves_own_result, note_part
         self.record_type, self.handle_type, self.nothing, self.alias = StorageRecord, Stored, NOTHING, _alias_of
+        self.packer_type = codec.Packer
         self.reference_to = reference_to_storage
         self.forget()
 

@@ -13,7 +13,7 @@ from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
 from .derived import Derived
-from .encoder import Encoder
+from .encoder import Encoder, RoundingKeys
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
 from .log_softmax import LogSoftmaxes
@@ -72,6 +72,8 @@ class Again(NamedTuple):
     """in the graph, to an operator because of which it is not derived; None where it would not be in any case"""
     after_alias: bool | None = None
     """of an alias, whether the memory is kept as it is already; None where nothing else of it may be saved before"""
+    name_hash: int | None = None
+    """of what is rounded: RoundingKeys.hash_of() its name"""
 
 
 class Sink(ABC):
@@ -205,11 +207,18 @@ class Store(Sink):
             if way is None:
                 return None
         packer = self._encoder.packer_of(tensor, name, self.plan)
-        return None if packer is None else Again(name, packer, row, storage_bytes, way)
+        if packer is None:
+            return None
+        return Again(name, packer, row, storage_bytes, way, name_hash=self.keys.hash_of(name))
 
     def payload_again(self, tensor: Tensor, packer: codec.Packer, name: str) -> codec.Packed:
         """What take() keeps of a tensor that is rounded like that of an earlier step."""
-        return packer.pack(tensor, self._encoder.keys.seed(name))
+        return packer.pack(tensor, self.keys.seed(name))
+
+    @property
+    def keys(self) -> RoundingKeys:
+        """Of this step's rounding."""
+        return self._encoder.keys
 
     @property
     def recent(self) -> Any:

@@ -57,6 +57,8 @@ _WRITTEN_OVER = frozenset((
     "SoftplusBackward0", "MulBackward0",
 ))  # fmt: skip
 """nodes whose result is of the shape and type of what they read"""
+NODES = {**dict.fromkeys(_IN_PIECES, False), **dict.fromkeys(_WRITTEN_OVER, True)}
+"""all of these nodes, and whether they do so on a GPU"""
 
 Order = tuple[Any, ...]
 """in which a tensor's elements lie in memory: empty where it is contiguous, else its shape and strides"""

@@ -4,7 +4,7 @@
 
 static char calls[1 << 16];
 static int failures[8], failure_count;
-static int modules, functions;
+static int modules, functions, shown = 2;
 static char names[256][64];
 static _Thread_local void* current;
 
@@ -17,6 +17,8 @@ void fake_forget(void) {
 }
 /* The next loads fail with these statuses, the last one given first. */
 void fake_fail_load(int status) { failures[failure_count++] = status; }
+/* How many arguments of a launch are written down. */
+void fake_show(int arguments) { shown = arguments; }
 
 int cuInit(unsigned flags) { return flags; }
 int cuGetErrorName(int status, const char** text) {
@@ -56,6 +58,8 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
 int cuLaunchKernel(const char* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void* stream, void** arguments, void** extra) {
   if (gx == 0) return 1;
-  return NOTE("launch %s %u,%u,%u %u,%u,%u shared %u stream %ld arguments %lld %lld %s\n", function, gx, gy, gz, bx, by,
-              bz, shared, (long)stream, *(long long*)arguments[0], *(long long*)arguments[1], extra ? "extra" : "");
+  NOTE("launch %s %u,%u,%u %u,%u,%u shared %u stream %ld arguments ", function, gx, gy, gz, bx, by, bz, shared,
+       (long)stream);
+  for (int i = 0; i < shown; ++i) NOTE("%lld ", *(long long*)arguments[i]);
+  return NOTE("%s\n", extra ? "extra" : "");
 }

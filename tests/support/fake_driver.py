@@ -22,6 +22,10 @@ class FakeDriver:
         self.library.fake_forget()
         return lines
 
+    def show(self, arguments: int) -> None:
+        """How many arguments of a launch are written down from now on; two by default."""
+        self.library.fake_show(arguments)
+
     def fail_loads(self, *statuses: int) -> None:
         """The next loads of modules fail, in this order."""
         for status in reversed(statuses):

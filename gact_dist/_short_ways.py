@@ -1,4 +1,4 @@
-"""The classes of csrc/hooks, from which those inherit that the short ways of the hooks look into."""
+"""The classes of csrc/hooks, from which those inherit that short ways look into: of the hooks, and of the codec."""
 
 from importlib import import_module
 from typing import Any
