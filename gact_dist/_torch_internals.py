@@ -169,9 +169,13 @@ def is_inside_transform(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""what stands for the torch.func transform under which a function is running, None without one"""
+
+
 def runs_transform() -> bool:
     """Whether a function under a torch.func transform is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return innermost_transform() is not None
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -201,6 +205,8 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 def all_dispatch_modes(allowed: Callable[[Any], bool]) -> bool:
     """Whether each of these modes is one that finds or makes fake tensors, or allowed."""
+    if not dispatch_modes():
+        return True
     return all(isinstance(mode, FakeTensorMode) or allowed(mode) for mode in _get_current_dispatch_mode_stack())
 
 

@@ -393,10 +393,12 @@ bool seed_of(PyObject* keys, PyObject* hash, long long* seed) {
   return true;
 }
 
-// What is kept of a tensor that is rounded like that of an earlier step: as Store.payload_again() in sinks.py.
+// What is kept of a tensor that is packed like that of an earlier step: as Store.payload_again() in sinks.py; None
+// where it cannot be.
 Ref payload_again(const Saves* saves, const Save* save, PyObject* tensor) {
   PyObject *packer = PyTuple_GetItem(save->again, 1), *hash = PyTuple_GetItem(save->again, 6);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(packer)) == saves->packer_type && hash != Py_None) {
+  if (hash == Py_None) return call(packer, tensor);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(packer)) == saves->packer_type) {
     long long seed;
     if (!seed_of(saves->keys, hash, &seed)) return Ref();
     Ref packed = pack_by(reinterpret_cast<Packer*>(packer), tensor, seed);
@@ -405,18 +407,19 @@ Ref payload_again(const Saves* saves, const Save* save, PyObject* tensor) {
   return Ref(PyObject_CallFunctionObjArgs(saves->payload, tensor, packer, save->name, nullptr));
 }
 
-// Stores a tensor as one was that is like it. known: the record of its memory, if there is one.
+// Stores a tensor as one was that is like it; None if it cannot be. known: the record of its memory, if there is one.
 Ref store_again(const Saves* saves, const Save* save, PyObject* tensor, const Ref& known, const Ref& storage,
                 const Ref& key) {
+  const bool is_alias = PyTuple_GetItem(save->again, 1) == Py_None;
+  const Ref payload = is_alias ? call_method(tensor, names.detach) : payload_again(saves, save, tensor);
+  if (!payload) return Ref();
+  if (payload.is_none()) return Ref::shared(Py_None);
   const Ref kept = known ? Ref::shared(known.get()) : new_record(saves, storage, key);
   if (!kept) return Ref();
   if (save->is_part &&
       !Ref(PyObject_CallFunctionObjArgs(saves->note_part_of_base, tensor, save->name, kept.get(), nullptr)))
     return Ref();
   Record* record = reinterpret_cast<Record*>(kept.get());
-  const bool is_alias = PyTuple_GetItem(save->again, 1) == Py_None;
-  const Ref payload = is_alias ? call_method(tensor, names.detach) : payload_again(saves, save, tensor);
-  if (!payload) return Ref();
   Ref handle = new_handle(saves, save, tensor, payload, is_alias);
   if (!handle) return Ref();
   const Ref recent(PyTuple_Pack(2, handle.get(), payload.get()));
@@ -467,9 +470,8 @@ Ref settle(Saves* saves, Save* save, PyObject* tensor, const Ref& node) {
     if (is_again == Answer::kError) return Ref();
     const Ref next_count(PyLong_FromLongLong(count + 1));
     if (!next_count || PyObject_SetAttr(save->series, names.count, next_count.get()) < 0) return Ref();
-    if (is_again == Answer::kYes)
-      handle = store_again(saves, save, tensor, record, storage, key);
-    else
+    handle = is_again == Answer::kYes ? store_again(saves, save, tensor, record, storage, key) : Ref::shared(Py_None);
+    if (handle && handle.is_none())
       handle = Ref(PyObject_CallFunctionObjArgs(saves->store, tensor, reinterpret_cast<PyObject*>(save),
                                                 record ? record.get() : Py_None, nullptr));
     if (!handle) return handle;

@@ -16,10 +16,10 @@ using Launch = int (*)(void* function, unsigned int blocks, unsigned int, unsign
 
 // Of Packer in codec/packed.py, which says what the members are.
 struct Packer {
-  static constexpr int kObjects = 13;
+  static constexpr int kObjects = 14;
   static constexpr bool kHasWeakReferences = false;
   PyObject_HEAD PyObject *packed_type, *fields, *tensor_type, *empty, *empty_strided, *of_buffer, *of_tensor, *options,
-      *buffer_options, *modes, *current_device, *current_stream, *driver;
+      *buffer_options, *modes, *transform, *current_device, *current_stream, *driver;
   PlainForm form;
   long long device, pitch, scale_start, offset_start, buffer_bytes, alignment, blocks, threads;
   // addresses, 0 for none
@@ -29,27 +29,47 @@ static_assert(offsetof(Packer, form) == sizeof(PyObject) + Packer::kObjects * si
 
 #define FORM_NUMBER(field) {#field, T_LONGLONG, offsetof(Packer, form) + offsetof(PlainForm, field), 0, nullptr}
 
-PyMemberDef packer_members[] = {OBJECT(Packer, packed_type),    OBJECT(Packer, fields),
-                                OBJECT(Packer, tensor_type),    OBJECT(Packer, empty),
-                                OBJECT(Packer, empty_strided),  OBJECT(Packer, of_buffer),
-                                OBJECT(Packer, of_tensor),      OBJECT(Packer, options),
-                                OBJECT(Packer, buffer_options), OBJECT(Packer, modes),
-                                OBJECT(Packer, current_device), OBJECT(Packer, current_stream),
-                                OBJECT(Packer, driver),         FORM_NUMBER(numel),
-                                FORM_NUMBER(element),           FORM_NUMBER(bits),
-                                FORM_NUMBER(group_size),        FORM_NUMBER(columns),
-                                NUMBER(Packer, device),         NUMBER(Packer, pitch),
-                                NUMBER(Packer, scale_start),    NUMBER(Packer, offset_start),
-                                NUMBER(Packer, buffer_bytes),   NUMBER(Packer, alignment),
-                                NUMBER(Packer, blocks),         NUMBER(Packer, threads),
-                                NUMBER(Packer, pack_function),  NUMBER(Packer, unpack_function),
-                                NUMBER(Packer, launch),         END};
+PyMemberDef packer_members[] = {OBJECT(Packer, packed_type),
+                                OBJECT(Packer, fields),
+                                OBJECT(Packer, tensor_type),
+                                OBJECT(Packer, empty),
+                                OBJECT(Packer, empty_strided),
+                                OBJECT(Packer, of_buffer),
+                                OBJECT(Packer, of_tensor),
+                                OBJECT(Packer, options),
+                                OBJECT(Packer, buffer_options),
+                                OBJECT(Packer, modes),
+                                OBJECT(Packer, transform),
+                                OBJECT(Packer, current_device),
+                                OBJECT(Packer, current_stream),
+                                OBJECT(Packer, driver),
+                                FORM_NUMBER(numel),
+                                FORM_NUMBER(element),
+                                FORM_NUMBER(bits),
+                                FORM_NUMBER(group_size),
+                                FORM_NUMBER(columns),
+                                NUMBER(Packer, device),
+                                NUMBER(Packer, pitch),
+                                NUMBER(Packer, scale_start),
+                                NUMBER(Packer, offset_start),
+                                NUMBER(Packer, buffer_bytes),
+                                NUMBER(Packer, alignment),
+                                NUMBER(Packer, blocks),
+                                NUMBER(Packer, threads),
+                                NUMBER(Packer, pack_function),
+                                NUMBER(Packer, unpack_function),
+                                NUMBER(Packer, launch),
+                                END};
 
-// Whether a kernel may be called here and now: no mode is to see an operator, and the device is the current one.
+// Whether a kernel may be called here and now: no mode or transform is to see an operator, and the device is the
+// current one.
 Answer may_call(const Packer* packer, Ref* stream) {
   long long number;
   if (!to_integer(Ref(PyObject_CallFunctionObjArgs(packer->modes, nullptr)), &number)) return Answer::kError;
   if (number != 0) return Answer::kNo;
+  const Ref transform(PyObject_CallFunctionObjArgs(packer->transform, nullptr));
+  if (!transform) return Answer::kError;
+  if (!transform.is_none()) return Answer::kNo;
   if (packer->launch == 0) return Answer::kYes;
   if (!to_integer(Ref(PyObject_CallFunctionObjArgs(packer->current_device, nullptr)), &number)) return Answer::kError;
   if (number != packer->device) return Answer::kNo;

@@ -239,27 +239,36 @@ class Adapter:
         self._heaviest_bytes = 0
         self._warned = False
         self._finer = 1  # times more parts than usual, in which memory may be enough to measure
+        self._saves_alike: bool | None = None
+        """whether one example alone is saved under the names of several; None until that is looked at"""
 
     def adapt(self, haste: Haste) -> AdaptationInSteps:
         """Begin an adaptation."""
         return AdaptationInSteps(self._adapted, haste)
 
+    def prepare(self, batch: ProbeBatch) -> None:
+        """Tell a batch what is known of its parts; see [Note: parts] in probe.py."""
+        batch.fewest = 1 if self._saves_alike else 2
+
     def _adapted(self, now: _Progress) -> Generator[None, None, Adaptation]:
         """Measure, reduce and allocate. Where it yields it goes on in another step."""
         if self._heaviest_bytes:
             now.most_parts = _most_parts(self._heaviest_bytes, self._hooks.account.count)
-        was_seen, has_changed = True, False
+        was_seen, has_changed, divides = True, False, False
         if now.haste is Haste.NONE:
-            has_changed = self._hooks.try_functions()
-            conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None, has_changed]
-            now.is_spread, was_seen, has_changed = distributed.any_rank(conditions, self._groups)
+            has_changed, divides = self._hooks.try_functions(), self._saves_alike is None and now.batch.divides_further
+            conditions = [(now.most_parts or 0.0) >= 1.0, now.most_parts is not None, has_changed, divides]
+            now.is_spread, was_seen, has_changed, divides = distributed.any_rank(conditions, self._groups)
             if was_seen and not (now.is_spread or self.policy.follows_gradient) and self._hooks.plan.bits:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
-        if (not was_seen or has_changed or self._hooks.may_derive) and not has_compiled_parts(self._model):
-            is_long = self._look(now.batch)
+        looks = not was_seen or has_changed or self._hooks.may_derive or (divides and now.is_spread)
+        if looks and not has_compiled_parts(self._model):
+            is_long, names = self._look(now.batch)
             if not was_seen:
                 (now.is_spread,) = distributed.any_rank([is_long], self._groups)
+            if divides and now.is_spread and not now.is_short:
+                self._look_at_one(now.batch, names)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         if not was_seen and now.is_spread:
             now.is_spread = self._bears_first_step(now, step_bytes)
@@ -490,14 +499,30 @@ class Adapter:
             return parts
         return int(distributed.least_of_ranks(parts, self._groups))
 
-    def _look(self, batch: ProbeBatch) -> bool:
+    def _look(self, batch: ProbeBatch) -> tuple[bool, set[str]]:
         """At what a step keeps, before there was one, for the hooks to learn what need not be stored. Whether steps are
-        long; see [Note: first step]."""
-        first_parts = chain.from_iterable(batch.divisions(batch.parts(), only=0))
-        parts = ((part.forward, part.fraction) for part in first_parts)
+        long; see [Note: first step]; and the names of what is rounded."""
+        seen = self._look_at(batch, self._first_parts(batch))
+        return _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0, {*seen.tensors}
+
+    def _look_at_one(self, batch: ProbeBatch, names: set[str]) -> None:
+        """At what one example alone is saved as, where smaller parts would take less memory. names: of what several
+        save. A collective call."""
+        one = batch.first()
+        seen = self._look_at(batch, chain([one], self._first_parts(batch)))  # which it is if a model refuses one
+        differs = seen.fraction != one.fraction or {*seen.tensors} != names
+        self._saves_alike = not distributed.any_rank([differs], self._groups)[0]
+        self.prepare(batch)
+
+    @staticmethod
+    def _first_parts(batch: ProbeBatch) -> Iterator[ProbePart]:
+        """The first part of a batch, and larger ones if a model refuses it."""
+        return chain.from_iterable(batch.divisions(batch.parts(), only=0))
+
+    def _look_at(self, batch: ProbeBatch, parts: Iterable[ProbePart]) -> Footprint:
+        seen_by = ((part.forward, part.fraction) for part in parts)
         # other forwards would learn more of single tensors, but derive the same
-        seen = self._footprint(batch.whole, parts, _LOOKING, to_settle=("store_base", "functions_again"))
-        return _most_parts(seen.exact_bytes / seen.fraction, seen.count) >= 1.0
+        return self._footprint(batch.whole, seen_by, _LOOKING, to_settle=("store_base", "functions_again"))
 
     def _bears_first_step(self, now: _Progress, step_bytes: StepBytes | None) -> bool:
         """Whether it can run under the default widths. See [Note: first step]. Where a budget has no room for what they

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from .._short_ways import IS_BUILT, native_base
-from .._torch_internals import current_device, current_raw_stream, dispatch_modes, is_fake, negative_view
+from .._torch_internals import (
+    current_device,
+    current_raw_stream,
+    dispatch_modes,
+    innermost_transform,
+    is_fake,
+    negative_view,
+)
 from . import mixed_widths, ops, sampled
 from .format import (
     BINARY_DTYPES,
@@ -352,6 +359,11 @@ class Packer(_Packer):
             if calls is not None:
                 self._prepare(calls, dtype, device)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether packed() and unpacked() use kernels."""
+        return IS_BUILT and self.unpack_function != 0
+
     def _prepare(self, calls: PlainCalls, dtype: torch.dtype, device: torch.device) -> None:
         """Let packed() and unpacked() use these kernels."""
         form, layout = self._form, self._form.layout
@@ -378,7 +390,8 @@ class Packer(_Packer):
         )
         same = [field.name for field in fields(Packed) if field.name not in _OF_EACH]
         self.fields = tuple(item for name in same for item in (name, getattr(about, name)))
-        self.packed_type, self.tensor_type, self.modes = Packed, Tensor, dispatch_modes
+        self.packed_type, self.tensor_type = Packed, Tensor
+        self.modes, self.transform = dispatch_modes, innermost_transform
         self.current_device, self.current_stream, self.driver = current_device, current_raw_stream, calls.driver
         self.launch, self.unpack_function = calls.launch, calls.unpack
         # rows with gaps between them are read where they are on a GPU, where each begins at a pair of elements
@@ -392,10 +405,23 @@ class Packer(_Packer):
         return _pack_whole(tensor, self._form, self.bits, seed, self.group_size) if packed is None else packed
 
 
+_packers: dict[Any, Packer] = {}
+
+
 def packer_of(tensor: Tensor, bits: int, group_size: int, by_column: bool) -> Packer | None:
     """How ``pack`` packs tensors like this one; None where that takes more than rounding them in memory order."""
     form = _form_of(tensor, group_size, by_column) if tensor.dtype in PACK_DTYPES else None
-    return None if form is None else Packer(form, bits, group_size, tensor.dtype, tensor.device)
+    if form is None:
+        return None
+    key = form.shape, form.strides, group_size, by_column, bits, tensor.dtype, tensor.device
+    packer = _packers.get(key)
+    if packer is None:
+        packer = Packer(form, bits, group_size, tensor.dtype, tensor.device)
+        if tensor.is_cpu or packer.is_prepared:  # what a GPU cannot load now it may load later
+            if len(_packers) >= _MOST_FORMS:
+                _packers.clear()
+            _packers[key] = packer
+    return packer
 
 
 def columns_of(tensor: Tensor, group_size: int, fraction: float = 1.0, by_column: bool = True) -> int:

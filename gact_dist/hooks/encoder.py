@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -20,6 +21,9 @@ from .log_softmax import LogSoftmaxes
 from .one_bit import OneBit, Read
 from .per_example import Examples
 from .roles import Role
+
+Packs = codec.Packer | Callable[[Tensor], codec.Packed | None]
+"""what packs tensors of one kind; a function gives None for one that it does not pack"""
 
 
 class Encoder:
@@ -123,9 +127,17 @@ class Encoder:
             return None
         return codec.pack_log_probabilities(tensor, self.keys.seed(name))
 
-    def packer_of(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packer | None:
-        """How an activation is rounded that is no DTensor, of which all is read; None where that takes more."""
-        bits = plan.bits_of(name)
+    def packer_of(self, tensor: Tensor, name: str, role: Role | None, plan: Plan) -> Packs | None:
+        """How encode() packs a tensor, and others like it, of which all is read; None where that takes more."""
+        if role is Role.ACTIVATION:
+            return self._rounder_of(tensor, plan.bits_of(name))
+        if not self._rounds or not self.is_large(tensor) or tensor.nbytes != tensor.untyped_storage().nbytes():
+            return None
+        if role is Role.BINARY:
+            return _binary
+        return codec.pack_mask if tensor.dtype == torch.bool and role is not Role.SIGN else None
+
+    def _rounder_of(self, tensor: Tensor, bits: Bits) -> codec.Packer | None:
         if type(bits) is not int or not self.rounds(tensor) or self._stream is not None or self._pack is not codec.pack:
             return None
         return codec.packer_of(tensor, bits, self.group_size, self._by_column)
@@ -159,6 +171,12 @@ class Encoder:
     def columns_of(self, tensor: Tensor, fraction: float) -> int:
         """Columns by which a tensor is grouped, if this is a part of it. See codec.columns_of()."""
         return codec.columns_of(tensor, self.group_size, fraction, self._by_column)
+
+
+def _binary(tensor: Tensor) -> codec.Packed | None:
+    """None for a tensor of more than two values."""
+    packed = codec.pack_binary(tensor)
+    return None if packed.scheme is codec.Scheme.EXACT else packed
 
 
 class RoundingKeys:

@@ -13,7 +13,7 @@ from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
 from .derived import Derived
-from .encoder import Encoder, RoundingKeys
+from .encoder import Encoder, Packs, RoundingKeys
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
 from .log_softmax import LogSoftmaxes
@@ -63,8 +63,8 @@ class Again(NamedTuple):
     many bytes of memory."""
 
     name: str
-    packer: codec.Packer | None
-    """how it is rounded; None for an alias of it"""
+    packer: Packs | None
+    """how it is packed; None for an alias of it"""
     row: tuple[Any, ...]
     """of the report"""
     storage_bytes: int
@@ -73,7 +73,7 @@ class Again(NamedTuple):
     after_alias: bool | None = None
     """of an alias, whether the memory is kept as it is already; None where nothing else of it may be saved before"""
     name_hash: int | None = None
-    """of what is rounded: RoundingKeys.hash_of() its name"""
+    """of what is rounded: RoundingKeys.hash_of() its name; None for what takes no seed"""
 
 
 class Sink(ABC):
@@ -199,17 +199,17 @@ class Store(Sink):
         if isinstance(stored.payload, Tensor):
             is_alias = self._encoder.keeps_alias(tensor, name, captured.role, self.plan)
             return Again(name, None, row, storage_bytes, None, was_aliased) if is_alias else None
-        if captured.role is not Role.ACTIVATION or tensor.grad_fn is None:
+        rounded, way = captured.role is Role.ACTIVATION, None
+        if rounded and tensor.grad_fn is None:
             return None
-        way = None
-        if self._encoder.may_derive and not self._derived.stores(name):
+        if rounded and self._encoder.may_derive and not self._derived.stores(name):
             way = self._derived.way_without_recipe(name)
             if way is None:
                 return None
-        packer = self._encoder.packer_of(tensor, name, self.plan)
+        packer = self._encoder.packer_of(tensor, name, captured.role, self.plan)
         if packer is None:
             return None
-        return Again(name, packer, row, storage_bytes, way, name_hash=self.keys.hash_of(name))
+        return Again(name, packer, row, storage_bytes, way, name_hash=self.keys.hash_of(name) if rounded else None)
 
     def payload_again(self, tensor: Tensor, packer: codec.Packer, name: str) -> codec.Packed:
         """What take() keeps of a tensor that is rounded like that of an earlier step."""

@@ -56,9 +56,9 @@ class ProbeBatch:
 
     [Note: parts] A step's memory at its peak is mostly proportional to the examples that are in flight. So no more than
     a quarter of the batch is measured at once, where it has as many examples, and the measurements of such parts are
-    averaged as those of ranks are. A part has two examples where the batch has: a dimension of size 1 lets an operator
-    save a view where it makes a copy in the step, as a matrix product does of heads, and what is saved would have
-    another name.
+    averaged as those of ranks are. A part has two examples where the batch has, unless one alone is known to save what
+    several do: a dimension of size 1 lets an operator save a view where it makes a copy in the step, as a matrix
+    product does of heads, and what is saved would have another name.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class ProbeBatch:
         """where the job may have scaled the loss: its squared gradient at the model's outputs, scaled alike"""
         self.is_guess = is_guess
         """whether the loss is not the job's: then what it raises, in its backward too, is not the job's error"""
+        self.fewest = 2
+        """examples that a part has at least, if there are as many"""
         self._refuses_parts = False
         self._refusal = "as another rank says"
         self._part, self._share = _examples_of(batch, 0, examples)
@@ -91,13 +93,29 @@ class ProbeBatch:
         """the fraction of the batch's examples that are measured on"""
 
     def parts(self, times: int = 1) -> int:
-        """In how many parts to measure the examples: so many that none is more than a quarter of the batch, and of two
-        examples at least, if there are as many; or that many times more, at most as many as there are examples."""
-        inputs = inputs_of(self._part)
-        size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
-        if size is None or self._refuses_parts:
+        """In how many parts to measure the examples: so many that none is more than a quarter of the batch, and of
+        the fewest at least, if there are as many; or that many times more, at most as many as there are examples."""
+        size = self._size_of(self._part)
+        if size is None:
             return 1
-        return min(max(1, size // 2) if times == 1 else size, times * math.ceil(_PARTS * self.fraction))
+        return min(max(1, size // self.fewest) if times == 1 else size, times * math.ceil(_PARTS * self.fraction))
+
+    def _size_of(self, batch: Any) -> int | None:
+        """How many examples it has, None where it is not divided."""
+        inputs = inputs_of(batch)
+        is_whole = self._refuses_parts or self.count == sys.maxsize or may_hold_adjacency(inputs)
+        return None if is_whole else batch_size(inputs)
+
+    @property
+    def divides_further(self) -> bool:
+        """Whether there were more parts if one could have one example."""
+        size = self._size_of(self._part)
+        return size is not None and self.parts() < min(size, math.ceil(_PARTS * self.fraction))
+
+    def first(self) -> ProbePart:
+        """The first example, all where the batch is not divided."""
+        part, share = _examples_of(self._part, 0, 1 if self._size_of(self._part) else sys.maxsize)
+        return ProbePart(partial(self._loss_of, part, share * self._share), share * self.fraction, 0, 1, part)
 
     def divisions(self, parts: int = 1, only: int | None = None) -> Iterator[Iterable[ProbePart]]:
         """The examples in so many parts; where the loss function refuses one of them, the next division has larger
@@ -122,10 +140,8 @@ class ProbeBatch:
     def beginnings(self, parts: int) -> Iterator[ProbePart]:
         """The first of so many parts of the batch, of which an observation may have fewer examples; where the loss
         function refuses them, the next has more of them, and the last all."""
-        inputs = inputs_of(self._batch)
-        size = None if self.count == sys.maxsize or may_hold_adjacency(inputs) else batch_size(inputs)
-        parts = 1 if size is None or self._refuses_parts else min(parts, max(1, size // 2))
-        known = self._known
+        size, known = self._size_of(self._batch), self._known
+        parts = 1 if size is None else min(parts, max(1, size // self.fewest))
         while parts > 1:
             part, share = _examples_of(self._batch, 0, math.ceil((size or 1) / known / parts))
             yield ProbePart(partial(self._loss_of, part, share), share * known, 0, parts, part)

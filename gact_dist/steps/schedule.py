@@ -281,6 +281,8 @@ class Schedule:
 
     def measure(self, batch: ProbeBatch) -> None:
         """Adapt or verify, whichever is due."""
+        if self.adapter is not None:
+            self.adapter.prepare(batch)
         if self._adaptation_due():
             self.adapt(batch)
         else:

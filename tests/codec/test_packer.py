@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,20 @@ def test_what_has_no_gaps_goes_without_operators() -> None:
     assert torch.equal(watched.payload, found.payload)
 
 
+def test_within_a_transform_of_functions_operators_are_called() -> None:
+    x = torch.randn(64, 128)
+    packer = codec.packer_of(x, 4, 128, True)
+    found, seen = packer.pack(x, 1), []
+
+    def function(y: Tensor) -> Tensor:
+        seen.append((packer.packed(x, 1), packer.unpacked(found), codec.unpack(found)))
+        return y.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    torch.func.vmap(function)(torch.ones(2, 3))
+    assert [each[:2] for each in seen] == [(None, None)] * 2
+
+
 def test_what_is_not_as_it_is_expected_goes_the_long_way() -> None:
     x = torch.randn(64, 128)
     packer = codec.packer_of(x, 4, 128, True)
@@ -91,19 +106,16 @@ def test_what_is_not_as_it_is_expected_goes_the_long_way() -> None:
     assert fake.shape == x.shape
 
 
-def test_it_owns_no_tensor_and_is_freed() -> None:
+def test_it_owns_no_tensor_and_there_is_one_for_each_form() -> None:
     x = torch.randn(64, 128)
     packer = codec.packer_of(x, 4, 128, True)
-    found = packer.pack(x, 1)
+    assert codec.packer_of(torch.randn(64, 128), 4, 128, True) is packer
+    others = [(x, 3, True), (x, 4, False), (x.half(), 4, True), (x.t(), 4, True), (x[:32], 4, True)]
+    assert len({id(codec.packer_of(y, bits, 128, by_column)) for y, bits, by_column in others} - {id(packer)}) == 5
+    gone = weakref.ref(x)
+    del x, others
     gc.collect()
-    before = len([o for o in gc.get_objects() if type(o) is codec.Packer])
-    del packer
-    gc.collect()
-    assert len([o for o in gc.get_objects() if type(o) is codec.Packer]) == before
-    assert torch.equal(codec.unpack(found), codec.unpack(codec.pack(x, 4, 1, 128, True)))
-    del found
-    gc.collect()
-    assert len([o for o in gc.get_objects() if type(o) is codec.Packer]) == before - 1
+    assert gone() is None
 
 
 # -- launches -------------------------------------------------------------------------------------------------------
@@ -129,6 +141,7 @@ class Machine:
         monkeypatch.setattr(
             packed.ops, "plain_calls", lambda _, *form: cuda.plain_calls(torch.device("cuda", 0), *form)
         )
+        monkeypatch.setattr(packed, "_packers", {})
         monkeypatch.setattr(cuda, "launch", lambda _, kernel, *numbers: self.launches.append((kernel, numbers)))
 
     def launched(self) -> list[str]:

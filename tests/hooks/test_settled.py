@@ -448,3 +448,67 @@ def test_an_error_on_the_short_way_reaches_the_job(monkeypatch):
         packer.empty = torch.empty
     step()
     gact.detach()
+
+
+class Noisy(nn.Module):
+    """Dropout, whose noise takes one bit, and a mask of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.p = nn.Linear(32, 64), nn.Linear(64, 8), 0.5
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        hidden = torch.nn.functional.dropout(hidden, self.p)
+        return self.second(torch.where(hidden > 0.1, hidden, 0.1 * hidden))
+
+
+def noisy_job(level="L1"):
+    torch.manual_seed(0)
+    model, batch = Noisy(), torch.randn(16, 32)
+    gact = gact_dist.attach(model, config=Config.from_level(level, min_numel=16))
+
+    def step():
+        with gact.step():
+            loss = model(batch).square().mean()
+        loss.backward()
+        return gact.report()
+
+    return step, gact, model
+
+
+@pytest.mark.skipif(not IS_BUILT, reason="the classes of csrc/hooks were not built: no C++ compiler")
+def test_masks_settle(monkeypatch):
+    step, gact, _ = noisy_job()
+    for _ in range(4):
+        before = step()
+    stored = []
+    store = SavedTensorHooks._store_settled
+    monkeypatch.setattr(SavedTensorHooks, "_store_settled", lambda *args: stored.append(args) or store(*args))
+    after = step()
+    assert not stored
+    assert {"binary", "mask"} <= {row.codec for row in after.rows}
+    assert [(row.name, row.codec, row.bytes) for row in after.rows] == [
+        (row.name, row.codec, row.bytes) for row in before.rows
+    ]
+    assert after.exact_bytes == before.exact_bytes
+    gact.detach()
+
+
+def test_what_is_no_longer_of_two_values_is_stored_exactly(monkeypatch):
+    exact, with_exact, _ = noisy_job("exact")
+    rounded, with_bits, model = noisy_job()
+    for number in range(7):
+        if number == 5:  # as pack_binary() does with other values than zero and one more
+            monkeypatch.setattr(codec, "pack_binary", lambda tensor: codec.pack(tensor, None))
+        found = []
+        for step in (exact, rounded):
+            torch.manual_seed(number)
+            rows = {row.codec for row in step().rows if tuple(row.shape) == (16, 64) and row.dtype == torch.float32}
+            found.append(rows)
+        monkeypatch.undo()
+        assert found[0] == {"exact"}
+        assert found[1] == ({"exact", "quantised"} if number == 5 else {"binary", "quantised"})
+    for gact in (with_exact, with_bits):
+        gact.detach()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())

@@ -11,6 +11,7 @@ from torch import nn
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.adaptation import adapter
 from gact_dist.sensitivity import probe
 
 
@@ -110,3 +111,48 @@ def test_a_part_saves_under_the_names_of_the_step(examples):
     rounded = {row.name for row in gact.report().rows if row.codec == "quantised"}
     assert len(rounded) >= 4
     assert rounded <= set(gact.plan)
+
+
+def sizes_of_an_adaptation(monkeypatch, model, loss_fn, batch, examples=4, min_numel=16):
+    """Examples of the parts that were measured, where steps are long; and the controller. examples: in a batch."""
+    monkeypatch.setattr(adapter, "_LEAST_BYTES", 1e-9)
+    measured, measure = [], adapter.measure
+
+    def counted(*args, fraction, **kwargs):
+        measured.append(round(fraction * examples))
+        return measure(*args, fraction=fraction, **kwargs)
+
+    monkeypatch.setattr(adapter, "measure", counted)
+    gact = gact_dist.attach(model, config=Config.from_level("L2", min_numel=min_numel))
+    for _ in range(12):
+        with gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+    assert len(gact.history) == 1
+    return measured, gact
+
+
+@pytest.mark.parametrize(("examples", "parts"), [(2, [1, 1]), (3, [1, 1, 1]), (4, [1, 1, 1, 1]), (7, [1, 2, 2, 2])])
+def test_where_steps_are_long_a_part_may_be_one_example(examples, parts, monkeypatch):
+    """With two of two sequences, the step that adapted a language model was higher than the untouched job's."""
+    model, batch = small_models.gpt(batch=examples)
+    measured, gact = sizes_of_an_adaptation(monkeypatch, model, small_models.loss_of(model), batch, examples)
+    assert measured == parts
+    assert {row.name for row in gact.report().rows if row.codec == "quantised"} <= set(gact.plan)
+
+
+def test_but_not_where_one_alone_is_saved_under_other_names(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = Heads(), torch.randn(4, 16, 32)
+    measured, gact = sizes_of_an_adaptation(monkeypatch, model, lambda x: model(x).square().mean(), batch, min_numel=64)
+    assert measured == [2, 2]
+    rounded = {row.name for row in gact.report().rows if row.codec == "quantised"}
+    assert len(rounded) >= 4
+    assert rounded <= set(gact.plan)
+
+
+def test_nor_where_the_model_refuses_one(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32, eps=0.1), nn.Tanh(), nn.Linear(32, 5))
+    measured, _ = sizes_of_an_adaptation(monkeypatch, model, lambda x: model(x).square().mean(), torch.randn(4, 16))
+    assert measured == [2, 2]
