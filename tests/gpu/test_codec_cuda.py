@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import codec
+from gact_dist._short_ways import IS_BUILT
 from gact_dist.codec import driver, ops, reference
 from gact_dist.codec import format as payload_format
 
@@ -60,6 +61,29 @@ def assert_same(x: Tensor, bits: int, group_size: int, what: object, columns: in
 def test_the_bytes_are_those_of_the_cpu(dtype: torch.dtype, group_size: int, bits: int) -> None:
     for numel in SIZES:
         assert_same(random_tensor(numel, dtype), bits, group_size, numel)
+
+
+@pytest.mark.skipif(not IS_BUILT, reason="the classes of csrc/hooks were not built: no C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_column", [True, False])
+def test_a_launch_of_its_own_gives_the_bytes_of_the_operator(dtype: torch.dtype, by_column: bool) -> None:
+    """See csrc/hooks/packer.h. The last one is a part of each row, which is read where it is."""
+    for x in (random_tensor(4099, dtype), random_tensor(300 * 64, dtype).view(300, 64).t(),
+              random_tensor(256 * 192, dtype).view(256, 192)[:, :64]):  # fmt: skip
+        x = x.to(DEVICE)
+        for bits in ALL_BITS:
+            wanted = codec.pack(x, bits, SEED, 128, by_column)
+            packer = codec.packer_of(x, bits, 128, by_column)  # whose kernels are loaded now
+            assert packer is not None
+            with without_waiting():
+                packed = packer.packed(x, SEED)
+                if packed is None:  # an odd place, or gaps that no kernel reads
+                    assert not x.is_contiguous()
+                    assert not by_column
+                    continue
+                decoded = packer.unpacked(packed)
+            assert torch.equal(packed.payload, wanted.payload), bits
+            assert torch.equal(decoded, codec.unpack_without_gaps(wanted)), bits
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
