@@ -158,14 +158,14 @@ Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations
 // -- a job's saves --------------------------------------------------------------------------------------------------
 
 struct Saves {
-  static constexpr int kObjects = 36;
+  static constexpr int kObjects = 37;
   static constexpr bool kHasWeakReferences = false;
   PyObject_HEAD
       // the chain of the step before: its first, the latest that was met, and what is expected next
       PyObject *first,
       *latest, *expected;
   // of the step: what it is compared with and noted in
-  PyObject *stack, *records, *owned, *given, *account, *recent, *keys;
+  PyObject *stack, *records, *owned, *given, *account, *recent, *keys, *remembered;
   // of the job
   PyObject *bases, *functions, *roles, *from_activations;
   PyObject *parameter_type, *handle_type, *record_type, *packer_type, *nothing;
@@ -187,6 +187,7 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, account),
                                OBJECT(Saves, recent),
                                OBJECT(Saves, keys),
+                               OBJECT(Saves, remembered),
                                OBJECT(Saves, bases),
                                OBJECT(Saves, functions),
                                OBJECT(Saves, roles),
@@ -495,6 +496,8 @@ Ref pack_at(Saves* saves, PyObject* tensor, PyObject* frame) {
   long long task;
   if (!to_integer(Ref(PyObject_CallFunctionObjArgs(saves->graph_task_id, nullptr)), &task)) return Ref();
   if (task != -1) return Ref::shared(Py_None);  // in a backward
+  const Py_ssize_t remembered = PyList_Size(saves->remembered);
+  if (remembered != 0) return remembered < 0 ? Ref() : Ref::shared(Py_None);  // a custom function may be saving
   const Ref base = get(tensor, names.base);
   if (!base) return Ref();
   const Answer is_parameter = is_parameter_or_view(saves, tensor, base);

@@ -20,7 +20,6 @@ from .. import _fields, codec
 from .._patches import replaced
 from .._short_ways import IS_BUILT
 from .._torch_internals import (
-    APPLY_HAS_FRAME,
     PLAIN,
     PLAIN_OR_PARAMETER,
     counting_versions,
@@ -57,7 +56,7 @@ from .collector import at_rest as collector_at_rest
 from .compiled import RegionParameters, behind_compiler, has_compiled_parts, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
-from .function_calls import FunctionCall, calls_remembered
+from .function_calls import FunctionCall, call_without_frame, calls_remembered, remembered_calls
 from .functions_again import FunctionsAgain, LearntFunctions
 from .given import Given
 from .handles import (
@@ -289,7 +288,7 @@ class SavedTensorHooks:
             observer = None if self._namer.scope.compiled else OperatorObserver()
         if readers is not None:
             self._settled.forget()
-        plain = APPLY_HAS_FRAME and readers is None and self._sink is self._job
+        plain = readers is None and self._sink is self._job
         if IS_BUILT and plain and not self._namer.scope.compiled:
             self._open_settled()
         told = told_of_checkpoints(self._at_checkpoint)
@@ -331,6 +330,7 @@ class SavedTensorHooks:
             account=job.account,
             recent=job.recent,
             keys=job.keys,
+            remembered=remembered_calls(),
             bases=self._bases,
             functions=self._functions,
             roles=self._roles,
@@ -663,12 +663,14 @@ class SavedTensorHooks:
         if self._readers is not None:
             self._readers.examine_below(tensor)
         if type(tensor) is nn.Parameter and frame is not None:
+            call_without_frame(frame, tensor)  # has saved it
             return self._kept_of_model(tensor)
         if _without_codec(tensor):
             return self._keep(tensor, frame)
         if frame is None:  # a branch of torch.jit.fork: no line to name it by, and the step goes on beside it
             return Kept(tensor)
         if self._is_of_model(tensor):
+            call_without_frame(frame, tensor)
             return self._kept_of_model(tensor)
         sink, rounds = self._sink, self.policy.rounds
         self._instruction = instruction(frame, self._readers is not None) if sink is self._job else None

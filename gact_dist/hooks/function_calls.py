@@ -98,6 +98,11 @@ def call_without_frame(frame: FrameType, tensor: Tensor) -> FunctionCall | None:
     return None
 
 
+def remembered_calls() -> list[Any]:
+    """Those of this thread that are about to save, as far as is known: a list that changes."""
+    return _remembered.calls
+
+
 @contextmanager
 def calls_remembered(recomputed: bool = False) -> Iterator[None]:
     """Within the context call_without_frame() finds the calls of this thread, where they have no frames.

@@ -19,7 +19,7 @@ from torch import nn
 import gact_dist
 from gact_dist import Config, codec
 from gact_dist._short_ways import IS_BUILT
-from gact_dist._torch_internals import APPLY_HAS_FRAME, without_modes
+from gact_dist._torch_internals import without_modes
 from gact_dist.codec import Packer
 from gact_dist.hooks import aliases
 from gact_dist.hooks.engine import SavedTensorHooks
@@ -103,13 +103,13 @@ def of_case(make):
 def test_a_model_stores_what_it_would_after_many_looks(name, settled_saves, monkeypatch):
     check_alike(of_case(block_models.CASES[name]), CONFIGS["one width"], monkeypatch, steps=4)
     if name != "random numbers of Python and NumPy":  # each step skips others of its layers
-        assert any(settled_saves) is APPLY_HAS_FRAME
+        assert any(settled_saves)
 
 
 @pytest.mark.parametrize("name", ["gpt with dropout", "unet", "frozen", "llama with labels", "GAT"])
 def test_so_it_does_under_plans_that_change(name, settled_saves, monkeypatch):
     check_alike(of_case(block_models.CASES[name]), CONFIGS["L2"], monkeypatch)
-    assert any(settled_saves) is APPLY_HAS_FRAME  # nothing settles where custom functions show no frame
+    assert any(settled_saves)
 
 
 @pytest.mark.parametrize("name", unusual_jobs.JOBS)
@@ -174,7 +174,50 @@ def test_batches_of_several_sizes(monkeypatch, settled_saves):
     """The smaller ones are too small to be rounded."""
     made = in_orders(linears_and_activations, [(0, 1, 2, 4)], rows=(32, 32, 16))
     check_alike(made, Config(policy="uniform", bits=4, min_numel=1500), monkeypatch)
-    assert any(settled_saves) is APPLY_HAS_FRAME  # nothing settles where custom functions show no frame
+    assert any(settled_saves)
+
+
+class Gated(torch.autograd.Function):
+    """Saves what it was given and what it made of both, which have to fit together: all of it is kept exactly."""
+
+    @staticmethod
+    def forward(ctx, x, gate):
+        made = torch.tanh(x) * gate
+        ctx.save_for_backward(x, gate, made)
+        return 2 * made
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, made = ctx.saved_tensors
+        return 2 * grad * (gate - made * torch.tanh(x)), 2 * grad * torch.tanh(x)
+
+
+class OwnOrNot(nn.Module):
+    """The same line calls a function of torch, or one of the user's, from step to step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+
+    def forward(self, x, functions):
+        for function in functions:
+            x = torch.nn.functional.gelu(function(self.first(x), self.gate(x)))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+def test_what_a_custom_function_saves_at_the_line_of_an_operator(settings, monkeypatch, settled_saves):
+    """Where Function.apply has no frame, the frames of both are the same. Four steps know the operator alone."""
+    own, not_own = (Gated.apply, torch.mul), (torch.mul, torch.mul)
+    orders = [not_own] * 4 + [own, not_own, own]
+
+    def made():
+        torch.manual_seed(0)
+        model, batch = OwnOrNot(), torch.randn(32, 64)
+        return model, lambda model, step: model(batch, orders[step]).square().mean()
+
+    check_alike(made, settings, monkeypatch, steps=STEPS)
+    assert any(settled_saves)
 
 
 class Changing(nn.Module):
@@ -383,7 +426,7 @@ def test_within_function_modes_things_settle(context, monkeypatch):
         assert len(long_ways) > 10
         long_ways.clear()
         step()
-    assert (len(long_ways) == 1) is (APPLY_HAS_FRAME and IS_BUILT)  # the batch is looked at every time
+    assert (len(long_ways) == 1) is IS_BUILT  # the batch is looked at every time
     gact.detach()
 
 
