@@ -408,6 +408,18 @@ Ref payload_again(const Saves* saves, const Save* save, PyObject* tensor) {
   return Ref(PyObject_CallFunctionObjArgs(saves->payload, tensor, packer, save->name, nullptr));
 }
 
+// Notes that relu has saved its own result.
+bool note_relu(PyObject* tensor, Record* record) {
+  const Ref version = get(tensor, names.version);
+  if (!version) return false;
+  const Ref one(PyTuple_Pack(1, version.get())), own(one ? PySet_New(one.get()) : nullptr);
+  if (!own) return false;
+  const Ref all(PyNumber_Or(record->relu_versions, own.get()));
+  if (!all) return false;
+  set(&record->relu_versions, all.get());
+  return true;
+}
+
 // Stores a tensor as one was that is like it; None if it cannot be. known: the record of its memory, if there is one.
 Ref store_again(const Saves* saves, const Save* save, PyObject* tensor, const Ref& known, const Ref& storage,
                 const Ref& key) {
@@ -427,6 +439,7 @@ Ref store_again(const Saves* saves, const Save* save, PyObject* tensor, const Re
   if (!recent || !Ref(PyObject_CallMethodObjArgs(saves->recent, names.append, recent.get(), nullptr))) return Ref();
   if (!add_to_account(saves, save->again, record)) return Ref();
   record->aliased |= is_alias;
+  if (save->is_sign) return note_relu(tensor, record) ? std::move(handle) : Ref();
   if (is_set(save->span) && !note_stored(saves, save, tensor, record, handle)) return Ref();
   return handle;
 }

@@ -135,7 +135,7 @@ class Encoder:
             return None
         if role is Role.BINARY:
             return _binary
-        return codec.pack_mask if tensor.dtype == torch.bool and role is not Role.SIGN else None
+        return codec.pack_mask if role is Role.SIGN or tensor.dtype == torch.bool else None
 
     def _rounder_of(self, tensor: Tensor, bits: Bits) -> codec.Packer | None:
         if type(bits) is not int or not self.rounds(tensor) or self._stream is not None or self._pack is not codec.pack:

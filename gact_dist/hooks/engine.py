@@ -629,7 +629,7 @@ class SavedTensorHooks:
             record.relu_versions |= {tensor._version}
         elif expected.span is not None:
             note_part(tensor, record, handle, expected.span)
-        expected.again = None if expected.is_sign else self._job.again(captured, handle, was_aliased)
+        expected.again = self._job.again(captured, handle, was_aliased)
         if expected.role is Role.BINARY and handle.is_exact:  # other values than those of a dropout
             self._roles.observe_next = True
         return handle

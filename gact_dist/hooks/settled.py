@@ -9,7 +9,8 @@ Whatever the long way looks at is compared, follows from what is compared, or is
 is stored already, of the model, made from parameters alone, or of the batch. If anything differs the tensor goes the
 long way, and the order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom
 functions, compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or
-readers, a measurement, a new plan, and a state that is loaded make the hooks forget all of it.
+readers, a measurement, a new plan, and a state that is loaded make the hooks forget all of it. Where Function.apply has
+no frame (torch 2.14) everything goes the long way as long as a custom function is about to save.
 
 The comparison itself is in csrc/hooks. Where that was not built everything goes the long way.
 """
