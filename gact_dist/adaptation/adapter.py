@@ -510,8 +510,14 @@ class Adapter:
         save. A collective call."""
         one = batch.first()
         seen = self._look_at(batch, chain([one], self._first_parts(batch)))  # which it is if a model refuses one
-        differs = seen.fraction != one.fraction or {*seen.tensors} != names
-        self._saves_alike = not distributed.any_rank([differs], self._groups)[0]
+
+        def differs() -> bool:
+            own = seen.fraction != one.fraction or {*seen.tensors} != names
+            return distributed.any_rank([own], self._groups)[0]
+
+        if differs():
+            names = {*self._look_at(batch, self._first_parts(batch)).tensors}  # with what the looks before have learnt
+        self._saves_alike = not differs()
         self.prepare(batch)
 
     @staticmethod

@@ -8,6 +8,7 @@ import pytest
 import small_models
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gact_dist
 from gact_dist import Config
@@ -156,3 +157,26 @@ def test_nor_where_the_model_refuses_one(monkeypatch):
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32, eps=0.1), nn.Tanh(), nn.Linear(32, 5))
     measured, _ = sizes_of_an_adaptation(monkeypatch, model, lambda x: model(x).square().mean(), torch.randn(4, 16))
     assert measured == [2, 2]
+
+
+class Checkpointed(nn.Module):
+    """What its checkpoints keep is exact in the forward that first meets them, and no name of it is known there."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_with_checkpoints_a_part_may_be_one_example(monkeypatch):
+    torch.manual_seed(0)
+    model = Checkpointed()
+    measured, gact = sizes_of_an_adaptation(
+        monkeypatch, model, lambda x: model(x).square().mean(), torch.randn(4, 8, 16)
+    )
+    assert measured == [1, 1, 1, 1]
+    assert any("BlockInput" in name for name in gact.plan)
