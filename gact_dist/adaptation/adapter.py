@@ -262,12 +262,13 @@ class Adapter:
             if was_seen and not (now.is_spread or self.policy.follows_gradient) and self._hooks.plan.bits:
                 now.is_spread = now.is_short = self._config.adapt_interval >= _LEAST_INTERVAL
         self._share_example_gradients()
+        divides = divides and not now.is_short
         looks = not was_seen or has_changed or self._hooks.may_derive or (divides and now.is_spread)
         if looks and not has_compiled_parts(self._model):
             is_long, names = self._look(now.batch)
             if not was_seen:
                 (now.is_spread,) = distributed.any_rank([is_long], self._groups)
-            if divides and now.is_spread and not now.is_short:
+            if divides and now.is_spread:
                 self._look_at_one(now.batch, names)
         step_bytes = None if self._hooks.plan.bits else self.start(now.batch.whole)
         if not was_seen and now.is_spread:

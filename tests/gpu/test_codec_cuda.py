@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from codec_tensors import random_tensor, raw, special_tensors
+from emulation import needs_compiler
 from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import codec
-from gact_dist._short_ways import IS_BUILT
 from gact_dist.codec import driver, ops, reference
 from gact_dist.codec import format as payload_format
 
@@ -63,7 +63,7 @@ def test_the_bytes_are_those_of_the_cpu(dtype: torch.dtype, group_size: int, bit
         assert_same(random_tensor(numel, dtype), bits, group_size, numel)
 
 
-@pytest.mark.skipif(not IS_BUILT, reason="the classes of csrc/hooks were not built: no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_column", [True, False])
 def test_a_launch_of_its_own_gives_the_bytes_of_the_operator(dtype: torch.dtype, by_column: bool) -> None:

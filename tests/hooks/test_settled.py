@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from emulation import needs_compiler
 from torch import nn
 
 import gact_dist
@@ -520,7 +521,7 @@ def noisy_job(level="L1"):
     return step, gact, model
 
 
-@pytest.mark.skipif(not IS_BUILT, reason="the classes of csrc/hooks were not built: no C++ compiler")
+@needs_compiler
 def test_masks_settle(monkeypatch):
     step, gact, _ = noisy_job()
     for _ in range(4):
