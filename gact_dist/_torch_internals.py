@@ -228,6 +228,8 @@ def storage_with_id(tensor: Tensor) -> tuple[Any, int]:
 
 reference_to_storage: Any = StorageWeakRef
 """storage_reference() of what is a storage itself"""
+unpin_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+"""ends what a storage's _weak_ref() began"""
 
 
 def tensors_of_storage(reference: Any) -> int:
@@ -269,6 +271,16 @@ def saved_handle(node: Any, name: str) -> Any:
     return getattr(getattr(node, _RAW + name, None), "data", None)
 
 
+def saved_of(node: Any, names: Sequence[str]) -> list[Any]:
+    """saved_handle() of each of these names."""
+    return [getattr(getattr(node, _RAW + name, None), "data", None) for name in names]
+
+
+def raw_slot(name: str) -> str:
+    """The attribute whose `data` saved_handle() gives."""
+    return _RAW + name
+
+
 def node_of(tensor: torch.Tensor) -> Any:
     """The node that made a tensor, None for one without. A view that was made without a graph has none either, where
     torch refuses to make one because its memory was modified with a graph: that is no error until it is used."""
@@ -306,25 +318,22 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def node_in_backward() -> Any:
-    """The node whose backward is running in this thread, None without one."""
-    return torch._C._current_autograd_node()
+node_in_backward: Callable[[], Any] = torch._C._current_autograd_node
+"""the node whose backward is running in this thread, None without one"""
 
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """the __torch_function__ of a subclass of Tensor that has none of its own"""
 
 
-def tensor_without_memory(
-    kind: type[Tensor], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A tensor of a subclass that has a __torch_dispatch__, and no memory."""
-    return Tensor._make_wrapper_subclass(kind, shape, strides=strides, dtype=dtype, device=device)
+tensor_without_memory: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""(subclass that has a __torch_dispatch__, shape, strides=, dtype=, device=) -> a tensor of it, without memory"""
 
 
 SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
 """whether the graph shows what it holds in place of a saved tensor"""
 _slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+_constants: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def saved_slots(node: Any) -> tuple[str, ...]:
@@ -334,6 +343,17 @@ def saved_slots(node: Any) -> tuple[str, ...]:
     if slots is None:
         slots = _slots[kind] = tuple(name[len(_RAW) :] for name in dir(kind) if name.startswith(_RAW))
     return slots
+
+
+def constants_of(node: Any) -> tuple[str, ...]:
+    """The attributes in which a node keeps what it was given beside tensors."""
+    kind = type(node)
+    names = _constants.get(kind)
+    if names is None:
+        tensors = saved_slots(node)
+        slots = (name[len(_SAVED) :] for name in dir(kind) if name.startswith(_SAVED))
+        names = _constants[kind] = tuple(_SAVED + slot for slot in slots if slot not in tensors)
+    return names
 
 
 def saved_handles(node: Any) -> Iterator[tuple[str, Any]]:
@@ -380,6 +400,7 @@ def gradient_at(node: Any, number: int, gradient: torch.Tensor) -> torch.Tensor:
 
 
 _RAW = "_raw_saved_"
+_SAVED = "_saved_"
 
 
 def saves_own_result(node: Any) -> bool:
@@ -495,6 +516,21 @@ ORIGINAL_MODULE = "_orig_mod"
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was given to torch.compile, or its compile() was called."""
     return module._compiled_call_impl is not None or ORIGINAL_MODULE in module._modules
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """The same of a model or one of its modules."""
+    pending, seen = [model], {model}  # model.modules() takes three times as long, in every step
+    while pending:
+        module = pending.pop()
+        modules = module._modules
+        if module._compiled_call_impl is not None or ORIGINAL_MODULE in modules:
+            return True
+        for child in modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
+    return False
 
 
 # -- checkpoint -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -150,24 +151,29 @@ void run_pack(const PlainForm& form, const void* elements, u8* bytes, int64_t se
   run(kernels->pack, kernels->pack_columns, job, bytes_of(job.element), 0, form.numel);
 }
 
+// elements: where the first of all is written.
+UnpackJob unpack_job(const PlainForm& form, const u8* bytes, u8* elements, int64_t seed, bool stream) {
+  const Sections where = sections(form.numel, form.bits, form.group_size, form.columns);
+  return UnpackJob{reinterpret_cast<const u32*>(bytes),
+                   reinterpret_cast<const u16*>(bytes + where.scale_start),
+                   reinterpret_cast<const u16*>(bytes + where.offset_start),
+                   static_cast<Element>(form.element),
+                   form.numel,
+                   static_cast<int>(form.bits),
+                   static_cast<int>(form.group_size),
+                   form.columns,
+                   static_cast<u64>(seed),
+                   elements,
+                   stream};
+}
+
 // Elements first .. last - 1, of which `elements` is the first.
 void run_unpack(const PlainForm& form, const u8* bytes, u8* elements, int64_t seed, bool stream, int64_t first,
                 int64_t last) {
-  const Sections where = sections(form.numel, form.bits, form.group_size, form.columns);
-  const Element element = static_cast<Element>(form.element);
-  const UnpackJob job{reinterpret_cast<const u32*>(bytes),
-                      reinterpret_cast<const u16*>(bytes + where.scale_start),
-                      reinterpret_cast<const u16*>(bytes + where.offset_start),
-                      element,
-                      form.numel,
-                      static_cast<int>(form.bits),
-                      static_cast<int>(form.group_size),
-                      form.columns,
-                      static_cast<u64>(seed),
-                      elements - first * bytes_of(element),
-                      stream};
+  const int element_bytes = bytes_of(static_cast<Element>(form.element));
+  const UnpackJob job = unpack_job(form, bytes, elements - first * element_bytes, seed, stream);
   const Kernels* kernels = active_kernels();
-  run(kernels->unpack, kernels->unpack_columns, job, bytes_of(element), first, last);
+  run(kernels->unpack, kernels->unpack_columns, job, element_bytes, first, last);
 }
 
 PlainForm form_of(int64_t numel, ScalarType dtype, int64_t bits, int64_t group_size, int64_t columns) {
@@ -197,15 +203,14 @@ Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int
   return buffer;
 }
 
-// Elements first .. first + out.numel() - 1.
 void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
-                 const Tensor& out, bool stream, int64_t columns, int64_t first) {
+                 const Tensor& out, bool stream, int64_t columns) {
   check_format(bits, group_size);
   check_columns(numel, columns);
   check_buffer(buffer, sections(numel, bits, group_size, columns).total);
   check_flat(out, "out");
   run_unpack(form_of(numel, dtype, bits, group_size, columns), static_cast<const u8*>(buffer.const_data_ptr()),
-             static_cast<u8*>(out.mutable_data_ptr()), seed, stream, first, first + out.numel());
+             static_cast<u8*>(out.mutable_data_ptr()), seed, stream, 0, out.numel());
 }
 
 void check_out(const Tensor& out, int64_t numel, ScalarType dtype) {
@@ -218,25 +223,105 @@ void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t 
                 Tensor out, int64_t columns) {
   check_out(out, numel, dtype);
   const bool stream = numel * static_cast<int64_t>(out.element_size()) >= kStreamBytes;
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns, 0);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns);
+}
+
+// The form of what is packed, of which `part` is the elements from `first` on.
+PlainForm form_of_part(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+                       const Tensor& part, int64_t columns, int64_t first) {
+  check_format(bits, group_size);
+  check_columns(numel, columns);
+  check_buffer(buffer, sections(numel, bits, group_size, columns).total);
+  check_flat(part, "out");
+  const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + part.numel();
+  STD_TORCH_CHECK(first >= 0 && first % unit == 0 && last <= numel && (last % unit == 0 || last == numel),
+                  "gact_dist: the part is elements ", first, " to ", last, " of ", numel, ", expected multiples of ",
+                  unit, " or the end");
+  check_out(part, last - first, dtype);
+  return form_of(numel, dtype, bits, group_size, columns);
 }
 
 // For what is read at once: never past the cache.
 void unpack_part(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
                  Tensor out, int64_t columns, int64_t first) {
-  const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + out.numel();
-  STD_TORCH_CHECK(first >= 0 && first % unit == 0 && last <= numel && (last % unit == 0 || last == numel),
-                  "gact_dist: the part is elements ", first, " to ", last, " of ", numel, ", expected multiples of ",
-                  unit, " or the end");
-  check_out(out, last - first, dtype);
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns, first);
+  const PlainForm form = form_of_part(buffer, bits, group_size, numel, dtype, out, columns, first);
+  run_unpack(form, static_cast<const u8*>(buffer.const_data_ptr()), static_cast<u8*>(out.mutable_data_ptr()), seed,
+             false, first, first + out.numel());
+}
+
+void check_function(ScalarType dtype, int64_t function) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "gact_dist: functions are for float32 and bfloat16; unpack the tensor and apply torch's");
+  STD_TORCH_CHECK(function == 0 || function == 1, "gact_dist: function is ", function, ", expected 0 or 1");
+}
+
+// Calls function(x, first, count) of elements first .. first + count - 1 of a part, a few at a time, after they were
+// decoded to x. The part begins and ends with blocks of kPartElements, or of group_size rows.
+template <class Function>
+void decode_through(const UnpackJob& packed, int64_t start, int64_t end, Function&& function) {
+  const int element_bytes = bytes_of(packed.element);
+  const bool in_columns = packed.columns > 1;
+  const int64_t block = in_columns ? packed.group_size * packed.columns : kPartElements;
+  const int64_t width = in_columns ? panel_width(packed.columns, packed.group_size, element_bytes) : block;
+  const int64_t row = in_columns ? packed.columns : block, panels = (row + width - 1) / width;
+  const Kernels* kernels = active_kernels();
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / block);
+  torch::stable::parallel_for(start / block, (end + block - 1) / block, grain, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<u8[]> memory(new u8[std::min<int64_t>(block, packed.numel) * element_bytes]);
+    for (int64_t unit = first * panels; unit < last * panels; ++unit) {
+      const int64_t origin = unit / panels * block, stop = std::min(origin + block, end);
+      UnpackJob job = packed;
+      job.out = memory.get() - origin * element_bytes;
+      if (in_columns) {
+        kernels->unpack_columns(job, unit, unit + 1);
+      } else {
+        kernels->unpack(job, origin / kUnitElements, units_of(stop));
+      }
+      for (int64_t at = origin + unit % panels * width; at < stop; at += row) {
+        const int64_t count = std::min(width, (at / row + 1) * row - at);
+        function(memory.get() + (at - origin) * element_bytes, at, std::min(count, stop - at));
+      }
+    }
+  });
+}
+
+// Functions by their numbers in ops.FUNCTIONS.
+void unpack_through(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+                    int64_t seed, Tensor out, int64_t columns, int64_t first, int64_t function) {
+  const PlainForm form = form_of_part(buffer, bits, group_size, numel, dtype, out, columns, first);
+  check_function(dtype, function);
+  u8* to = static_cast<u8*>(out.mutable_data_ptr());
+  const UnpackJob packed = unpack_job(form, static_cast<const u8*>(buffer.const_data_ptr()), nullptr, seed, false);
+  const int element_bytes = bytes_of(packed.element);
+  decode_through(packed, first, first + out.numel(), [&](const u8* x, int64_t at, int64_t count) {
+    active_kernels()->function(FunctionJob{static_cast<Function>(function), packed.element, x, nullptr,
+                                           to + (at - first) * element_bytes, count});
+  });
+}
+
+Tensor unpack_gradient(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+                       int64_t seed, const Tensor& grad, int64_t columns, int64_t function) {
+  check_flat(grad, "grad");
+  check_out(grad, numel, dtype);
+  const PlainForm form = form_of_part(buffer, bits, group_size, numel, dtype, grad, columns, 0);
+  check_function(dtype, function);
+  Tensor out = new_flat(grad.numel(), dtype);
+  const u8* of = static_cast<const u8*>(grad.const_data_ptr());
+  u8* to = static_cast<u8*>(out.mutable_data_ptr());
+  const UnpackJob packed = unpack_job(form, static_cast<const u8*>(buffer.const_data_ptr()), nullptr, seed, false);
+  const int element_bytes = bytes_of(packed.element);
+  decode_through(packed, 0, numel, [&](const u8* x, int64_t at, int64_t count) {
+    active_kernels()->function(FunctionJob{static_cast<Function>(function), packed.element, x, of + at * element_bytes,
+                                           to + at * element_bytes, count});
+  });
+  return out;
 }
 
 // A large new tensor: the operating system has just zeroed its pages, so they are in the cache.
 Tensor unpack(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
               int64_t columns) {
   Tensor out = new_flat(numel, dtype);
-  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns, 0);
+  unpack_into(buffer, bits, group_size, numel, dtype, seed, out, false, columns);
   return out;
 }
 
@@ -307,6 +392,30 @@ Tensor unpack_binary(const Tensor& buffer, int64_t numel, const Tensor& value) {
                      word_at(value.const_data_ptr(), 0, type.width_bytes));
 }
 
+Tensor mask_product(const Tensor& buffer, const Tensor& grad, const Tensor& value, bool selects) {
+  check_flat(grad, "grad");
+  check_buffer(buffer, (grad.numel() + 7) / 8);
+  check_function(grad.scalar_type(), 0);
+  STD_TORCH_CHECK(value.numel() == 1 && value.scalar_type() == grad.scalar_type(), "gact_dist: value has ",
+                  value.numel(), " elements, expected 1 of grad's dtype");
+  Tensor out = new_flat(grad.numel(), grad.scalar_type());
+  const Element element = element_of(grad.scalar_type());
+  const u64 word = word_at(value.const_data_ptr(), 0, bytes_of(element));
+  const float as_float =
+      element == Element::kFloat ? float_of(static_cast<u32>(word)) : to_float(Bfloat{static_cast<u16>(word)});
+  const MaskProductJob job{static_cast<const u8*>(buffer.const_data_ptr()),
+                           element,
+                           grad.const_data_ptr(),
+                           out.mutable_data_ptr(),
+                           grad.numel(),
+                           as_float,
+                           selects};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, units_of(job.numel), kGrainElements / kUnitElements,
+                              [&](int64_t first, int64_t last) { kernels->mask_product(job, first, last); });
+  return out;
+}
+
 Tensor binary_value(const Tensor& x) {
   check_flat(x, "x");
   const MaskType type = binary_type(x.scalar_type());
@@ -368,6 +477,9 @@ STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
   library.impl("unpack", TORCH_BOX(&gact::unpack));
   library.impl("unpack_out", TORCH_BOX(&gact::unpack_out));
   library.impl("unpack_part", TORCH_BOX(&gact::unpack_part));
+  library.impl("unpack_through", TORCH_BOX(&gact::unpack_through));
+  library.impl("unpack_gradient", TORCH_BOX(&gact::unpack_gradient));
+  library.impl("mask_product", TORCH_BOX(&gact::mask_product));
   library.impl("pack_mask", TORCH_BOX(&gact::pack_mask));
   library.impl("unpack_mask", TORCH_BOX(&gact::unpack_mask));
   library.impl("unpack_binary", TORCH_BOX(&gact::unpack_binary));

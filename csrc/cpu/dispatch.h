@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cpu/functions.h"
 #include "cpu/masks.h"
 #include "cpu/memory_order.h"
 #include "cpu/variance.h"
@@ -76,15 +77,9 @@ void unpack_columns_any(const UnpackJob& job, i64 first, i64 last) {
 
 template <class Isa>
 constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>,
-                 unpack_any<Isa>,
-                 pack_columns_any<Isa>,
-                 unpack_columns_any<Isa>,
-                 pack_mask_units<Isa>,
-                 unpack_mask_units<Isa>,
-                 has_two_values_units<Isa>,
-                 variance_any<Isa>,
-                 variance_columns_any<Isa>};
+  return Kernels{pack_any<Isa>,           unpack_any<Isa>,        pack_columns_any<Isa>,     unpack_columns_any<Isa>,
+                 pack_mask_units<Isa>,    unpack_mask_units<Isa>, has_two_values_units<Isa>, apply_any<Isa>,
+                 mask_product_units<Isa>, variance_any<Isa>,      variance_columns_any<Isa>};
 }
 
 }  // namespace

@@ -51,6 +51,28 @@ struct MaskJob {
   u64 pattern;      // pack: the bits that make an element non-zero; else the element that is not zero
 };
 
+enum class Function : int { kGelu, kGeluTanh };
+
+// A function of elements, or with a gradient the product with its derivative.
+struct FunctionJob {
+  Function function;
+  Element element;  // kFloat or kBfloat
+  const void* x;
+  const void* grad;  // null: none
+  void* out;
+  i64 count;
+};
+
+struct MaskProductJob {
+  const u8* packed;
+  Element element;  // kFloat or kBfloat
+  const void* grad;
+  void* out;
+  i64 numel;
+  float value;   // of the mask, where it is not zero
+  bool selects;  // whether what is elsewhere is zero, whatever the gradient is
+};
+
 struct VarianceJob {
   const void* x;
   Element element;
@@ -85,6 +107,8 @@ struct Kernels {
   void (*pack_mask)(const MaskJob& job, i64 first, i64 last);
   void (*unpack_mask)(const MaskJob& job, i64 first, i64 last);
   bool (*has_two_values)(const MaskJob& job, i64 first, i64 last);
+  void (*function)(const FunctionJob& job);
+  void (*mask_product)(const MaskProductJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
   void (*variance_columns)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
 };

@@ -85,6 +85,29 @@ PyMemberDef record_members[] = {OBJECT(Record, weak),          OBJECT(Record, st
                                 NUMBER(Record, partial_numel), NUMBER(Record, seen_bytes),
                                 FLAG(Record, aliased),         END};
 
+// A weak reference to a storage: as long as it lives no other storage can take the place of that one.
+struct Pin {
+  static constexpr int kObjects = 1;
+  static constexpr bool kHasWeakReferences = false;
+  PyObject_HEAD PyObject* unpin;  // a function of torch
+  long long number;
+};
+static_assert(offsetof(Pin, number) == sizeof(PyObject) + Pin::kObjects * sizeof(PyObject*));
+
+PyMemberDef pin_members[] = {OBJECT(Pin, unpin), NUMBER(Pin, number), END};
+
+void dealloc_pin(PyObject* self) {
+  const Pin* pin = reinterpret_cast<Pin*>(self);
+  if (is_set(pin->unpin)) {
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);  // of the code in which it is freed
+    const Ref number(PyLong_FromLongLong(pin->number));
+    if (!number || !call(pin->unpin, number.get())) PyErr_WriteUnraisable(pin->unpin);
+    PyErr_Restore(kind, value, trace);
+  }
+  dealloc<Pin>(self);
+}
+
 // -- looks ----------------------------------------------------------------------------------------------------------
 
 // Whether frames, from this one up, are where an earlier save's were. last: the outermost of them.
@@ -134,22 +157,44 @@ Answer follow(PyObject* way, PyObject* from, Ref* end) {
   return Answer::kYes;
 }
 
+// Whether a node has for a factor what is stored, of several elements and without a graph. slot: in which it is saved.
+// edge: number of the factor's. handle_type: of what is stored.
+Answer has_stored_factor(PyObject* node, PyObject* slot, PyObject* edge, PyObject* handle_type) {
+  const Ref below = behind(node, PyLong_AsSsize_t(edge));
+  if (!below) return Answer::kError;
+  if (!below.is_none()) return Answer::kNo;
+  const Ref saved = get(node, slot), handle = saved ? get(saved.get(), names.data) : Ref();
+  if (!handle) {  // it was freed by a backward
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return Answer::kError;
+    PyErr_Clear();
+    return Answer::kNo;
+  }
+  if (reinterpret_cast<PyObject*>(handle.type()) != handle_type) return Answer::kNo;
+  const Ref shape = get(reinterpret_cast<Handle*>(handle.get())->payload, names.shape);
+  long long numel;
+  if (!shape || !to_integer(call_method(shape.get(), names.numel), &numel)) return Answer::kError;
+  return answer(numel > 1);
+}
+
 // Whether Evidence of parameters.py is there, that something is not made from parameters alone. Notes it for what is
-// computed from the node. from_activations: the key of the notes.
-Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations) {
-  PyObject* way = PyTuple_GetItem(evidence, 0);
+// computed from the node. from_activations: the key of the notes. handle_type: of what is stored.
+Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations, PyObject* handle_type) {
+  PyObject *way = PyTuple_GetItem(evidence, 0), *slot = PyTuple_GetItem(evidence, 2);
   const bool by_type = PyTuple_GetItem(evidence, 1) == Py_True;
   const bool is_there = PyTuple_Size(PyTuple_GetItem(way, 0)) == 0;
   Ref end;
   const Answer found = follow(way, node, &end);
   if (found != Answer::kYes) return found;
-  if (!by_type) {
+  if (slot != Py_None) {
+    const Answer has = has_stored_factor(end.get(), slot, PyTuple_GetItem(evidence, 3), handle_type);
+    if (has != Answer::kYes) return has;
+  } else if (!by_type) {
     const Ref notes = get(end.get(), names.metadata);
     if (!notes) return Answer::kError;
     const int noted = PyDict_Contains(notes.get(), from_activations);
     if (noted != 1) return static_cast<Answer>(noted);
   }
-  if (is_there) return Answer::kYes;
+  if (is_there && slot == Py_None) return Answer::kYes;
   const Ref notes = get(node, names.metadata);
   if (!notes || PyDict_SetItem(notes.get(), from_activations, Py_True) < 0) return Answer::kError;
   return Answer::kYes;
@@ -158,7 +203,7 @@ Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations
 // -- a job's saves --------------------------------------------------------------------------------------------------
 
 struct Saves {
-  static constexpr int kObjects = 37;
+  static constexpr int kObjects = 38;
   static constexpr bool kHasWeakReferences = false;
   PyObject_HEAD
       // the chain of the step before: its first, the latest that was met, and what is expected next
@@ -170,7 +215,7 @@ struct Saves {
   PyObject *bases, *functions, *roles, *from_activations;
   PyObject *parameter_type, *handle_type, *record_type, *packer_type, *nothing;
   // functions of Python's: of torch, and for what is rarer
-  PyObject *graph_task_id, *function_modes, *reference_to, *saves_own_result;
+  PyObject *graph_task_id, *function_modes, *pin_type, *unpin, *saves_own_result;
   PyObject *keep_parameter, *is_parameter, *is_part_of_a_weight, *find_stored, *alias, *payload, *store, *note_part,
       *note_part_of_base, *after, *leave, *in_modes, *long_way;
   char settles, parametrized;
@@ -199,7 +244,8 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, nothing),
                                OBJECT(Saves, graph_task_id),
                                OBJECT(Saves, function_modes),
-                               OBJECT(Saves, reference_to),
+                               OBJECT(Saves, pin_type),
+                               OBJECT(Saves, unpin),
                                OBJECT(Saves, saves_own_result),
                                OBJECT(Saves, keep_parameter),
                                OBJECT(Saves, is_parameter),
@@ -279,8 +325,9 @@ Answer is_others(const Saves* saves, const Save* save, PyObject* tensor, const R
       if (is_given != Answer::kNo) return is_given;
     }
   } else {
-    const Answer known =
-        is_set(save->evidence) ? is_evident(save->evidence, node.get(), saves->from_activations) : Answer::kNo;
+    const Answer known = is_set(save->evidence)
+                             ? is_evident(save->evidence, node.get(), saves->from_activations, saves->handle_type)
+                             : Answer::kNo;
     if (known == Answer::kError) return known;
     if (known == Answer::kNo) {
       const Ref found(PyObject_CallFunctionObjArgs(saves->is_parameter, tensor, Py_None, nullptr));
@@ -317,12 +364,23 @@ Answer fits(const Save* save, const Ref& node, const Ref& storage, const Ref& re
   return way == Py_None ? Answer::kYes : follow(way, node.get(), &end);
 }
 
+Ref pin(const Saves* saves, const Ref& storage) {
+  long long number;
+  if (!to_integer(call_method(storage.get(), names.weak_ref), &number)) return Ref();
+  Ref made(reinterpret_cast<PyObject*>(make<Pin>(saves->pin_type)));
+  if (!made) return Ref();
+  Pin* pin = reinterpret_cast<Pin*>(made.get());
+  pin->number = number;
+  set(&pin->unpin, saves->unpin);
+  return made;
+}
+
 // Notes a storage that the step has not met: as StorageRecords.of() in aliases.py.
 Ref new_record(const Saves* saves, const Ref& storage, const Ref& key) {
   Ref made(reinterpret_cast<PyObject*>(make<Record>(saves->record_type)));
   if (!made) return Ref();
   Record* record = reinterpret_cast<Record*>(made.get());
-  record->weak = call(saves->reference_to, storage.get()).release();
+  record->weak = pin(saves, storage).release();
   record->stored = PyList_New(0);
   set(&record->relu_versions, saves->nothing);
   set(&record->bypassing, saves->nothing);
@@ -555,36 +613,38 @@ PyMethodDef saves_methods[] = {
 
 // The unpack hook. It owns no more than StorageRecords.restore(), for the graph owns it.
 struct Unpacker {
-  static constexpr int kObjects = 9;
+  static constexpr int kObjects = 11;
   static constexpr bool kHasWeakReferences = false;
-  PyObject_HEAD PyObject *restore, *decode, *grad_mode, *node_in_backward, *streaming, *handle_type, *kept_type,
-      *packed_type, *made_for_several;
+  PyObject_HEAD PyObject *restore, *decode, *stream, *grad_mode, *node_in_backward, *streaming, *handle_type,
+      *kept_type, *packed_type, *recipe_type, *made_for_several;
   long long large_numel;
 };
 static_assert(offsetof(Unpacker, large_numel) == sizeof(PyObject) + Unpacker::kObjects * sizeof(PyObject*));
 
 PyMemberDef unpacker_members[] = {OBJECT(Unpacker, restore),
                                   OBJECT(Unpacker, decode),
+                                  OBJECT(Unpacker, stream),
                                   OBJECT(Unpacker, grad_mode),
                                   OBJECT(Unpacker, node_in_backward),
                                   OBJECT(Unpacker, streaming),
                                   OBJECT(Unpacker, handle_type),
                                   OBJECT(Unpacker, kept_type),
                                   OBJECT(Unpacker, packed_type),
+                                  OBJECT(Unpacker, recipe_type),
                                   OBJECT(Unpacker, made_for_several),
                                   NUMBER(Unpacker, large_numel),
                                   END};
 
-// Whether the node whose backward runs may decode as it goes on what is packed: see NODES in streamed.py.
-Answer may_stream(const Unpacker* unpacker, const Packer* packer) {
+// The name of the node whose backward runs where it may decode as it goes on what is packed, else None: see NODES in
+// streamed.py.
+Ref streaming_node(const Unpacker* unpacker, const Packer* packer) {
   const Ref node(PyObject_CallFunctionObjArgs(unpacker->node_in_backward, nullptr));
-  if (!node) return Answer::kError;
-  if (node.is_none()) return Answer::kNo;
-  const Ref name = call_method(node.get(), names.name);
-  if (!name) return Answer::kError;
+  if (!node || node.is_none()) return Ref::shared(node.get());
+  Ref name = call_method(node.get(), names.name);
+  if (!name) return name;
   PyObject* on_devices = PyDict_GetItemWithError(unpacker->streaming, name.get());
-  if (on_devices == nullptr) return PyErr_Occurred() == nullptr ? Answer::kNo : Answer::kError;
-  return answer(on_devices == Py_True || packer == nullptr || packer->launch == 0);
+  if (on_devices == nullptr) return PyErr_Occurred() == nullptr ? Ref::shared(Py_None) : Ref();
+  return on_devices == Py_True || packer == nullptr || packer->launch == 0 ? std::move(name) : Ref::shared(Py_None);
 }
 
 // What a handle with one reader stands for, None for the long way: as Stored.unpack().
@@ -595,16 +655,20 @@ Ref unpack_stored(const Unpacker* unpacker, Handle* handle) {
   if (version != handle->version) return Ref::shared(Py_None);
   PyObject* payload = handle->payload;
   if (payload == handle->witness) return call_method(payload, names.detach);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(payload)) != unpacker->packed_type) return Ref::shared(Py_None);
+  PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(payload));
+  if (kind != unpacker->packed_type && kind != unpacker->recipe_type) return Ref::shared(Py_None);
   if (handle->readers > 1 || handle->keeps_gaps || PyDict_Size(unpacker->made_for_several) > 0)
     return Ref::shared(Py_None);
-  const Ref own = get(payload, names.packer), shape = get(payload, names.shape);
+  const Ref own = kind == unpacker->packed_type ? get(payload, names.packer) : Ref::shared(Py_None);
+  const Ref shape = get(payload, names.shape);
   long long numel;
   if (!own || !shape || !to_integer(call_method(shape.get(), names.numel), &numel)) return Ref();
   const Packer* packer = own.is_none() ? nullptr : reinterpret_cast<Packer*>(own.get());
   if (numel >= unpacker->large_numel) {
-    const Answer streams = may_stream(unpacker, packer);
-    if (streams != Answer::kNo) return streams == Answer::kError ? Ref() : Ref::shared(Py_None);
+    const Ref node = streaming_node(unpacker, packer);
+    if (!node) return Ref();
+    PyObject* streamed = reinterpret_cast<PyObject*>(handle);
+    if (!node.is_none()) return Ref(PyObject_CallFunctionObjArgs(unpacker->stream, streamed, node.get(), nullptr));
   }
   Ref found = packer == nullptr ? Ref::shared(Py_None) : unpack_by(packer, payload);
   return found && found.is_none() ? call(unpacker->decode, payload) : std::move(found);
@@ -643,6 +707,7 @@ PyMethodDef unpacker_methods[] = {
 bool add_types(PyObject* module) {
   return add_type<Save>(module, "gact_dist._hooks.Save", save_members, no_methods, dealloc_save) &&
          add_type<Handle>(module, "gact_dist._hooks.Handle", handle_members, no_methods) &&
+         add_type<Pin>(module, "gact_dist._hooks.Pin", pin_members, no_methods, dealloc_pin) &&
          add_type<Record>(module, "gact_dist._hooks.Record", record_members, no_methods) &&
          add_type<Saves>(module, "gact_dist._hooks.Saves", saves_members, saves_methods) &&
          add_type<Unpacker>(module, "gact_dist._hooks.Unpacker", unpacker_members, unpacker_methods) &&

@@ -51,7 +51,7 @@ struct Names {
   PyObject *base, *cdata, *call, *count, *detach, *exact_bytes, *f_back, *f_lasti, *f_locals, *grad_fn, *metadata,
       *nbytes, *next_functions, *numel, *output_nr, *self, *untyped_storage, *rows, *names, *latest_call, *version,
       *append, *data, *dtype, *shape, *storage_offset, *tensor, *known_version, *data_ptr, *enter_context, *name,
-      *packer, *payload, *ready, *seed, *step_key;
+      *packer, *payload, *ready, *seed, *step_key, *weak_ref, *as_strided, *contiguous;
 };
 Names names;
 
@@ -93,6 +93,9 @@ bool make_names() {
       {&names.ready, "ready"},
       {&names.seed, "seed"},
       {&names.step_key, "step_key"},
+      {&names.weak_ref, "_weak_ref"},
+      {&names.as_strided, "as_strided"},
+      {&names.contiguous, "contiguous"},
   };
   for (const auto& [place, text] : all) {
     *place = PyUnicode_InternFromString(text);

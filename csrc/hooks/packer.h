@@ -16,10 +16,10 @@ using Launch = int (*)(void* function, unsigned int blocks, unsigned int, unsign
 
 // Of Packer in codec/packed.py, which says what the members are.
 struct Packer {
-  static constexpr int kObjects = 14;
+  static constexpr int kObjects = 15;
   static constexpr bool kHasWeakReferences = false;
-  PyObject_HEAD PyObject *packed_type, *fields, *tensor_type, *empty, *empty_strided, *of_buffer, *of_tensor, *options,
-      *buffer_options, *modes, *transform, *current_device, *current_stream, *driver;
+  PyObject_HEAD PyObject *packed_type, *fields, *tensor_type, *empty, *empty_strided, *of_memory, *of_buffer,
+      *of_tensor, *options, *buffer_options, *modes, *transform, *current_device, *current_stream, *driver;
   PlainForm form;
   long long device, pitch, scale_start, offset_start, buffer_bytes, alignment, blocks, threads;
   // addresses, 0 for none
@@ -29,37 +29,22 @@ static_assert(offsetof(Packer, form) == sizeof(PyObject) + Packer::kObjects * si
 
 #define FORM_NUMBER(field) {#field, T_LONGLONG, offsetof(Packer, form) + offsetof(PlainForm, field), 0, nullptr}
 
-PyMemberDef packer_members[] = {OBJECT(Packer, packed_type),
-                                OBJECT(Packer, fields),
-                                OBJECT(Packer, tensor_type),
-                                OBJECT(Packer, empty),
-                                OBJECT(Packer, empty_strided),
-                                OBJECT(Packer, of_buffer),
-                                OBJECT(Packer, of_tensor),
-                                OBJECT(Packer, options),
-                                OBJECT(Packer, buffer_options),
-                                OBJECT(Packer, modes),
-                                OBJECT(Packer, transform),
-                                OBJECT(Packer, current_device),
-                                OBJECT(Packer, current_stream),
-                                OBJECT(Packer, driver),
-                                FORM_NUMBER(numel),
-                                FORM_NUMBER(element),
-                                FORM_NUMBER(bits),
-                                FORM_NUMBER(group_size),
-                                FORM_NUMBER(columns),
-                                NUMBER(Packer, device),
-                                NUMBER(Packer, pitch),
-                                NUMBER(Packer, scale_start),
-                                NUMBER(Packer, offset_start),
-                                NUMBER(Packer, buffer_bytes),
-                                NUMBER(Packer, alignment),
-                                NUMBER(Packer, blocks),
-                                NUMBER(Packer, threads),
-                                NUMBER(Packer, pack_function),
-                                NUMBER(Packer, unpack_function),
-                                NUMBER(Packer, launch),
-                                END};
+PyMemberDef packer_members[] = {OBJECT(Packer, packed_type),    OBJECT(Packer, fields),
+                                OBJECT(Packer, tensor_type),    OBJECT(Packer, empty),
+                                OBJECT(Packer, empty_strided),  OBJECT(Packer, of_memory),
+                                OBJECT(Packer, of_buffer),      OBJECT(Packer, of_tensor),
+                                OBJECT(Packer, options),        OBJECT(Packer, buffer_options),
+                                OBJECT(Packer, modes),          OBJECT(Packer, transform),
+                                OBJECT(Packer, current_device), OBJECT(Packer, current_stream),
+                                OBJECT(Packer, driver),         FORM_NUMBER(numel),
+                                FORM_NUMBER(element),           FORM_NUMBER(bits),
+                                FORM_NUMBER(group_size),        FORM_NUMBER(columns),
+                                NUMBER(Packer, device),         NUMBER(Packer, pitch),
+                                NUMBER(Packer, scale_start),    NUMBER(Packer, offset_start),
+                                NUMBER(Packer, buffer_bytes),   NUMBER(Packer, alignment),
+                                NUMBER(Packer, blocks),         NUMBER(Packer, threads),
+                                NUMBER(Packer, pack_function),  NUMBER(Packer, unpack_function),
+                                NUMBER(Packer, launch),         END};
 
 // Whether a kernel may be called here and now: no mode or transform is to see an operator, and the device is the
 // current one.
@@ -141,14 +126,24 @@ Ref new_packed(Packer* packer, const Ref& payload, long long seed) {
   return packed;
 }
 
+// The elements of a tensor in the order of its memory, without the gaps between them.
+Ref without_gaps(const Packer* packer, PyObject* tensor) {
+  const Ref own = call_method(tensor, names.detach);
+  if (!own) return Ref();
+  PyObject *sizes = PyTuple_GetItem(packer->of_memory, 0), *strides = PyTuple_GetItem(packer->of_memory, 1);
+  const Ref rows(PyObject_CallMethodObjArgs(own.get(), names.as_strided, sizes, strides, nullptr));
+  return rows ? call_method(rows.get(), names.contiguous) : Ref();
+}
+
 // A tensor of the packer's form as a Packed; None for the long way.
 Ref pack_by(Packer* packer, PyObject* tensor, long long seed) {
   if (packer->pack_function == 0) return Ref::shared(Py_None);
   Ref stream;
   const Answer may = may_call(packer, &stream);
   if (may != Answer::kYes) return may == Answer::kError ? Ref() : Ref::shared(Py_None);
+  const Ref memory = is_set(packer->of_memory) ? without_gaps(packer, tensor) : Ref::shared(tensor);
   long long elements, bytes;
-  if (!to_integer(call_method(tensor, names.data_ptr), &elements)) return Ref();
+  if (!memory || !to_integer(call_method(memory.get(), names.data_ptr), &elements)) return Ref();
   if (elements % packer->alignment != 0) return Ref::shared(Py_None);
   const Ref buffer(PyObject_Call(packer->empty, packer->of_buffer, packer->buffer_options));
   if (!buffer || !to_integer(call_method(buffer.get(), names.data_ptr), &bytes)) return Ref();

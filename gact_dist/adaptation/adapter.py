@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _fields, codec, distributed
-from ..hooks import Footprint, SavedTensorHooks, has_compiled_parts
+from .._torch_internals import has_compiled_parts
+from ..hooks import Footprint, SavedTensorHooks
 from ..policies import WIDTHS, Bits, Costs, GradientError, Moments, Plan, StepBytes, Trial, one_width, with_bytes
 from ..sensitivity import (
     Paused,

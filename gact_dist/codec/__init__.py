@@ -18,7 +18,12 @@ from .packed import (
     columns_of,
     exact,
     from_tensors,
+    function_part,
+    gelu_gradient,
+    has_functions,
+    has_products,
     is_binary,
+    mask_product,
     metadata_bits,
     pack,
     pack_binary,
@@ -40,10 +45,11 @@ from .packed import (
 )
 
 __all__ = [
-    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed", "Packer",
-    "Scheme", "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc",
-    "from_tensors", "is_binary", "isa", "metadata_bits", "native_error", "normalised", "pack", "pack_binary",
-    "pack_error_bounded", "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within",
-    "packer_of", "part_unit", "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack",
-    "unpack_part", "unpack_without_gaps", "with_payload", "without_payload",
+    "DEFAULT_GROUP_SIZE", "GROUP_SIZES", "MAX_BITS", "DriverError", "KernelsUnavailableError", "Packed",
+    "Packer", "Scheme", "UnitWidths", "borrow", "columns_of", "columns_within", "exact", "find_driver", "find_nvrtc",
+    "from_tensors", "function_part", "gelu_gradient", "has_functions", "has_products", "is_binary", "isa",
+    "mask_product", "metadata_bits", "native_error", "normalised", "pack", "pack_binary", "pack_error_bounded",
+    "pack_flags", "pack_log_probabilities", "pack_mask", "pack_narrow", "pack_within", "packer_of", "part_unit",
+    "rounding_variance", "stored_bytes", "stored_values", "to_tensors", "unpack", "unpack_part",
+    "unpack_without_gaps", "with_payload", "without_payload",
 ]  # fmt: skip

@@ -19,6 +19,9 @@ ROW_ELEMENTS = 16
 TILE_ROWS = 32
 # In memory order a part that is decoded on its own begins at a multiple of so many: those of a block on a GPU, too.
 PART_ELEMENTS = 8192
+FUNCTIONS = ("none", "tanh")
+"""of which kernels give what is decoded, or its gradient: GELU, by what torch's takes for `approximate`"""
+FUNCTION_DTYPES = (torch.float32, torch.bfloat16)
 BINARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MASK_DTYPES = (torch.bool, torch.uint8, *BINARY_DTYPES)
 
@@ -130,6 +133,14 @@ def check_part(out: Tensor, numel: int, dtype: torch.dtype, first: int, unit: in
     if first < 0 or first % unit != 0 or last > numel or (last % unit != 0 and last != numel):
         raise ValueError(f"the part is elements {first} to {last} of {numel}, expected multiples of {unit} or the end")
     check_out(out, last - first, dtype)
+
+
+def check_function(dtype: torch.dtype, function: int) -> None:
+    """Raise TypeError or ValueError unless tensors of ``dtype`` have a kernel that applies a function."""
+    if dtype not in FUNCTION_DTYPES:
+        raise TypeError(f"got {dtype}, expected float32 or bfloat16; unpack the tensor and apply torch's function")
+    if not 0 <= function < len(FUNCTIONS):
+        raise ValueError(f"function is {function}, expected the number of one of {FUNCTIONS}")
 
 
 def check_binary_dtype(dtype: torch.dtype) -> None:

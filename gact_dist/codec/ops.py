@@ -7,6 +7,7 @@ its kernels cannot be used, they go to the reference, with a warning.
 """
 
 import ctypes
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._paths import PACKAGE_ROOT
@@ -117,6 +119,86 @@ def _fake_unpack_part(
     payload_format.check_part(out, numel, dtype, first, payload_format.part_unit(group_size, columns))
 
 
+def _unpack_through(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int,
+    first: int,
+    function: int,
+) -> None:
+    payload_format.check_function(dtype, function)
+    unpack_part(buffer, bits, group_size, numel, dtype, seed, out, columns, first)
+    out.copy_(F.gelu(out, approximate=payload_format.FUNCTIONS[function]))
+
+
+def _fake_unpack_through(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    out: Tensor,
+    columns: int,
+    first: int,
+    function: int,
+) -> None:
+    payload_format.check_function(dtype, function)
+    _fake_unpack_part(buffer, bits, group_size, numel, dtype, seed, out, columns, first)
+
+
+def _unpack_gradient(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    grad: Tensor,
+    columns: int,
+    function: int,
+) -> Tensor:
+    payload_format.check_function(dtype, function)
+    payload_format.check_out(grad, numel, dtype)
+    x = unpack(buffer, bits, group_size, numel, dtype, seed, columns)
+    approximate = payload_format.FUNCTIONS[function]
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=x)
+
+
+def _fake_unpack_gradient(
+    buffer: Tensor,
+    bits: int,
+    group_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    seed: int,
+    grad: Tensor,
+    columns: int,
+    function: int,
+) -> Tensor:
+    payload_format.check_function(dtype, function)
+    payload_format.check_out(grad, numel, dtype)
+    return torch.empty_like(grad)
+
+
+def _mask_product(buffer: Tensor, grad: Tensor, value: Tensor, selects: bool) -> Tensor:
+    payload_format.check_function(grad.dtype, 0)
+    if selects:
+        return torch.where(unpack_mask(buffer, grad.numel(), torch.bool), grad, 0)
+    return unpack_binary(buffer, grad.numel(), value).mul_(grad)
+
+
+def _fake_mask_product(buffer: Tensor, grad: Tensor, value: Tensor, selects: bool) -> Tensor:
+    payload_format.check_function(grad.dtype, 0)
+    payload_format.check_flat(grad, "grad")
+    return torch.empty_like(grad)
+
+
 def _fake_pack_mask(x: Tensor) -> Tensor:
     payload_format.check_mask_dtype(x.dtype)
     payload_format.check_flat(x, "x")
@@ -175,6 +257,24 @@ _define(
     _fake_unpack_part,
     on_gpu=False,
 )
+_define(
+    f"unpack_through({_STORED}, Tensor(a!) out, int columns, int first, int function) -> ()",
+    _unpack_through,
+    _fake_unpack_through,
+    on_gpu=False,
+)
+_define(
+    f"unpack_gradient({_STORED}, Tensor grad, int columns, int function) -> Tensor",
+    _unpack_gradient,
+    _fake_unpack_gradient,
+    on_gpu=False,
+)
+_define(
+    "mask_product(Tensor buffer, Tensor grad, Tensor value, bool selects) -> Tensor",
+    _mask_product,
+    _fake_mask_product,
+    on_gpu=False,
+)
 _define("pack_mask(Tensor x) -> Tensor", reference.pack_mask, _fake_pack_mask)
 _define("unpack_mask(Tensor buffer, int numel, ScalarType dtype) -> Tensor", reference.unpack_mask, _fake_unpack_mask)
 _define(
@@ -195,6 +295,9 @@ pack_out = torch.ops.gact_dist.pack_out.default
 unpack = torch.ops.gact_dist.unpack.default
 unpack_out = torch.ops.gact_dist.unpack_out.default
 unpack_part = torch.ops.gact_dist.unpack_part.default
+unpack_through = torch.ops.gact_dist.unpack_through.default
+unpack_gradient = torch.ops.gact_dist.unpack_gradient.default
+mask_product = torch.ops.gact_dist.mask_product.default
 pack_mask = torch.ops.gact_dist.pack_mask.default
 unpack_mask = torch.ops.gact_dist.unpack_mask.default
 unpack_binary = torch.ops.gact_dist.unpack_binary.default
@@ -236,6 +339,12 @@ def plain_calls(
         return None
     calls = _native.gact_dist_pack, _native.gact_dist_unpack  # of csrc/cpu/plain.h
     return PlainCalls(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
+
+
+@functools.cache
+def has_native(device: torch.device) -> bool:
+    """Whether the kernels of csrc/cpu serve tensors of a device."""
+    return device.type == "cpu" and _native is not None
 
 
 def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:

@@ -27,6 +27,8 @@ from . import mixed_widths, ops, sampled
 from .format import (
     BINARY_DTYPES,
     DEFAULT_GROUP_SIZE,
+    FUNCTION_DTYPES,
+    FUNCTIONS,
     GROUP_SIZES,
     MASK_DTYPES,
     MAX_BITS,
@@ -395,9 +397,10 @@ class Packer(_Packer):
         self.current_device, self.current_stream, self.driver = current_device, current_raw_stream, calls.driver
         self.launch, self.unpack_function = calls.launch, calls.unpack
         # rows with gaps between them are read where they are on a GPU, where each begins at a pair of elements
-        reads_gaps = calls.launch != 0 and form.pitch > 0
-        is_even = calls.launch == 0 or form.columns == 1 or self.pitch % 2 == 0
-        self.pack_function = calls.pack if is_even and (reads_gaps or not has_gaps) else 0
+        on_cpu = calls.launch == 0
+        self.of_memory = (form.sizes, form.steps) if on_cpu and has_gaps else None
+        is_even = on_cpu or form.columns == 1 or self.pitch % 2 == 0
+        self.pack_function = calls.pack if is_even and (on_cpu or form.pitch > 0 or not has_gaps) else 0
 
     def pack(self, tensor: Tensor, seed: int) -> Packed:
         """What ``pack`` returns. tensor: no subclass, not lazily negated."""
@@ -705,6 +708,60 @@ def unpack_part(packed: Packed, first: int, last: int, memory: Tensor | None = N
     form = packed.bits, packed.group_size, packed.layout.span, packed.dtype, packed.seed
     ops.unpack_part(packed.payload, *form, memory, packed.columns, first)
     return memory
+
+
+def has_functions(packed: Packed) -> bool:
+    """Whether kernels apply functions to it while they decode it: function_part(), gelu_gradient()."""
+    is_plain = packed.scheme is Scheme.QUANTISED and packed.dtype in FUNCTION_DTYPES and packed.sides is None
+    is_plain = is_plain and packed.layout.fill is Fill.SPAN
+    return is_plain and packed.layout.span == packed.shape.numel() and ops.has_native(packed.payload.device)
+
+
+def function_part(packed: Packed, function: str, first: int, last: int, memory: Tensor | None = None) -> Tensor:
+    """GELU of elements first .. last - 1, as unpack_part() gives them; within 5e-7 times an element of torch's.
+
+    Args:
+        packed: of which has_functions() is true.
+        function: one of FUNCTIONS.
+    """
+    if memory is None:
+        memory = torch.empty(last - first, dtype=packed.dtype, device=packed.payload.device)
+    form = packed.bits, packed.group_size, packed.layout.span, packed.dtype, packed.seed
+    ops.unpack_through(packed.payload, *form, memory, packed.columns, first, FUNCTIONS.index(function))
+    return memory
+
+
+def gelu_gradient(packed: Packed, function: str, grad: Tensor) -> Tensor:
+    """What GELU's backward gives for a gradient, if what it saved is packed; within 5e-7 times the gradient of torch's.
+
+    Args:
+        packed, function: as for function_part().
+        grad: of the same type, shape and strides.
+    """
+    flat = grad.as_strided((packed.layout.span,), (1,))
+    form = packed.bits, packed.group_size, packed.layout.span, packed.dtype, packed.seed
+    made = ops.unpack_gradient(packed.payload, *form, flat, packed.columns, FUNCTIONS.index(function))
+    return made.as_strided(packed.shape, packed.strides)
+
+
+def has_products(packed: Packed) -> bool:
+    """Whether mask_product() takes it."""
+    is_mask = packed.scheme is Scheme.MASK or (packed.scheme is Scheme.BINARY and packed.constant is not None)
+    is_plain = is_mask and packed.dtype in FUNCTION_DTYPES and packed.layout.fill is Fill.SPAN
+    return is_plain and packed.layout.span == packed.shape.numel() and ops.has_native(packed.payload.device)
+
+
+def mask_product(packed: Packed, grad: Tensor, selects: bool = False) -> Tensor:
+    """The product of a gradient with a mask, bit for bit (but for those of NaN) torch's with what unpack() gives.
+
+    Args:
+        packed: of which has_products() is true.
+        grad: of the same type, shape and strides.
+        selects: give the gradient where the mask is not zero, and zero elsewhere, whatever the gradient is there.
+    """
+    flat, value = grad.as_strided((packed.layout.span,), (1,)), packed.constant
+    value = torch.ones((), dtype=packed.dtype, device=flat.device) if value is None else value
+    return ops.mask_product(packed.payload, flat, value, selects).as_strided(packed.shape, packed.strides)
 
 
 @functools.lru_cache(_MOST_FORMS)

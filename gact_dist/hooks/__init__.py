@@ -6,7 +6,6 @@ from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, sa
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
 from .clock import Clock
-from .compiled import has_compiled_parts
 from .derived import STARTS, origins_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
@@ -65,7 +64,6 @@ __all__ = [
     "firsts_of",
     "fixes_rows",
     "given_to_functions",
-    "has_compiled_parts",
     "jumps",
     "kept_exactly",
     "made_again",

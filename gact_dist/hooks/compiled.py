@@ -15,7 +15,7 @@ import torch.autograd.function as autograd_function
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from .._torch_internals import APPLY_HAS_FRAME, COMPILED_RUNTIME, COMPILER, ORIGINAL_MODULE, is_compiled, storage_id
+from .._torch_internals import APPLY_HAS_FRAME, COMPILED_RUNTIME, COMPILER, ORIGINAL_MODULE, storage_id
 from ..distributed import own_part
 from .roles import Role
 
@@ -25,20 +25,6 @@ _MODULE = nn.modules.module.__file__
 _SHORTEST_ROW = 8
 BETWEEN_HOOK_AND_REGION = (COMPILER, _INLINED)
 """where the functions stand by which the compiler keeps off a hook"""
-
-
-def has_compiled_parts(model: nn.Module) -> bool:
-    """Whether the model or one of its modules was given to torch.compile, or its compile() was called."""
-    pending, seen = [model], {model}  # model.modules() takes three times as long, in every step
-    while pending:
-        module = pending.pop()
-        if is_compiled(module):
-            return True
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                pending.append(child)
-    return False
 
 
 def behind_compiler(frame: FrameType) -> FrameType:

@@ -41,14 +41,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _fields, codec
-from .._torch_internals import PLAIN, PLAIN_OR_PARAMETER, RESHAPES, saved_handle
+from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
+from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, View, base_of
+from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
 from .naming import FORWARDING
-from .saved_edges import saved_at
-from .streamed import Made, Order, Pieces, order_of
+from .saved_edges import VARIABLE, Reads, saved_at, vector_of_parameter
+from .streamed import Order
 from .way import Way, find_way
 
 _VECTOR_FRACTION = 16
@@ -66,131 +67,6 @@ _NOT_AS_SAVED = frozenset(("LogSoftmaxBackward0",))
 STARTS = "starts_a_graph"
 """attribute of nodes that stand for what lies elsewhere"""
 
-
-class _Local(NamedTuple):
-    """How to make a piece of a result from the same pieces of the first operands. See [Note: streamed]."""
-
-    function: Callable[..., Tensor]
-    """function(order, first, last, *pieces), where elements lie in that order; else as in Made"""
-    operands: int = 1
-    """how many"""
-    unit: int = 1
-    shape: Sequence[int] | None = None
-    """of the only tensors that may lie in another order than a contiguous one; None where all may"""
-
-
-class Expression:
-    """A function of what handles restore."""
-
-    __slots__ = ("_function", "_in_place", "_is_private", "_local", "_operands", "depth", "nbytes")
-
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        *operands: Any,
-        in_place: Callable[..., Tensor] | None = None,
-        is_private: bool | None = True,
-        depth: int = 1,
-        local: _Local | None = None,
-    ) -> None:
-        """in_place: the same function in the memory of the first operand. is_private: whether the value is in new
-        memory or in another tensor's; None where it is in that of the first operand. depth: see Recipe."""
-        self._function, self._in_place, self._operands = function, in_place, operands
-        self._is_private, self._local = is_private, local
-        nbytes = deepest = 0
-        for operand in operands:
-            if isinstance(operand, (Expression, _Copy)):
-                nbytes += operand.nbytes
-            if not isinstance(operand, _Copy):
-                deepest = max(deepest, _depth(operand))
-        self.nbytes: int = nbytes
-        self.depth = depth + deepest
-        """see Recipe"""
-
-    @property
-    def is_private(self) -> bool:
-        """Whether nothing else reads the memory of its value."""
-        return _is_private(self._operands[0]) if self._is_private is None else self._is_private
-
-    def pieces(self, order: Order) -> Pieces | None:
-        """See Stored.pieces()."""
-        local = self._local
-        if local is None or (order and local.shape is not None and order[0] != tuple(local.shape)):
-            return None
-        operands = []
-        for operand in self._operands[: local.operands]:
-            found = _pieces_of(operand, order)
-            if found is None:
-                return None
-            operands.append(found)
-        return Made(partial(local.function, order), operands, local.unit)
-
-    def restore(self) -> Tensor:
-        """Its value."""
-        first, *others = self._operands
-        owns = _is_private(first)
-        value = first.restore()
-        function = self._function
-        if self._in_place is not None and owns and span(value) == value.numel():  # no element repeats another
-            function = self._in_place
-        return function(value, *(operand.restore() for operand in others))
-
-
-def _pieces_of(operand: Any, order: Order) -> Pieces | None:
-    """See Stored.pieces()."""
-    if isinstance(operand, (Expression, Stored)):
-        found: Pieces | None = operand.pieces(order)
-        return found
-    base = base_of(operand)  # of a view, in another shape
-    if order or not isinstance(operand, View) or not isinstance(base, Stored) or operand.toggled:
-        return None
-    is_reshaped = base.numel == _numel(operand) and not order_of(operand.size, operand.stride)
-    return base.pieces(order) if is_reshaped else None
-
-
-class Joined(Expression):
-    """Expressions side by side, of which one at a time is there beside the result."""
-
-    __slots__ = ("_dimension", "_dtype", "_shapes")
-
-    def __init__(
-        self, parts: Sequence[Any], shapes: Sequence[Sequence[int]], dimension: int, dtype: torch.dtype
-    ) -> None:
-        """shapes: of the parts, which may give their elements in other shapes."""
-        super().__init__(torch.cat, *parts)
-        self._shapes, self._dimension, self._dtype = shapes, dimension, dtype
-
-    def restore(self) -> Tensor:
-        """Its value."""
-        dimension, shape = self._dimension, [*self._shapes[0]]
-        shape[dimension] = sum(each[dimension] for each in self._shapes)
-        value = self._operands[0].restore()
-        joined = torch.empty(shape, dtype=self._dtype, device=value.device)
-        places = joined.split([each[dimension] for each in self._shapes], dimension)
-        places[0].copy_(value.reshape(self._shapes[0]))
-        del value
-        for part, of_part, place in zip(self._operands[1:], self._shapes[1:], places[1:], strict=True):
-            place.copy_(part.restore().reshape(of_part))
-        return joined
-
-
-class _Copy:
-    """A small vector that a recipe keeps itself, or None."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._tensor = tensor
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._tensor is None else self._tensor.nbytes
-
-    def restore(self) -> Tensor | None:
-        return self._tensor
-
-
-_AS_IT_IS = _Local(lambda _order, _first, _last, piece: piece)
 
 _Edge = tuple[Any, int]
 """(node, number of its output); None for one without a graph"""
@@ -268,6 +144,8 @@ class _Making(NamedTuple):
     numel: int
     fraction: float
     """of the elements in a step"""
+    reads: Reads
+    """notes what is read of the graph"""
     is_part: bool = False
     """whether it may be a part of a distributed tensor"""
     number: int = 0
@@ -315,16 +193,22 @@ class Derived:
         self._met: set[str] = set()  # of these, what it has met
 
     def recipe(
-        self, name: str, tensor: Tensor, fraction: float, graph: Tensor, has_bits: bool = False
+        self,
+        name: str,
+        tensor: Tensor,
+        fraction: float,
+        graph: Tensor,
+        has_bits: bool = False,
+        reads: Reads | None = None,
     ) -> Recipe | None:
-        """How to make a tensor that is saved in a step, None if it is stored. fraction: as for recipe_of(). graph: the
-        tensor, or the distributed one whose part on this rank it is. has_bits: whether a measurement of it, as stored,
-        has chosen some: then it is stored until the next."""
+        """How to make a tensor that is saved in a step, None if it is stored. fraction, reads: as for _recipe_of().
+        graph: the tensor, or the distributed one whose part on this rank it is. has_bits: whether a measurement of it,
+        as stored, has chosen some: then it is stored until the next."""
         names, found = self.names, None
         self._without_recipe.pop(name, None)
         waits = has_bits and name not in names.made
         if not (self.stores(name) if waits else name in names.stored_anyway):
-            found = self._search(name, tensor, fraction, graph)
+            found = self._search(name, tensor, fraction, graph, reads)
             if found is None:
                 names.again.pop(name, None)
         if found is None:
@@ -333,10 +217,10 @@ class Derived:
         (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
         return None if waits else found
 
-    def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor) -> Recipe | None:
+    def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
         """A recipe; where an operator has none, the way to it is remembered."""
         try:
-            return _recipe_of(tensor, _edge_of(graph), fraction, is_part=type(graph) not in PLAIN)
+            return _recipe_of(tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads)
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
                 self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
@@ -426,10 +310,14 @@ def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool 
         return None
 
 
-def _recipe_of(tensor: Tensor, edge: _Edge, fraction: float, is_part: bool) -> Recipe | None:
+def _recipe_of(
+    tensor: Tensor, edge: _Edge, fraction: float, is_part: bool, reads: Reads | None = None
+) -> Recipe | None:
+    """As recipe_of(). reads: notes what is read of the graph. Raises _NotDerivable."""
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         raise _NoRecipe(edge[0])
-    recipe = Recipe(_made_by(edge, _Making(tensor.numel(), fraction, is_part), 0), tensor)
+    wanted = _Making(tensor.numel(), fraction, Reads() if reads is None else reads, is_part)
+    recipe = Recipe(_made_by(edge, wanted, 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
 
 
@@ -458,33 +346,33 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
         name = node.name()
         is_part = is_part or name in CONVERSIONS
         if depth and not is_part and name not in _NOT_AS_SAVED:
-            handle = saved_at((node, number))
-            if handle is not None and _is_stored(handle) and _numel(handle) == wanted.numel:
-                return Expression(Tensor.detach, handle, is_private=None, depth=0, local=_AS_IT_IS)
+            handle = wanted.reads.at((node, number))
+            if handle is not None and _is_stored(handle) and numel_of(handle) == wanted.numel:
+                return Expression(Tensor.detach, handle, is_private=None, depth=0, local=AS_IT_IS)
     make = _OPERATORS.get(name)
     if make is None:
         raise _NoRecipe(node)
     if depth >= _DEEPEST or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
-    return make(node, _Making(wanted.numel, wanted.fraction, is_part, number), depth)
+    return make(node, wanted._replace(is_part=is_part, number=number), depth)
 
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
     """An operand with as many elements as the result: what the node saved, or what made it."""
-    saved, below = saved_handle(node, slot), node.next_functions[edge]
+    saved, below = wanted.reads.saved(node, slot), node.next_functions[edge]
     handle = _here(saved)
     if handle is None:
         return _made_by(below, wanted, depth + 1)
-    if handle is saved and _is_clone(handle, below):
+    if handle is saved and _is_clone(handle, below, wanted):
         raise _NotDerivable
     if _is_given(handle) and handle.tensor.numel() == wanted.numel:
         return handle
-    if not _is_stored(handle) or _numel(handle) != wanted.numel or below[0] is None:
+    if not _is_stored(handle) or numel_of(handle) != wanted.numel or below[0] is None:
         raise _NotDerivable
     return handle
 
 
-def _is_clone(handle: Any, below: _Edge) -> bool:
+def _is_clone(handle: Any, below: _Edge, wanted: _Making) -> bool:
     """Whether an operator writes over its operand and so has saved a clone, with an edge of its own.
 
     What is stored of it would not be reached by way of the result, as the sensitivity is; what is derived itself has
@@ -494,7 +382,7 @@ def _is_clone(handle: Any, below: _Edge) -> bool:
     if not _is_stored(handle) or hasattr(below[0], "variable"):  # a leaf, which nothing may write over
         return False
     is_derived = isinstance(base, Stored) and isinstance(base.payload, Recipe)
-    return not is_derived and base_of(saved_at(below)) is not base
+    return not is_derived and base_of(wanted.reads.at(below)) is not base
 
 
 def _here(handle: Any) -> Any:
@@ -506,9 +394,9 @@ def _here(handle: Any) -> Any:
     return handle.local
 
 
-def _layouts(node: Any, *slots: str) -> list[Layout]:
+def _layouts(wanted: _Making, node: Any, *slots: str) -> list[Layout]:
     """Of what a node saved of distributed tensors."""
-    handles = (saved_handle(node, slot) for slot in slots)
+    handles = (wanted.reads.saved(node, slot) for slot in slots)
     return [handle.layout for handle in handles if isinstance(handle, Distributed) and handle.layout is not None]
 
 
@@ -521,67 +409,41 @@ def _is_given(handle: Any) -> bool:
     return isinstance(handle, Kept) and not handle.of_model and type(handle.tensor) in PLAIN
 
 
-def _is_rounded(handle: Any) -> bool:
-    base = base_of(handle)
-    payload = base.payload if isinstance(base, Stored) else None
-    return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
-
-
-def _is_private(operand: Any) -> bool:
-    """Whether an operand's value may be written to."""
-    if isinstance(operand, Expression):
-        return operand.is_private
-    return _is_rounded(operand) and base_of(operand).readers < 2
-
-
-def _depth(operand: Any) -> int:
-    """See Recipe."""
-    if isinstance(operand, Expression):
-        return operand.depth
-    base = base_of(operand)
-    return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
-
-
-def _numel(handle: Any) -> int:
-    return handle.size.numel() if isinstance(handle, View) else handle.numel
-
-
-def _statistic(node: Any, slot: str) -> Any:
-    handle = _here(saved_handle(node, slot))
+def _statistic(node: Any, slot: str, wanted: _Making) -> Any:
+    handle = _here(wanted.reads.saved(node, slot))
     if handle is None or not _is_stored(handle):
         raise _NotDerivable
     return handle
 
 
+def _statistics(node: Any, wanted: _Making) -> tuple[Any, Any]:
+    return _statistic(node, "result1", wanted), _statistic(node, "result2", wanted)
+
+
 def _vector(node: Any, slot: str, wanted: _Making) -> Any:
     """A norm's weight or bias as it was saved; None stands for none."""
-    handle = saved_handle(node, slot)
+    handle = wanted.reads.saved(node, slot)
     if handle is None or not isinstance(handle, Kept):
-        return _Copy(None) if handle is None else _statistic(node, slot)
-    return _small(handle.vector, wanted)
+        return Copy(None) if handle is None else _statistic(node, slot, wanted)
+    return wanted.reads.copied(_small(handle.vector, wanted), node, slot)
 
 
-def _bias(node: Any, wanted: _Making) -> _Copy:
+def _bias(node: Any, wanted: _Making) -> Copy:
     """The bias of a norm that saved its weight alone; where sharding has taken it away, that cannot be derived."""
-    weight = saved_handle(node, "weight")
+    weight = wanted.reads.saved(node, "weight")
     if weight is None:
-        return _Copy(None)
-    bias: Any = getattr(node.next_functions[2][0], "variable", None)  # None if frozen, or made from other parameters
-    there = (
-        type(bias) in PLAIN_OR_PARAMETER
-        and isinstance(bias, nn.Parameter)
-        and isinstance(weight, Kept)
-        and bias.shape == weight.tensor.shape
-    )
-    if not there or bias.untyped_storage().nbytes() < bias.nbytes:
+        return Copy(None)
+    source = node.next_functions[2][0]
+    bias: Any = getattr(source, "variable", None)  # None if frozen, or made from other parameters
+    if not isinstance(weight, Kept):
         raise _NotDerivable
-    return _small(bias.detach().clone(), wanted)
+    return _parameter(source, bias, weight.tensor.shape, wanted)
 
 
-def _small(vector: Tensor | None, wanted: _Making) -> _Copy:
+def _small(vector: Tensor | None, wanted: _Making) -> Copy:
     if vector is None or vector.numel() * _VECTOR_FRACTION * wanted.fraction > wanted.numel:
         raise _NotDerivable
-    return _Copy(vector)
+    return Copy(vector)
 
 
 _Operator = Callable[[Any, _Making, int], Expression | AttentionResult]
@@ -609,9 +471,9 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _check_rows(node: Any, *slots: str) -> None:
+def _check_rows(wanted: _Making, node: Any, *slots: str) -> None:
     """What a norm over the last dimensions saved lies on the ranks alike."""
-    layouts = _layouts(node, *slots)
+    layouts = _layouts(wanted, node, *slots)
     if any(layout.mesh != layouts[0].mesh or layout.placements != layouts[0].placements for layout in layouts):
         raise _NotDerivable
 
@@ -628,25 +490,23 @@ def _normalised(
 
 
 def _layer_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    _check_rows(node, "input", "result1", "result2")
-    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    _check_rows(wanted, node, "input", "result1", "result2")
+    operands = _operand(node, "input", 0, wanted, depth), *_statistics(node, wanted)
     vectors = [_vector(node, slot, wanted) for slot in ("weight", "bias")]
-    return _either(_normalised, *operands, *vectors, local=_of_rows(_normalised, operands, vectors, wanted))
+    return _either(_normalised, *operands, *vectors, local=_of_rows(_normalised, operands, wanted))
 
 
-def _of_rows(
-    function: Callable[..., Tensor], operands: Sequence[Any], vectors: Sequence[Any], wanted: _Making
-) -> _Local:
+def _of_rows(function: Callable[..., Tensor], operands: Sequence[Any], wanted: _Making) -> Local:
     """Of a norm that has statistics of each row. operands: what is normalised, and these."""
     _, *statistics = operands
-    row = wanted.numel // _numel(statistics[0])
+    row, count = wanted.numel // numel_of(statistics[0]), len(statistics)
 
-    def of_piece(_: Order, first: int, last: int, x: Tensor) -> Tensor:
+    def of_piece(_: Order, first: int, last: int, x: Tensor, *others: Tensor) -> Tensor:
         rows = slice(first // row, last // row)
-        of_these = (each.restore().reshape(-1)[rows] for each in statistics)
-        return function(True, x, *of_these, *(vector.restore() for vector in vectors)).view(-1)
+        of_these = (each.reshape(-1)[rows] for each in others[:count])
+        return function(True, x, *of_these, *others[count:]).view(-1)
 
-    return _Local(of_piece, unit=row, shape=())
+    return Local(of_piece, unit=row, shape=())
 
 
 def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
@@ -661,15 +521,15 @@ def over_root_mean_square(owns: bool, x: Tensor, rstd: Tensor, weight: Tensor | 
 
 def _rms_norm(node: Any, wanted: _Making, depth: int) -> Expression:
     """Of the fused operator of GPUs; on a CPU it is products."""
-    _check_rows(node, "input", "result1")
-    operands = _operand(node, "input", 0, wanted, depth), _statistic(node, "result1")
+    _check_rows(wanted, node, "input", "result1")
+    operands = _operand(node, "input", 0, wanted, depth), _statistic(node, "result1", wanted)
     weight = _vector(node, "weight", wanted)
-    local = _of_rows(over_root_mean_square, operands, [weight], wanted)
+    local = _of_rows(over_root_mean_square, operands, wanted)
     return _either(over_root_mean_square, *operands, weight, local=local)
 
 
 def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    if _layouts(node, "input"):
+    if _layouts(wanted, node, "input"):
         raise _NotDerivable
     batch, channels = node._saved_N, node._saved_C
 
@@ -678,12 +538,12 @@ def _group_norm(node: Any, wanted: _Making, depth: int) -> Expression:
         y = _standardised(rows, mean, rstd, rows if owns else None).view(batch, channels, -1)
         return _scaled(y, *(None if vector is None else vector.view(-1, 1) for vector in vectors)).view(x.shape)
 
-    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    operands = _operand(node, "input", 0, wanted, depth), *_statistics(node, wanted)
     return _either(normalised, *operands, _vector(node, "weight", wanted), _bias(node, wanted))
 
 
 def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
-    if not node._saved_training or _layouts(node, "input"):
+    if not node._saved_training or _layouts(wanted, node, "input"):
         raise _NotDerivable
 
     def normalised(
@@ -697,19 +557,19 @@ def _batch_norm(node: Any, wanted: _Making, depth: int) -> Expression:
         return torch.addcmul(shift.view(form), x, scale.view(form), out=x if owns else None)
 
     shape = torch.Size(node._input_metadata[0].shape)
-    operands = _operand(node, "input", 0, wanted, depth), *(_statistic(node, slot) for slot in ("result1", "result2"))
+    operands = _operand(node, "input", 0, wanted, depth), *_statistics(node, wanted)
     others = *operands[1:], _vector(node, "weight", wanted), _bias(node, wanted)
 
-    def of_piece(order: Order, first: int, last: int, x: Tensor) -> Tensor:
+    def of_piece(order: Order, first: int, last: int, x: Tensor, *others: Tensor) -> Tensor:
         examples = (last - first) // shape[1:].numel(), *shape[1:]
         laid_out = x.as_strided(examples, order[1]) if order else x.view(examples)
-        made = normalised(True, laid_out, *(other.restore() for other in others))
+        made = normalised(True, laid_out, *others)
         return made.as_strided((x.numel(),), (1,))
 
-    return _either(normalised, operands[0], *others, local=_Local(of_piece, unit=shape[1:].numel(), shape=shape))
+    return _either(normalised, operands[0], *others, local=Local(of_piece, unit=shape[1:].numel(), shape=shape))
 
 
-def _either(function: Callable[..., Tensor], *operands: Any, local: _Local | None = None) -> Expression:
+def _either(function: Callable[..., Tensor], *operands: Any, local: Local | None = None) -> Expression:
     """function(owns, *operands). owns: whether it may write to the first of them."""
     return Expression(partial(function, False), *operands, in_place=partial(function, True), local=local)
 
@@ -723,8 +583,9 @@ def _pointwise(
         values = {name: getattr(node, f"_saved_{slot}") for name, slot in constants.items()}
         new = partial(function, **values)
         over = None if in_place is None else partial(in_place, **values)
-        local = _Local(lambda _order, _first, _last, x: (over or new)(x))
-        return Expression(new, _operand(node, "self", 0, wanted, depth), in_place=over, local=local)
+        local = Local(lambda _order, _first, _last, x: (over or new)(x))
+        gelu = values.get("approximate")
+        return Expression(new, _operand(node, "self", 0, wanted, depth), in_place=over, local=local, gelu=gelu)
 
     return made
 
@@ -733,18 +594,19 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
     factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
     shape = node._input_metadata[0].shape
-    layouts = _layouts(node, "self", "other")
+    layouts = _layouts(wanted, node, "self", "other")
     if layouts:
         result = next((layout for layout in layouts if layout.shape == tuple(shape)), None)
         if result is None or not all(layout.fits(result) for layout in layouts):
             raise _NotDerivable
         splits_last = any(placement.is_shard(len(shape) - 1) for placement in result.placements)
-        if splits_last and any(isinstance(factor, _Copy) for factor in factors):
+        if splits_last and any(isinstance(factor, Copy) for factor in factors):
             raise _NotDerivable
     if prod(shape) != wanted.numel and any(isinstance(factor, Expression) for factor in factors):
         raise _NotDerivable  # a part, of a shape that is not known
     are_whole = prod(shape) == wanted.numel and all(
-        isinstance(factor, Expression) or (_is_stored(factor) and _numel(factor) == wanted.numel) for factor in factors
+        isinstance(factor, Expression) or (_is_stored(factor) and numel_of(factor) == wanted.numel)
+        for factor in factors
     )
     factors = [_in_shape(shape, factor) for factor in factors]
     return Expression(torch.mul, *factors, in_place=_multiplied, local=_OF_PRODUCT if are_whole else None)
@@ -752,19 +614,27 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
 
 def _quotient(node: Any, wanted: _Making, depth: int) -> Expression:
     """By a number, as x / 8: what a backward divides by is exact in any case, and so is a quotient's other operand."""
-    divisor = saved_handle(node, "other")
+    divisor = wanted.reads.saved(node, "other")
     if wanted.is_part or not isinstance(divisor, Tensor) or divisor.dim():
         raise _NotDerivable
-    return Expression(torch.div, _term(node.next_functions[0], wanted, depth), _Copy(divisor))
+    number = wanted.reads.copied(Copy(divisor), node, "other")
+    return Expression(torch.div, _term(node.next_functions[0], wanted, depth), number)
 
 
 def _multiplied(x: Tensor, y: Tensor) -> Tensor:
     """In the memory of x where the product has its shape and type."""
-    fits = x.shape == torch.broadcast_shapes(x.shape, y.shape) and x.dtype == torch.result_type(x, y)
-    return x.mul_(y) if fits else torch.mul(x, y)
+    return x.mul_(y) if _takes(x, y) else torch.mul(x, y)
 
 
-_OF_PRODUCT = _Local(lambda _order, _first, _last, x, y: _multiplied(x, y), operands=2)
+def _takes(x: Tensor, y: Tensor) -> bool:
+    """Whether x has the shape and the type of what both give."""
+    if x.dtype != torch.result_type(x, y):
+        return False
+    sizes = y.shape
+    return not sizes or sizes == x.shape or x.shape == torch.broadcast_shapes(x.shape, sizes)
+
+
+_OF_PRODUCT = Local(lambda _order, _first, _last, x, y: _multiplied(x, y), operands=2)
 
 
 def _in_shape(shape: Sequence[int], factor: Any) -> Any:
@@ -772,20 +642,20 @@ def _in_shape(shape: Sequence[int], factor: Any) -> Any:
     the rows of a norm."""
     if not isinstance(factor, Expression):
         return factor
-    local = _AS_IT_IS._replace(shape=shape)
+    local = AS_IT_IS._replace(shape=shape)
     return Expression(lambda made: made.reshape(shape), factor, is_private=None, depth=0, local=local)
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
-    handle = _here(saved_handle(node, slot))
+    handle = _here(wanted.reads.saved(node, slot))
     if isinstance(handle, Tensor) and not handle.dim():  # a number, which torch shows to no hook
-        return _Copy(handle)
+        return wanted.reads.copied(Copy(handle), node, slot)
     if _is_given(handle):
         return handle
     if isinstance(handle, Kept):
-        return _small(handle.vector, wanted)
+        return wanted.reads.copied(_small(handle.vector, wanted), node, slot)
     if handle is not None and _is_stored(handle):
-        if node.next_functions[edge][0] is None and _is_rounded(handle):
+        if node.next_functions[edge][0] is None and is_rounded(handle):
             raise _NotDerivable
         return handle
     return _operand(node, slot, edge, wanted, depth)
@@ -810,20 +680,18 @@ def _term(edge: _Edge, wanted: _Making, depth: int) -> Any:
     if node is None:
         raise _NotDerivable
     if hasattr(node, "variable"):
-        return _parameter(node.variable, node.variable.shape, wanted)
+        return _parameter(node, node.variable, node.variable.shape, wanted)
     shape = _shape_of(edge)
     *_, (source, _) = _passed_through(edge)
     if hasattr(source, "variable"):
-        return _parameter(source.variable, shape, wanted)
+        return _parameter(source, source.variable, shape, wanted)
     return _in_shape(shape, _made_by(edge, wanted.of_shape(shape), depth + 1))
 
 
-def _parameter(parameter: Tensor, shape: Sequence[int], wanted: _Making) -> _Copy:
-    """A small one, where sharding has not taken it away."""
-    is_there = isinstance(parameter, nn.Parameter) and type(parameter) in PLAIN_OR_PARAMETER
-    if not is_there or parameter.untyped_storage().nbytes() < parameter.nbytes or parameter.numel() != prod(shape):
-        raise _NotDerivable
-    return _small(parameter.detach().clone().reshape(shape), wanted)
+def _parameter(node: Any, parameter: Any, shape: Sequence[int], wanted: _Making) -> Copy:
+    """A small one, in a shape. node: that accumulates its gradient."""
+    vector = vector_of_parameter(parameter, shape)
+    return wanted.reads.copied(_small(vector, wanted), node, VARIABLE)
 
 
 def _check_whole(node: Any, wanted: _Making) -> tuple[int, ...]:
@@ -849,7 +717,7 @@ def _sum(factors: Callable[[float], tuple[float, float]]) -> _Operator:
 
 def _added(by: tuple[float, float], owns: bool, x: Tensor, y: Tensor) -> Tensor:
     """by[0] * x + by[1] * y, in the memory of x where that may be and can be."""
-    fits = owns and x.shape == torch.broadcast_shapes(x.shape, y.shape) and x.dtype == torch.result_type(x, y)
+    fits = owns and _takes(x, y)
     if by[0] != 1:
         x = x.mul_(by[0]) if fits else x.mul(by[0])
     return x.add_(y, alpha=by[1]) if fits else torch.add(x, y, alpha=by[1])
@@ -914,7 +782,7 @@ def _signed(number: int) -> int:
 
 
 def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
-    mask = _here(saved_handle(node, "result"))
+    mask = _here(wanted.reads.saved(node, "result"))
     payload = mask.payload if isinstance(mask, Stored) else None
     if not isinstance(payload, codec.Packed) or payload.scheme is not codec.Scheme.MASK:
         raise _NotDerivable
@@ -925,14 +793,14 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """See [Note: attention again] in fused_attention.py."""
     if depth:  # something is made from its output, which it has saved
-        return Expression(Tensor.detach, _statistic(node, "output"), is_private=False)
+        return Expression(Tensor.detach, _statistic(node, "output", wanted), is_private=False)
     edges = zip(("query", "key", "value"), node.next_functions, strict=False)
-    if any(below is None and _is_rounded(saved_handle(node, slot)) for slot, (below, _) in edges):
+    if any(below is None and is_rounded(wanted.reads.saved(node, slot)) for slot, (below, _) in edges):
         raise _NotDerivable
     again = output_again(node)
     if again is None:
         raise _NotDerivable
-    return again
+    return wanted.reads.attention(again, node)
 
 
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}

@@ -23,6 +23,7 @@ from .._torch_internals import (
     PLAIN,
     PLAIN_OR_PARAMETER,
     counting_versions,
+    has_compiled_parts,
     in_backward,
     is_compiled,
     is_inside_transform,
@@ -53,7 +54,7 @@ from .checkpoint import refuse_inside_checkpoint, running_checkpoints
 from .checkpoint_report import Bypassing, told_of_checkpoints
 from .clock import Clock
 from .collector import at_rest as collector_at_rest
-from .compiled import RegionParameters, behind_compiler, has_compiled_parts, running_region
+from .compiled import RegionParameters, behind_compiler, running_region
 from .custom_functions import CustomFunctions
 from .encoder import Encoder
 from .function_calls import FunctionCall, call_without_frame, calls_remembered, remembered_calls
@@ -84,7 +85,7 @@ from .recomputed import BlockAgain, HandOver, keep_handles
 from .repeated import Repeated
 from .replay import Replay, Replayed, outcome_of
 from .roles import Instruction, OperatorObserver, Role, instruction, is_own_relu_save
-from .saved_edges import mark_of, note_saved
+from .saved_edges import Reads, mark_of, note_saved
 from .selective import Way, keep_results, may_not_have_arrived
 from .settled import Settled, SettledSaves, may_settle, settled
 from .sinks import Captured, Record, Rehearsal, Sink, Store
@@ -623,7 +624,7 @@ class SavedTensorHooks:
         record = self._storages.of(tensor)
         if expected.is_part:
             self._what_to_store(tensor, expected.name, record)
-        captured = Captured(tensor, expected.name, expected.role, record)
+        captured = Captured(tensor, expected.name, expected.role, record, reads=Reads())
         handle = self._job.take(captured)
         if expected.is_sign:
             record.relu_versions |= {tensor._version}

@@ -23,13 +23,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import codec
-from .._torch_internals import node_in_backward, saved_handle
+from .._torch_internals import node_in_backward, saved_of
 from .handles import Recipe, Replaceable, Stored, View, base_of, count_reader, decoded, restored_together
 
 _aten = torch.ops.aten
@@ -77,10 +78,10 @@ class AttentionAgain:
 
     __slots__ = ("_handles", "_left", "_made", "_run")
 
-    def __init__(self, node: Any) -> None:
-        """node: whose queries, keys and values are kept by handles."""
-        self._handles = _handles_of(node)
-        for handle in self._handles[:3]:
+    def __init__(self, node: Any, handles: list[Any]) -> None:
+        """handles: of what the node saved, by which its queries, keys and values are kept."""
+        self._handles = handles
+        for handle in handles[:3]:
             count_reader(base_of(handle))
         self._run = partial(OPERATORS[node.name()].run, causal=node._saved_is_causal, scale=node._saved_scale)
         self._made: _Results | None = None
@@ -88,7 +89,7 @@ class AttentionAgain:
 
     def is_of(self, node: Any) -> bool:
         """Whether it has the operands of a node, and so its results."""
-        return all(own is handle for own, handle in zip(self._handles, _handles_of(node), strict=True))
+        return all(map(is_, self._handles, _handles_of(node)))
 
     def output(self) -> Tensor:
         """As the rounded operands give it."""
@@ -126,10 +127,13 @@ class AttentionResult:
 
 def output_again(node: Any) -> AttentionResult | None:
     """What makes the output of fused attention from queries, keys and values; None where it has to be stored."""
-    are_kept = all(isinstance(base_of(operand), (Stored, Replaceable)) for operand in _handles_of(node)[:3])
-    if not are_kept or node._saved_dropout_p > 0.0:
+    handles = _handles_of(node)
+    for operand in handles[:3]:
+        if not isinstance(base_of(operand), (Stored, Replaceable)):
+            return None
+    if node._saved_dropout_p > 0.0:
         return None
-    again = AttentionAgain(node)
+    again = AttentionAgain(node, handles)
     return AttentionResult(again, again.output)
 
 
@@ -157,7 +161,7 @@ class LogsumexpFit:
         operator = None if node is None else OPERATORS.get(node.name())
         if operator is None:
             return None
-        query, key, kept = (saved_handle(node, name) for name in ("query", "key", operator.logsumexp))
+        query, key, kept = saved_of(node, ("query", "key", operator.logsumexp))
         payloads = dict(self.latest)
         again = next((again for again in map(_again_of, payloads.values()) if again and again.is_of(node)), None)
         if again is not None and isinstance(kept, Stored) and kept.is_exact:
@@ -177,7 +181,7 @@ class LogsumexpFit:
 
 def _handles_of(node: Any) -> list[Any]:
     """Of query, key, value and mask."""
-    return [saved_handle(node, name) for name in ("query", "key", "value", OPERATORS[node.name()].mask)]
+    return [*saved_of(node, ("query", "key", "value", OPERATORS[node.name()].mask))]
 
 
 def _again_of(payload: Any) -> AttentionAgain | None:

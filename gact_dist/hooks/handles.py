@@ -28,7 +28,19 @@ from ..distributed import Layout, whole_part
 from ..offload import HostOffload, Payload
 from .one_bit import Limits
 from .roles import Role
-from .streamed import LEAST_NUMEL, NODES, Decoded, Made, Order, Pieces, Streamed, order_of, streamed, streaming_node
+from .streamed import (
+    LEAST_NUMEL,
+    NODES,
+    Decoded,
+    Made,
+    Order,
+    Pieces,
+    Streamed,
+    may_stream,
+    order_of,
+    streamed,
+    streaming_node,
+)
 
 _CONJUGATED, _NEGATED = 1, 2
 
@@ -58,6 +70,13 @@ class Recipe:
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
 
+    def of(self, expression: Any) -> "Recipe":
+        """The same with another expression, of others that are like those of its own."""
+        made = Recipe.__new__(Recipe)
+        made.expression, made.depth, made.nbytes = expression, self.depth, self.nbytes
+        made.dtype, made.shape, made.strides = self.dtype, self.shape, self.strides
+        return made
+
     @property
     def keeps_what_it_made(self) -> bool:
         """For its next reader."""
@@ -73,14 +92,20 @@ class Recipe:
 
     def make(self) -> Tensor:
         """The tensor, in memory of its own."""
-        with torch.no_grad():
-            made: Tensor = self.expression.restore().to(self.dtype).reshape(self.shape)
-            if made.stride() == self.strides:
-                return made
-            laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)
-            place = once(laid_out)
-            place.copy_(made[tuple(map(slice, place.shape))])
-            return laid_out
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.make()
+        made: Tensor = self.expression.restore()
+        if made.dtype != self.dtype:
+            made = made.to(self.dtype)
+        if made.shape != self.shape:
+            made = made.reshape(self.shape)
+        if made.stride() == self.strides:
+            return made
+        laid_out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=made.device)
+        place = once(laid_out)
+        place.copy_(made[tuple(map(slice, place.shape))])
+        return laid_out
 
 
 Content = Tensor | codec.Packed | Recipe
@@ -200,7 +225,8 @@ class Stored(_Handle):
         """The tensor, private to the caller unless it is an alias. What is rounded takes no memory for gaps that it has
         in a larger tensor, unless keeps_gaps is set. Raises RuntimeError if it was modified in place.
         """
-        self._note_use()
+        if self.on_restore is not None or self.witness._version != self.version:
+            self._note_use()
         return self._restore(self.keeps_gaps)
 
     def unpack(self) -> Tensor:
@@ -218,13 +244,26 @@ class Stored(_Handle):
 
     def restore_memory(self) -> Tensor:
         """The same with its own strides, by which views find their place in it."""
-        self._note_use()
+        if self.on_restore is not None or self.witness._version != self.version:
+            self._note_use()
         return self._restore(True)
 
     def pieces(self, order: Order) -> Pieces | None:
         """The tensor piece by piece, where its elements lie in an order; None where it can only be had as a whole."""
         self._note_use()
         return _pieces_of(self._content(), order)
+
+    def gelu(self, approximate: str) -> Tensor | None:
+        """GELU of the tensor, where a kernel computes it while it decodes; see codec.function_part()."""
+        content = self.payload
+        if self.readers > 1 or not isinstance(content, codec.Packed) or not codec.has_functions(content):
+            return None
+        self._note_use()
+        content = cast(codec.Packed, self._content())  # perhaps from the host: offload changes no bit
+        if _latest:
+            self._forget_latest(get_ident())
+        made = codec.function_part(content, approximate, 0, self.numel)
+        return made.as_strided(content.shape, content.strides)
 
     def _note_use(self) -> None:
         if self.witness._version != self.version:
@@ -265,7 +304,7 @@ class Stored(_Handle):
         return made.detach()
 
     def _decoded(self, gaps: bool) -> Tensor:
-        return decoded(self._content(), gaps)
+        return decoded(self.payload if self.offloaded is None else self._content(), gaps)
 
     def _content(self) -> Content:
         """The payload, on the device."""
@@ -322,13 +361,20 @@ class Unpacking(_Unpacker):
     def __init__(self, restore: Callable[[Any], Tensor]) -> None:
         """restore: the long way."""
         self.restore, self.decode, self.grad_mode = restore, _decoded_alone, torch.is_grad_enabled
-        self.handle_type, self.kept_type, self.packed_type = Stored, Kept, codec.Packed
+        self.handle_type, self.kept_type, self.packed_type, self.recipe_type = Stored, Kept, codec.Packed, Recipe
         self.made_for_several, self.large_numel = _latest, LEAST_NUMEL
-        self.node_in_backward, self.streaming = node_in_backward, NODES
+        self.node_in_backward, self.streaming, self.stream = node_in_backward, NODES, _at_node
 
 
-def _decoded_alone(packed: codec.Packed) -> Tensor:
-    return decoded(packed, gaps=False)
+def _decoded_alone(content: codec.Packed | Recipe) -> Tensor:
+    return decoded(content, gaps=False)
+
+
+def _at_node(handle: Stored, node: str) -> Tensor:
+    """What is unpacked for a node that streams, of one reader's, whose payload is on the device."""
+    content = handle.payload
+    found = None if isinstance(content, Tensor) or not may_stream() else handle._streamed(content, node)
+    return handle._restore(gaps=False) if found is None else found
 
 
 class Replaceable:

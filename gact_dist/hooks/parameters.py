@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_internals import saved_handles, storage_id, storage_reference
+from .._torch_internals import raw_slot, saved_handle, saved_handles, storage_id, storage_reference
 from ..distributed import own_part, unwrap
 from .accounting import parts_of
 from .handles import Kept, Noted, Replaceable, Stored
@@ -66,14 +66,22 @@ class Evidence(NamedTuple):
 
     way: Way
     by_type: bool
-    """whether the last node's type shows it; else a note in its metadata, of what was computed from it"""
+    """whether the last node's type shows it"""
+    slot: str | None = None
+    """attribute in which the last node has saved a factor that is stored, of several elements and without a graph,
+    which shows it"""
+    edge: int = 0
+    """of that factor"""
+    # neither: a note in the last node's metadata shows it, of what was computed from it
 
 
 def evidence_of_activations(node: Any) -> Evidence | None:
     """Such a place for what a node made; None where only all of its operands tell."""
 
     def shows(found: Any) -> bool:
-        return not may_be_from_parameters(found) or (found is not node and _is_from_activations(found))
+        if not may_be_from_parameters(found) or (found is not node and _is_from_activations(found)):
+            return True
+        return _stored_factor(found) is not None
 
     def deciding(found: Any) -> list[Any]:
         operator = operator_name(found.name())
@@ -85,7 +93,19 @@ def evidence_of_activations(node: Any) -> Evidence | None:
     if way is None:
         return None
     (last,) = way.follow(node) or (None,)
-    return Evidence(way, not may_be_from_parameters(last))
+    by_type = not may_be_from_parameters(last)
+    return Evidence(way, by_type, *(() if by_type else _stored_factor(last) or ()))
+
+
+def _stored_factor(node: Any) -> tuple[str, int] | None:
+    """The slot and edge of a node's factor that is no part of the model, as dropout's noise: see _operands()."""
+    if operator_name(node.name()) not in _PRODUCTS:
+        return None
+    for edge, (slot, (below, _)) in enumerate(zip(("self", "other"), node.next_functions, strict=False)):
+        handle = saved_handle(node, slot) if below is None else None
+        if type(handle) is Stored and not _is_constant(handle):
+            return raw_slot(slot), edge
+    return None
 
 
 def _is_from_activations(node: Any) -> bool:

@@ -9,15 +9,20 @@ with a graph gives it a node of its own; one that was modified without a graph i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from math import prod
+from typing import Any, TypeVar
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._torch_internals import node_of
+from .._torch_internals import PLAIN_OR_PARAMETER, node_of, saved_handle
 from .handles import Stored, base_of
 
 _HANDLE = "gact_dist: saved as"
+VARIABLE = "variable"
+"""in place of the name of a saved tensor: the leaf whose gradient a node accumulates"""
+_Made = TypeVar("_Made")
 
 
 def note_saved(tensor: Tensor, handle: Any) -> None:
@@ -40,3 +45,43 @@ def saved_at(edge: tuple[Any, int]) -> Any:
     handle = None if reference is None else reference()
     base = base_of(handle)
     return None if isinstance(base, Stored) and base.is_modified else handle
+
+
+def vector_of_parameter(parameter: Any, shape: Sequence[int]) -> Tensor | None:
+    """A copy of a parameter in a shape; None of anything else, and where sharding has taken it away."""
+    is_there = isinstance(parameter, nn.Parameter) and type(parameter) in PLAIN_OR_PARAMETER
+    if not is_there or parameter.untyped_storage().nbytes() < parameter.nbytes or parameter.numel() != prod(shape):
+        return None
+    return parameter.detach().clone().reshape(shape)
+
+
+class Reads:
+    """Notes what is read of a graph to find a recipe, and what is made of that; see RecipeAgain in recipes_again.py."""
+
+    def __init__(self) -> None:
+        self.handles: list[tuple[Any, str | int, Any]] = []
+        """(node, name of a saved tensor or number of an output, what the graph holds in its place)"""
+        self.made: list[tuple[Any, Any, str | None]] = []
+        """(operand of a recipe, node, what of it the operand was made of; None: the whole)"""
+
+    def saved(self, node: Any, slot: str) -> Any:
+        """See saved_handle()."""
+        handle = saved_handle(node, slot)
+        self.handles.append((node, slot, handle))
+        return handle
+
+    def at(self, edge: tuple[Any, int]) -> Any:
+        """See saved_at()."""
+        handle = saved_at(edge)
+        self.handles.append((*edge, handle))
+        return handle
+
+    def copied(self, operand: _Made, node: Any, slot: str) -> _Made:
+        """It is a copy of a vector that a node saved, or of its VARIABLE."""
+        self.made.append((operand, node, slot))
+        return operand
+
+    def attention(self, result: _Made, node: Any) -> _Made:
+        """It runs the attention of a node again."""
+        self.made.append((result, node, None))
+        return result

@@ -30,8 +30,8 @@ from .._torch_internals import (
     function_modes,
     graph_task_id,
     likeness,
-    reference_to_storage,
     saves_own_result,
+    unpin_storage,
 )
 from .aliases import NOTHING, StorageRecord, alias_at, find_stored, note_part, span_of_all
 from .call_stack import frames_to_user
@@ -44,6 +44,7 @@ from .roles import Role
 
 _Save: Any = native_base("Save")
 _Saves: Any = native_base("Saves")
+_Pin: Any = native_base("Pin")
 _RELU = "ReluBackward0"
 _UNSETTLED = (Role.UNREAD, Role.LOG_SOFTMAX, Role.ONE_BIT)
 
@@ -99,7 +100,7 @@ class SettledSaves(_Saves):
         self.find_stored, self.saves_own_result, self.note_part = find_stored, saves_own_result, note_part
         self.record_type, self.handle_type, self.nothing, self.alias = StorageRecord, Stored, NOTHING, _alias_of
         self.packer_type = codec.Packer
-        self.reference_to = reference_to_storage
+        self.pin_type, self.unpin = _Pin, unpin_storage
         self.forget()
 
     def open(self, **surroundings: Any) -> None:

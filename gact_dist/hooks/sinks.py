@@ -19,9 +19,11 @@ from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
 from .log_softmax import LogSoftmaxes
 from .naming import RECOMPUTED, origin
 from .one_bit import Limits, Read
+from .recipes_again import RecipeAgain, recipe_again
 from .repeated import Repeated, Repeats, repeats_of
 from .replay import Replayed, recorded, recorded_in
 from .roles import Role
+from .saved_edges import Reads
 from .way import Way
 
 
@@ -41,6 +43,8 @@ class Captured(NamedTuple):
     """how the whole repeats it"""
     recipe: Recipe | None = None
     """what gives it back exactly"""
+    reads: Reads | None = None
+    """notes what is read of the graph to find a recipe"""
 
     @property
     def graph(self) -> Tensor:
@@ -63,8 +67,8 @@ class Again(NamedTuple):
     many bytes of memory."""
 
     name: str
-    packer: Packs | None
-    """how it is packed; None for an alias of it"""
+    packer: Packs | RecipeAgain | None
+    """how it is packed, or its recipe is made; None for an alias of it"""
     row: tuple[Any, ...]
     """of the report"""
     storage_bytes: int
@@ -196,6 +200,11 @@ class Store(Sink):
         storage_bytes = tensor.untyped_storage().nbytes()
         if self.offload is not None or row is None:
             return None
+        if isinstance(stored.payload, Recipe):
+            if captured.reads is None or captured.whole is not None:
+                return None
+            recipe = recipe_again(tensor, stored.payload, captured.reads)
+            return None if recipe is None else Again(name, recipe, row, storage_bytes)
         if isinstance(stored.payload, Tensor):
             is_alias = self._encoder.keeps_alias(tensor, name, captured.role, self.plan)
             return Again(name, None, row, storage_bytes, None, was_aliased) if is_alias else None
@@ -227,15 +236,14 @@ class Store(Sink):
 
     def _content_of(self, captured: Captured) -> Content:
         """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
-        tensor, name, role, _, _, read, *_ = captured
+        tensor, name, role, _, _, read, *_, reads = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
             if RECOMPUTED in name:
                 recipe = self._derived.recipe_again(tensor, name, captured.graph)
             else:
-                recipe = self._derived.recipe(
-                    name, tensor, encoder.fraction, captured.graph, has_bits=name in self.plan.bits
-                )
+                has_bits = name in self.plan.bits
+                recipe = self._derived.recipe(name, tensor, encoder.fraction, captured.graph, has_bits, reads)
             if recipe is not None:
                 return recipe
         return self._encoder.encode(tensor, name, role, self.plan, read)

@@ -3,8 +3,9 @@
 [Note: streamed] What is decoded for a backward is often the largest tensor of the moment, and its operator needs no
 more of it at a time than its kernel works on. The product that gives a linear layer's weight its gradient is a sum over
 rows, that of a convolution one over examples: a piece of the operand is decoded, multiplied and forgotten (on a CPU, as
-the GPU's kernels decode no parts). The backward of a pointwise operator writes its result over what was decoded. And
-the other gradient of an operator, which mostly is computed first, is computed before anything is decoded at all.
+the GPU's kernels decode no parts). The backward of a pointwise operator writes its result over what was decoded; on a
+CPU, kernels of ours compute GELU's gradient and products with masks while they decode. And the other gradient of an
+operator, which mostly is computed first, is computed before anything is decoded at all.
 
 So where the node that runs is known to do so, the unpack hook returns a tensor without memory, which has pieces to give
 to the operators below. Any other operator that meets it gets the whole tensor, as all do where several read what is
@@ -15,8 +16,9 @@ leaves what is streamed to its own dispatch, as that of the profiler does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache
 from math import lcm
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,8 +29,9 @@ from .. import codec
 from .._torch_internals import (
     PLAIN,
     all_dispatch_modes,
+    dispatch_modes,
+    innermost_transform,
     node_in_backward,
-    runs_transform,
     tensor_without_memory,
     without_torch_function,
 )
@@ -38,6 +41,7 @@ _aten = torch.ops.aten
 LEAST_NUMEL = 1 << 17
 """elements of the smallest tensor that is streamed"""
 _MOST_PIECES = 4
+_MOST_ORDERS = 1024
 
 
 class _Least(NamedTuple):
@@ -64,6 +68,7 @@ Order = tuple[Any, ...]
 """in which a tensor's elements lie in memory: empty where it is contiguous, else its shape and strides"""
 
 
+@lru_cache(_MOST_ORDERS)
 def order_of(shape: Sequence[int], strides: Sequence[int]) -> Order:
     """See Order."""
     expected = 1
@@ -72,6 +77,9 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> Order:
             return tuple(shape), tuple(strides)
         expected *= size
     return ()
+
+
+_unit_of, _granule_of = attrgetter("unit"), attrgetter("granule")
 
 
 class Pieces(Protocol):
@@ -89,15 +97,23 @@ class Pieces(Protocol):
 
 
 class Decoded:
-    """Pieces of what is packed."""
+    """Pieces of what is packed, or of a function of it."""
 
-    __slots__ = ("_memory", "_packed", "device", "granule", "numel", "unit")
+    __slots__ = ("_function", "_memory", "_packed", "device", "granule", "numel", "unit")
 
     def __init__(self, packed: codec.Packed, granule: int) -> None:
         """granule: its part_unit()."""
         self._packed, self.granule, self.unit = packed, granule, 1
         self._memory: Tensor | None = None
+        self._function: str | None = None
         self.numel, self.device = packed.shape.numel(), packed.payload.device
+
+    def apply(self, function: str) -> bool:
+        """Let the pieces be those of a function, see codec.function_part(); whether that is possible."""
+        if self._function is not None or not codec.has_functions(self._packed):
+            return False
+        self._function = function
+        return True
 
     def read(self, first: int, last: int) -> Tensor:
         """See Pieces."""
@@ -106,7 +122,10 @@ class Decoded:
         memory = None if self._memory is None else self._memory[: stop - start]
         if memory is not None and memory.numel() < stop - start:
             memory = None
-        part = codec.unpack_part(self._packed, start, stop, memory)
+        if self._function is None:
+            part = codec.unpack_part(self._packed, start, stop, memory)
+        else:
+            part = codec.function_part(self._packed, self._function, start, stop, memory)
         self._memory = part if memory is None else self._memory
         return part[first - start : last - start]
 
@@ -120,12 +139,12 @@ class Made:
         """function(first, last, *pieces of the operands): 1-D; may write over the first."""
         self._function, self._operands = function, operands
         self.numel, self.device = operands[0].numel, operands[0].device
-        self.unit = lcm(unit, *(operand.unit for operand in operands))
-        self.granule = lcm(*(operand.granule for operand in operands))
+        self.unit = lcm(unit, *map(_unit_of, operands))
+        self.granule = lcm(*map(_granule_of, operands))
 
     def read(self, first: int, last: int) -> Tensor:
         """See Pieces."""
-        return self._function(first, last, *(operand.read(first, last) for operand in self._operands))
+        return self._function(first, last, *[operand.read(first, last) for operand in self._operands])
 
 
 class Source(NamedTuple):
@@ -140,6 +159,8 @@ class Source(NamedTuple):
     pieces: Pieces | None = None
     step: int = 0
     """elements of a piece"""
+    packed: codec.Packed | None = None
+    """that it is decoded from as it is"""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(where, what is there) along the first dimension."""
@@ -157,7 +178,7 @@ class Source(NamedTuple):
 def _dispatch(_: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Hand what is streamed to the operators of this module, and decode it for any other."""
     kwargs = kwargs or {}
-    serve = _OPERATORS.get(function)
+    serve = _SERVING.get(id(function))
     result = NotImplemented if serve is None else serve(*args, **kwargs)
     if result is not NotImplemented:
         return result
@@ -174,13 +195,13 @@ class Streamed(Tensor):
     source: Source
     is_transposed: bool
 
-    @staticmethod
-    def __new__(cls, source: Source, is_transposed: bool = False) -> Streamed:
+    @classmethod
+    def of(cls, source: Source, is_transposed: bool = False) -> Streamed:
         """is_transposed: whether it is the transpose of its source, a matrix."""
-        shape, strides = source.shape, source.strides
+        shape, strides, dtype, device, *_ = source
         if is_transposed:
             shape, strides = shape[::-1], strides[::-1]
-        made: Streamed = tensor_without_memory(cls, shape, strides, source.dtype, source.device)
+        made: Streamed = tensor_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
         made.source, made.is_transposed = source, is_transposed
         return made
 
@@ -192,7 +213,7 @@ class Streamed(Tensor):
     def settled(self) -> Tensor:
         """The tensor, which is also what anybody gets from now on: it is about to be written to."""
         whole = self.source.whole()
-        self.source = self.source._replace(whole=lambda: whole, pieces=None)
+        self.source = self.source._replace(whole=lambda: whole, pieces=None, packed=None)
         return self.decoded()
 
 
@@ -201,12 +222,19 @@ def _leaves_streamed(mode: Any) -> bool:
     return bool(getattr(mode, "leaves_streamed", False))
 
 
+def may_stream() -> bool:
+    """Whether nothing is to see the operators that read what is streamed."""
+    if innermost_transform() is not None:
+        return False
+    return not dispatch_modes() or all_dispatch_modes(_leaves_streamed)
+
+
 def streaming_node(readers: int) -> str | None:
     """The name of the node whose backward runs, if it decodes as it goes on what so many read; else None.
 
     A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own.
     """
-    if torch.is_grad_enabled() or not all_dispatch_modes(_leaves_streamed) or runs_transform():
+    if torch.is_grad_enabled() or not may_stream():
         return None
     node = node_in_backward()
     name = "" if node is None else node.name()
@@ -237,25 +265,24 @@ def streamed(
         # what is not packed is made of others, on a device that nothing here shows; gaps are left out by decoding
         if not isinstance(content, codec.Packed) or content.layout.span != shape.numel():
             return None
-        return Streamed(Source(shape, strides, dtype, content.payload.device, whole))
+        return Streamed.of(Source(shape, strides, dtype, content.payload.device, whole, packed=content))
+    row = shape[1:].numel()
+    fewest = max(least.nbytes // dtype.itemsize, least.rows * row)
     order = order_of(shape, strides)
-    if order and strides[0] != shape[1:].numel():
+    if shape.numel() < 2 * fewest or (order and strides[0] != row):
         return None
     pieces = find_pieces(order)
-    step = 0 if pieces is None else _step(pieces, shape, dtype, least)
+    step = 0 if pieces is None else _step(pieces, row, fewest)
     if pieces is None or step >= pieces.numel or pieces.device.type != "cpu":
         return None
-    return Streamed(Source(shape, strides, dtype, pieces.device, whole, pieces, step))
+    return Streamed.of(Source(shape, strides, dtype, pieces.device, whole, pieces, step))
 
 
-def _step(pieces: Pieces, shape: torch.Size, dtype: torch.dtype, least: _Least) -> int:
-    """Elements of a piece: rows of the first dimension, where they can be decoded without what lies beside them."""
-    row = shape[1:].numel()
-    if row % pieces.unit != 0:
-        return pieces.numel
-    fewest = max(least.nbytes // dtype.itemsize, least.rows * row)
+def _step(pieces: Pieces, row: int, fewest: int) -> int:
+    """Elements of a piece, at least `fewest`: rows of the first dimension, where they can be decoded without what lies
+    beside them."""
     count = min(_MOST_PIECES, pieces.numel // fewest)
-    if count < 2:
+    if row % pieces.unit != 0 or count < 2:
         return pieces.numel
     step = -(-pieces.numel // count)
     granule = lcm(row, pieces.granule)
@@ -331,33 +358,59 @@ def _like_examples(part: Tensor, examples: int) -> Tensor:
     return torch.empty((examples, *part.shape[1:]), dtype=part.dtype, device=part.device, memory_format=memory_format)
 
 
-def _over(function: Any, out: str, *args: Any, **kwargs: Any) -> Any:
+def _over(
+    function: Any, out: str, place: int = 1, kernel: Callable[..., Tensor | None] | None = None
+) -> Callable[..., Any]:
     """A pointwise operator of a gradient and of what is streamed, in the memory of what is decoded.
 
-    function: with the result as an argument of the name `out`.
+    function: with the result as an argument of the name `out`. place: of what is streamed among the arguments, which
+    may be the first as well. kernel: gives the result from what is packed and the gradient, or None.
     """
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    if len(tensors) != 2:
-        return NotImplemented
-    grad, x = tensors if isinstance(tensors[1], Streamed) else tensors[::-1]
-    fits = grad.shape == x.shape and grad.stride() == x.stride() and grad.dtype == x.dtype
-    if not _is_plain(grad) or not isinstance(x, Streamed) or not fits:
-        return NotImplemented
-    made = x.decoded()
-    return function(*(made if arg is x else arg for arg in args), **kwargs, **{out: made})
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        at = place if type(args[place]) is Streamed else 0
+        grad, x = args[0 if at else 1], args[at]
+        if type(x) is not Streamed or type(grad) not in PLAIN:
+            return NotImplemented
+        shape, strides, dtype, _, _, _, _, packed = x.source
+        if x.is_transposed or grad.shape != shape or grad.stride() != strides or grad.dtype != dtype:
+            return NotImplemented
+        if kernel is not None and packed is not None:
+            made = kernel(packed, grad, *args[place + 1 :], **kwargs)
+            if made is not None:
+                return made
+        kwargs[out] = made = x.decoded()
+        return function(*args[:at], made, *args[at + 1 :], **kwargs)
+
+    return serve
+
+
+def _gelu_gradient(packed: codec.Packed, grad: Tensor, approximate: str = "none") -> Tensor | None:
+    return codec.gelu_gradient(packed, approximate, grad) if codec.has_functions(packed) else None
+
+
+def _product_with_mask(packed: codec.Packed, grad: Tensor) -> Tensor | None:
+    return codec.mask_product(packed, grad) if codec.has_products(packed) else None
+
+
+def _where_mask(packed: codec.Packed, grad: Tensor, threshold: float) -> Tensor | None:
+    """Of what is zero and one."""
+    is_mask = threshold == 0 and packed.scheme is codec.Scheme.MASK and codec.has_products(packed)
+    return codec.mask_product(packed, grad, selects=True) if is_mask else None
 
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: lambda x: Streamed(x.source, x.is_transposed),
-    _aten.t.default: lambda x: Streamed(x.source, not x.is_transposed),
+    _aten.detach.default: lambda x: Streamed.of(x.source, x.is_transposed),
+    _aten.t.default: lambda x: Streamed.of(x.source, not x.is_transposed),
     _aten.mm.default: _product,
     _aten.convolution_backward.default: _convolution_backward,
-    _aten.mul.Tensor: partial(_over, _aten.mul.out, "out"),
+    _aten.mul.Tensor: _over(_aten.mul.out, "out", kernel=_product_with_mask),
+    _aten.gelu_backward.default: _over(_aten.gelu_backward.grad_input, "grad_input", kernel=_gelu_gradient),
+    _aten.threshold_backward.default: _over(_aten.threshold_backward.grad_input, "grad_input", kernel=_where_mask),
+    _aten.elu_backward.default: _over(_aten.elu_backward.grad_input, "grad_input", 5),
     **{
-        getattr(_aten, name).default: partial(_over, getattr(_aten, name).grad_input, "grad_input")
-        for name in (
-            "gelu_backward", "silu_backward", "threshold_backward", "leaky_relu_backward", "hardtanh_backward",
-            "elu_backward", "softplus_backward",
-        )
+        getattr(_aten, name).default: _over(getattr(_aten, name).grad_input, "grad_input")
+        for name in ("silu_backward", "leaky_relu_backward", "hardtanh_backward", "softplus_backward")
     },
-}  # fmt: skip
+}
+_SERVING = {id(operator): serve for operator, serve in _OPERATORS.items()}  # whose hash is a function of Python's

@@ -23,9 +23,8 @@ from torch import nn
 
 from .._patches import SharedPatch
 from .._paths import PACKAGE_ROOT
-from .._torch_internals import global_backward_hooks
+from .._torch_internals import global_backward_hooks, has_compiled_parts
 from ..distributed import bypassed, gathered_in_turn, sharding, unwrap
-from ..hooks import has_compiled_parts
 from .attributes import Attributes
 from .autograd_graph import scalar
 from .in_place import InPlace

@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from .. import codec
 from .._errors import is_out_of_memory
+from .._torch_internals import has_compiled_parts
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
-from ..hooks import Recorded, ReplayError, SavedTensorHooks, has_compiled_parts
+from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError

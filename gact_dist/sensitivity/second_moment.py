@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .._errors import is_out_of_memory
-from .._torch_internals import next_sequence_number
+from .._torch_internals import has_compiled_parts, next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
-from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks, has_compiled_parts
+from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks
 from ..policies import Moments, Plan
 from .autograd_graph import BackwardError, MeasurementError, gradients_of_parameters, scalar
 from .blocks import BlockForward, CutError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .. import distributed
-from .._torch_internals import VERSION
+from .._torch_internals import VERSION, has_compiled_parts
 from ..adaptation import (
     Adaptation,
     AdaptationInSteps,
@@ -25,7 +25,7 @@ from ..adaptation import (
     Verifier,
 )
 from ..config import Config
-from ..hooks import Clock, LearntNames, SavedTensorHooks, check_inlined, has_compiled_parts
+from ..hooks import Clock, LearntNames, SavedTensorHooks, check_inlined
 from ..offload import open_offload
 from ..policies import Bits, Plan, policy_of
 from ..run_log import RunLog

@@ -52,6 +52,18 @@ def test_it_gives_the_bytes_and_the_tensors_of_the_operators(layout: str, dtype:
                 assert unpack(found).stride() == unpack(wanted).stride()
 
 
+@pytest.mark.parametrize("layout", ["one head of three", "every second element"])
+def test_what_has_gaps_is_packed_by_a_call_as_well(layout: str) -> None:
+    """On a CPU it is copied first."""
+    x = LAYOUTS[layout](64, 128).requires_grad_()
+    packer = codec.packer_of(x, 4, 128, True)
+    assert packer is not None
+    found = packer.packed(x, 77)
+    assert found.packer is packer
+    assert torch.equal(found.payload, codec.pack(x.detach(), 4, 77, 128, True).payload)
+    assert not found.payload.requires_grad
+
+
 def test_what_has_no_gaps_goes_without_operators() -> None:
     calls = []
 

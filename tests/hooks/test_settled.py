@@ -24,7 +24,7 @@ from gact_dist._torch_internals import without_modes
 from gact_dist.codec import Packer
 from gact_dist.hooks import aliases
 from gact_dist.hooks.engine import SavedTensorHooks
-from gact_dist.hooks.parameters import Evidence
+from gact_dist.hooks.parameters import Evidence, ParameterRecognition
 from gact_dist.hooks.settled import SettledSaves
 from gact_dist.hooks.sinks import Again
 from gact_dist.hooks.way import Way
@@ -243,6 +243,11 @@ def activation_or_frozen(model, x, step):
     return model.last(x * (model.weight if step % 2 else model.weight.detach()))
 
 
+def scaled_by_noise_or_buffer(model, x, step):
+    factor = torch.rand(32, 64) if step % 2 else model.table
+    return x * (model.weight * factor)  # made from parameters and buffers alone, or not
+
+
 def kept_or_given(model, x, step):
     factor = x.detach() if step % 2 else model.weight.detach().clone()
     return model.last(x) * factor
@@ -303,7 +308,7 @@ def derived_or_not(model, x, step):
     [
         noise_or_others, made_or_buffer, activation_or_parameter, activation_or_frozen, kept_or_given, in_place_or_not,
         saved_before, on_another_line, by_another_operator, a_view_or_not, a_part, without_gradient, of_another_type,
-        derived_or_not,
+        derived_or_not, scaled_by_noise_or_buffer,
     ],
 )  # fmt: skip
 def test_a_place_where_things_change(how, settings, monkeypatch):
@@ -431,10 +436,54 @@ def test_within_function_modes_things_settle(context, monkeypatch):
     gact.detach()
 
 
+@needs_compiler
+def test_dropouts_noise_shows_what_is_no_parameter(monkeypatch):
+    """What is computed from it is known by a look at what the product saved, not by one at all behind it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64))
+    gact = gact_dist.attach(model, config=CONFIGS["one width"])
+    looks = []
+    look = ParameterRecognition.is_parameter
+
+    def noted(self, tensor, module):
+        looks.append(tensor.shape)
+        return look(self, tensor, module)
+
+    monkeypatch.setattr(ParameterRecognition, "is_parameter", noted)
+    for _ in range(5):
+        looks.clear()
+        with gact.step():
+            loss = model(torch.randn(32, 64)).square().mean()
+        loss.backward()
+    assert not looks
+    gact.detach()
+
+
+@needs_compiler
+def test_storages_are_pinned_while_a_forward_runs():
+    """An address stands for one storage until then, and for none afterwards."""
+    step, gact = job_of_layers()
+    pins = []
+
+    def count(*_):
+        pins.append(sum(type(found).__name__ == "Pin" for found in gc.get_objects()))
+
+    for _ in range(4):
+        step()
+    count()
+    handle = torch.nn.modules.module.register_module_forward_hook(count)
+    step()
+    handle.remove()
+    count()
+    assert (pins[0], pins[-1]) == (0, 0)
+    assert max(pins) >= 3
+    gact.detach()
+
+
 def test_what_the_short_way_takes_by_its_number_has_that_number():
     """csrc/hooks reads these tuples by position."""
     assert Again._fields == ("name", "packer", "row", "storage_bytes", "way", "after_alias", "name_hash")
-    assert (Evidence._fields, Way._fields) == (("way", "by_type"), ("steps", "last"))
+    assert (Evidence._fields, Way._fields) == (("way", "by_type", "slot", "edge"), ("steps", "last"))
     assert aliases._FEW >= 8
 
 

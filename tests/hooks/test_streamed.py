@@ -92,8 +92,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(handles, "LEAST_NUMEL", 1)
     monkeypatch.setattr(streamed, "_IN_PIECES", dict.fromkeys(streamed._IN_PIECES, streamed._Least(0, 1)))
-    operators = {function: noting(function, serve) for function, serve in streamed._OPERATORS.items()}
-    monkeypatch.setattr(streamed, "_OPERATORS", operators)
+    serving = {id(function): noting(function, serve) for function, serve in streamed._OPERATORS.items()}
+    monkeypatch.setattr(streamed, "_SERVING", serving)
     return found
 
 
@@ -144,7 +144,9 @@ def test_any_operator_reads_and_writes_it_as_a_tensor() -> None:
     whole, weight = torch.randn(384, WIDTH), torch.randn(WIDTH, WIDTH)
 
     def lazily() -> Tensor:
-        return streamed.Streamed(streamed.Source(whole.shape, whole.stride(), whole.dtype, whole.device, whole.clone))
+        return streamed.Streamed.of(
+            streamed.Source(whole.shape, whole.stride(), whole.dtype, whole.device, whole.clone)
+        )
 
     assert torch.equal(lazily().t() @ whole, whole.t() @ whole)
     assert torch.equal(lazily() @ weight, whole @ weight)

@@ -1,0 +1,212 @@
+"""Functions of what handles restore: what a recipe makes a tensor with. See [Note: derived] in derived.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import codec
+from .aliases import span
+from .handles import Recipe, Stored, View, base_of
+from .streamed import Decoded, Made, Order, Pieces, order_of
+
+
+class Local(NamedTuple):
+    """How to make a piece of a result from the same pieces of the first operands. See [Note: streamed]."""
+
+    function: Callable[..., Tensor]
+    """function(order, first, last, *pieces, *values of the other operands), where elements lie in that order; else as
+    in Made"""
+    operands: int = 1
+    """how many"""
+    unit: int = 1
+    shape: Sequence[int] | None = None
+    """of the only tensors that may lie in another order than a contiguous one; None where all may"""
+
+    def piece(self, order: Order, others: Sequence[Any], first: int, last: int, *pieces: Tensor) -> Tensor:
+        """others: the other operands."""
+        return self.function(order, first, last, *pieces, *[other.restore() for other in others])
+
+
+AS_IT_IS = Local(lambda _order, _first, _last, piece: piece)
+
+
+class Form(NamedTuple):
+    """All of an expression but what it is a function of."""
+
+    function: Any
+    in_place: Callable[..., Tensor] | None
+    """the same function in the memory of the first operand"""
+    is_private: bool | None
+    """whether the value is in new memory or in another tensor's; None where it is in that of the first operand"""
+    local: Local | None
+    depth: int
+    nbytes: int
+    gelu: str | None
+    """what GELU's `approximate` is, if it is one"""
+
+
+class Expression:
+    """A function of what handles restore."""
+
+    __slots__ = ("form", "operands")
+
+    def __init__(
+        self,
+        function: Any,
+        *operands: Any,
+        in_place: Callable[..., Tensor] | None = None,
+        is_private: bool | None = True,
+        depth: int = 1,
+        local: Local | None = None,
+        gelu: str | None = None,
+    ) -> None:
+        """in_place, is_private, local, gelu: see Form. depth: see Recipe."""
+        nbytes = deepest = 0
+        for operand in operands:
+            if isinstance(operand, (Expression, Copy)):
+                nbytes += operand.nbytes
+            if not isinstance(operand, Copy):
+                deepest = max(deepest, _depth(operand))
+        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu)
+        self.operands = operands
+
+    def of(self, operands: tuple[Any, ...]) -> Expression:
+        """The same function of others that are like its own."""
+        made = type(self).__new__(type(self))
+        made.form, made.operands = self.form, operands
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Of what it keeps itself."""
+        return self.form.nbytes
+
+    @property
+    def depth(self) -> int:
+        """See Recipe."""
+        return self.form.depth
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing else reads the memory of its value."""
+        is_private = self.form.is_private
+        return _is_private(self.operands[0]) if is_private is None else is_private
+
+    def pieces(self, order: Order) -> Pieces | None:
+        """See Stored.pieces()."""
+        local = self.form.local
+        if local is None or (order and local.shape is not None and order[0] != tuple(local.shape)):
+            return None
+        operands = []
+        for operand in self.operands[: local.operands]:
+            known = isinstance(operand, (Expression, Stored))
+            found = operand.pieces(order) if known else _pieces_of_view(operand, order)
+            if found is None:
+                return None
+            operands.append(found)
+        if self.form.gelu is not None and isinstance(operands[0], Decoded) and operands[0].apply(self.form.gelu):
+            return operands[0]
+        return Made(partial(local.piece, order, self.operands[local.operands :]), operands, local.unit)
+
+    def restore(self) -> Tensor:
+        """Its value."""
+        first, *others = self.operands
+        if self.form.gelu is not None and isinstance(first, Stored):
+            made = first.gelu(self.form.gelu)
+            if made is not None:
+                return made
+        function, in_place = self.form.function, self.form.in_place
+        owns = in_place is not None and _is_private(first)
+        value = first.restore()
+        if owns and span(value) == value.numel():  # no element repeats another
+            function = in_place
+        return function(value, *[operand.restore() for operand in others])
+
+
+def _pieces_of_view(operand: Any, order: Order) -> Pieces | None:
+    """See Stored.pieces(); of a view in another shape."""
+    base = base_of(operand)
+    if order or not isinstance(operand, View) or not isinstance(base, Stored) or operand.toggled:
+        return None
+    is_reshaped = base.numel == numel_of(operand) and not order_of(operand.size, operand.stride)
+    return base.pieces(order) if is_reshaped else None
+
+
+class _Join(NamedTuple):
+    dimension: int
+    dtype: torch.dtype
+    shapes: Sequence[Sequence[int]]
+
+
+class Joined(Expression):
+    """Expressions side by side, of which one at a time is there beside the result."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, parts: Sequence[Any], shapes: Sequence[Sequence[int]], dimension: int, dtype: torch.dtype
+    ) -> None:
+        """shapes: of the parts, which may give their elements in other shapes."""
+        super().__init__(_Join(dimension, dtype, shapes), *parts)
+
+    def restore(self) -> Tensor:
+        """Its value."""
+        dimension, dtype, shapes = self.form.function
+        shape = [*shapes[0]]
+        shape[dimension] = sum(each[dimension] for each in shapes)
+        value = self.operands[0].restore()
+        joined = torch.empty(shape, dtype=dtype, device=value.device)
+        places = joined.split([each[dimension] for each in shapes], dimension)
+        places[0].copy_(value.reshape(shapes[0]))
+        del value
+        for part, of_part, place in zip(self.operands[1:], shapes[1:], places[1:], strict=True):
+            place.copy_(part.restore().reshape(of_part))
+        return joined
+
+
+class Copy:
+    """A small vector that a recipe keeps itself, or None."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def restore(self) -> Tensor | None:
+        return self.tensor
+
+
+def is_rounded(handle: Any) -> bool:
+    """Whether what is stored of it was."""
+    base = base_of(handle)
+    payload = base.payload if isinstance(base, Stored) else None
+    return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
+
+
+def _is_private(operand: Any) -> bool:
+    """Whether an operand's value may be written to."""
+    if isinstance(operand, Expression):
+        return operand.is_private
+    return is_rounded(operand) and base_of(operand).readers < 2
+
+
+def _depth(operand: Any) -> int:
+    """See Recipe."""
+    if isinstance(operand, Expression):
+        return operand.depth
+    base = base_of(operand)
+    return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
+
+
+def numel_of(handle: Any) -> int:
+    """Elements of what it stands for."""
+    return handle.size.numel() if isinstance(handle, View) else handle.numel
