@@ -6,8 +6,9 @@ the processor's caches. In a job's steps nearly all of it comes out as in the st
 and what followed is kept, and with it what was saved next. The pack hook first compares what it sees with what is
 expected: the frames up to the user's line, the module, the nodes that made the tensor, its type, shape and strides.
 Whatever the long way looks at is compared, follows from what is compared, or is looked up as ever: whether the memory
-is stored already, of the model, made from parameters alone, or of the batch. If anything differs the tensor goes the
-long way, and the order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom
+is stored already, of the model, made from parameters alone, or of the batch. What is made again has a recipe that is
+found by a few looks as well ([Note: recipes again] in recipes_again.py). If anything differs the tensor goes the long
+way, and the order is taken up behind what that finds. Only plain saves are settled: a checkpoint's inputs, custom
 functions, compiled regions, subclasses and complex tensors go the long way every time. A forward that shows roles or
 readers, a measurement, a new plan, and a state that is loaded make the hooks forget all of it. Where Function.apply has
 no frame (torch 2.14) everything goes the long way as long as a custom function is about to save.
