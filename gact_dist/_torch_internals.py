@@ -524,7 +524,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
     while pending:
         module = pending.pop()
         modules = module._modules
-        if module._compiled_call_impl is not None or ORIGINAL_MODULE in modules:
+        if module._compiled_call_impl is not None or ORIGINAL_MODULE in modules:  # is_compiled(), without a call each
             return True
         for child in modules.values():
             if child is not None and child not in seen:

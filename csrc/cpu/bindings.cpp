@@ -203,18 +203,25 @@ Tensor pack(const Tensor& x, int64_t bits, int64_t group_size, int64_t seed, int
   return buffer;
 }
 
-void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
-                 const Tensor& out, bool stream, int64_t columns) {
+// The form of what is packed in a buffer.
+PlainForm form_in(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
+                  int64_t columns) {
   check_format(bits, group_size);
   check_columns(numel, columns);
   check_buffer(buffer, sections(numel, bits, group_size, columns).total);
-  check_flat(out, "out");
-  run_unpack(form_of(numel, dtype, bits, group_size, columns), static_cast<const u8*>(buffer.const_data_ptr()),
-             static_cast<u8*>(out.mutable_data_ptr()), seed, stream, 0, out.numel());
+  return form_of(numel, dtype, bits, group_size, columns);
 }
 
-void check_out(const Tensor& out, int64_t numel, ScalarType dtype) {
-  STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: out has ", out.numel(),
+void unpack_into(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype, int64_t seed,
+                 const Tensor& out, bool stream, int64_t columns) {
+  const PlainForm form = form_in(buffer, bits, group_size, numel, dtype, columns);
+  check_flat(out, "out");
+  run_unpack(form, static_cast<const u8*>(buffer.const_data_ptr()), static_cast<u8*>(out.mutable_data_ptr()), seed,
+             stream, 0, out.numel());
+}
+
+void check_out(const Tensor& out, int64_t numel, ScalarType dtype, const char* name = "out") {
+  STD_TORCH_CHECK(out.numel() == numel && out.scalar_type() == dtype, "gact_dist: ", name, " has ", out.numel(),
                   " elements, expected ", numel, " of the packed dtype");
 }
 
@@ -226,19 +233,17 @@ void unpack_out(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t 
   unpack_into(buffer, bits, group_size, numel, dtype, seed, out, stream, columns);
 }
 
-// The form of what is packed, of which `part` is the elements from `first` on.
+// The form of what is packed, of which `out` is to be the elements from `first` on.
 PlainForm form_of_part(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
-                       const Tensor& part, int64_t columns, int64_t first) {
-  check_format(bits, group_size);
-  check_columns(numel, columns);
-  check_buffer(buffer, sections(numel, bits, group_size, columns).total);
-  check_flat(part, "out");
-  const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + part.numel();
+                       const Tensor& out, int64_t columns, int64_t first) {
+  const PlainForm form = form_in(buffer, bits, group_size, numel, dtype, columns);
+  check_flat(out, "out");
+  const int64_t unit = columns > 1 ? group_size * columns : kPartElements, last = first + out.numel();
   STD_TORCH_CHECK(first >= 0 && first % unit == 0 && last <= numel && (last % unit == 0 || last == numel),
                   "gact_dist: the part is elements ", first, " to ", last, " of ", numel, ", expected multiples of ",
                   unit, " or the end");
-  check_out(part, last - first, dtype);
-  return form_of(numel, dtype, bits, group_size, columns);
+  check_out(out, last - first, dtype);
+  return form;
 }
 
 // For what is read at once: never past the cache.
@@ -285,7 +290,7 @@ void decode_through(const UnpackJob& packed, int64_t start, int64_t end, Functio
   });
 }
 
-// Functions by their numbers in ops.FUNCTIONS.
+// function: its number in FUNCTIONS of gact_dist/codec/format.py.
 void unpack_through(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
                     int64_t seed, Tensor out, int64_t columns, int64_t first, int64_t function) {
   const PlainForm form = form_of_part(buffer, bits, group_size, numel, dtype, out, columns, first);
@@ -301,9 +306,9 @@ void unpack_through(const Tensor& buffer, int64_t bits, int64_t group_size, int6
 
 Tensor unpack_gradient(const Tensor& buffer, int64_t bits, int64_t group_size, int64_t numel, ScalarType dtype,
                        int64_t seed, const Tensor& grad, int64_t columns, int64_t function) {
+  const PlainForm form = form_in(buffer, bits, group_size, numel, dtype, columns);
   check_flat(grad, "grad");
-  check_out(grad, numel, dtype);
-  const PlainForm form = form_of_part(buffer, bits, group_size, numel, dtype, grad, columns, 0);
+  check_out(grad, numel, dtype, "grad");
   check_function(dtype, function);
   Tensor out = new_flat(grad.numel(), dtype);
   const u8* of = static_cast<const u8*>(grad.const_data_ptr());

@@ -4,7 +4,7 @@
 // An activation function like GELU is x s(x), where s rises from 0 to 1 and s(x) - 1/2 is odd; its derivative is such a
 // step as well. Within a bound, beyond which a float32 shows no difference from 0 and 1, that odd function is x times a
 // polynomial of x * x, here of 2 (x / bound)^2 - 1. The coefficients are those of tools/fit_functions.py; the error is
-// at most 5e-7, where rounding to 8 bits changes x by some 1e-2.
+// at most 5e-7, where rounding to 8 bits moves x by up to 1/255 of its group's range.
 #pragma once
 
 #include "cpu/kernels.h"

@@ -181,7 +181,7 @@ class LogsumexpFit:
 
 def _handles_of(node: Any) -> list[Any]:
     """Of query, key, value and mask."""
-    return [*saved_of(node, ("query", "key", "value", OPERATORS[node.name()].mask))]
+    return saved_of(node, ("query", "key", "value", OPERATORS[node.name()].mask))
 
 
 def _again_of(payload: Any) -> AttentionAgain | None:

@@ -2,8 +2,8 @@
 
 [Note: recipes again] To find a recipe takes some eighty functions, each of which reads a bit of the graph. What they
 find follows from what they read, and from what is known of a save that has settled. So where a save is settled, what
-was read is noted: which nodes, which of their constants, and what the graph held in place of what they saved. Where
-another step's graph has the same, its recipe is the same function of other handles.
+was read is noted: which nodes, the edges between them, their constants, and what the graph held in place of what they
+saved. Where another step's graph has the same, its recipe is the same function of other handles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import codec
-from .._torch_internals import RESHAPES, constants_of, raw_slot, saved_handle
+from .._torch_internals import RESHAPES, constants_of, saved_handle
 from .expressions import Copy, Expression
 from .fused_attention import output_again
 from .handles import Kept, Recipe, Stored, View, base_of
@@ -23,21 +23,23 @@ from .saved_edges import VARIABLE, Reads, saved_at, vector_of_parameter
 _MOST_NODES = 64
 
 
-class _Node(NamedTuple):
-    """A node of the graph, but for the one that made the tensor."""
+class _Edge(NamedTuple):
+    """What is behind an edge of a node that was looked at."""
 
-    parent: int
-    """number of the node that has it for an operand"""
-    edge: int
-    kind: Any
+    node: int
+    """number of one that was looked at, or _OTHER or _NONE"""
+    output: int = 0
+
+
+_OTHER, _NONE = -1, -2  # behind an edge: a node that was not looked at; no graph
 
 
 class _Read(NamedTuple):
     """What the graph holds of one tensor."""
 
     node: int
-    place: Any
-    """raw_slot() of the name of a saved tensor, or the number of an output"""
+    slot: Any
+    """name of a saved tensor, or number of an output"""
     looks: tuple[Any, ...]
     first: int
     """number of the first with the same base"""
@@ -93,11 +95,18 @@ class RecipeAgain:
 
     def __init__(self, tensor: Tensor, recipe: Recipe, reads: Reads) -> None:
         """See recipe_again()."""
-        self._kind = type(tensor.grad_fn)
-        self._nodes: list[_Node] = []
-        self._constants: list[tuple[int, str, Any]] = []
+        read = [node for node, _, _ in reads.handles] + [node for _, node, _ in reads.made]
+        nodes = _nodes_between(tensor.grad_fn, read)
+        numbers = {id(node): number for number, node in enumerate(nodes)}
+        self._kinds = [_kind_of(node) for node in nodes]
+        self._edges = [tuple([_edge_of(edge, numbers) for edge in node.next_functions]) for node in nodes]
+        self._constants = [
+            (number, name, getattr(node, name))
+            for number, node in enumerate(nodes)
+            if node.name() not in RESHAPES
+            for name in constants_of(node)
+        ]
         self._reads: list[_Read] = []
-        numbers = self._number_nodes(tensor.grad_fn, reads)
         handles: list[Any] = []
         bases: list[Any] = []
         once = {(id(node), slot): (node, slot, handle) for node, slot, handle in reads.handles}
@@ -105,67 +114,24 @@ class RecipeAgain:
             handles.append(handle)
             bases.append(base_of(handle))
             first = next(i for i, known in enumerate(bases) if known is bases[-1])
-            place = raw_slot(slot) if isinstance(slot, str) else slot
-            self._reads.append(_Read(numbers[id(node)], place, _looks_of(handle), first))
+            self._reads.append(_Read(numbers[id(node)], slot, _looks_of(handle), first))
         self._like = recipe.of(None)
         self._operand = _operand_of(recipe.expression, handles, reads, numbers)
 
-    def _number_nodes(self, root: Any, reads: Reads) -> dict[int, int]:
-        """The numbers of the nodes that were read, and of those on the way there, by their identities."""
-        ways: dict[int, tuple[Any, int, int]] = {}  # node, identity of its parent, edge
-        pending = [root]
-        for node in pending:
-            if len(pending) > _MOST_NODES:
-                break
-            for edge, (below, _) in enumerate(node.next_functions):
-                if below is not None and below is not root and id(below) not in ways:
-                    ways[id(below)] = below, id(node), edge
-                    pending.append(below)
-        numbers: dict[int, int] = {}
-
-        def number(identity: int) -> int:
-            if identity in numbers:
-                return numbers[identity]
-            node = root
-            if identity != id(root):
-                if identity not in ways:
-                    raise _Unlike
-                node, parent, edge = ways[identity]
-                self._nodes.append(_Node(number(parent), edge, type(node)))
-            numbers[identity] = len(numbers)
-            self._note_constants(node, numbers[identity])
-            return numbers[identity]
-
-        for identity in (id(root), *(id(node) for node, *_ in reads.handles), *(id(node) for _, node, _ in reads.made)):
-            number(identity)
-        return numbers
-
-    def _note_constants(self, node: Any, number: int) -> None:
-        name = node.name()
-        if type(node).__name__ != name.rpartition("::")[2]:
-            raise _Unlike  # a class of many operators
-        if name not in RESHAPES:
-            self._constants += [(number, constant, getattr(node, constant)) for constant in constants_of(node)]
-
     def __call__(self, tensor: Tensor) -> Recipe | None:
         """The recipe of a tensor that is like the earlier one; None where the graph is not as it was."""
-        nodes: list[Any] = [tensor.grad_fn]
-        if type(nodes[0]) is not self._kind:
+        nodes = self._same_nodes(tensor.grad_fn)
+        if nodes is None:
             return None
-        for parent, edge, kind in self._nodes:
-            node = nodes[parent].next_functions[edge][0]
-            if type(node) is not kind:
-                return None
-            nodes.append(node)
         for number, name, value in self._constants:
             if getattr(nodes[number], name) != value:
                 return None
         handles: list[Any] = []
         bases: list[Any] = []
         try:
-            for number, place, looks, first in self._reads:
-                node, is_edge = nodes[number], type(place) is int
-                handle = saved_at((node, place)) if is_edge else getattr(getattr(node, place, None), "data", None)
+            for number, slot, looks, first in self._reads:
+                node = nodes[number]
+                handle = saved_at((node, slot)) if type(slot) is int else saved_handle(node, slot)
                 handles.append(handle)
                 bases.append(handle.base if type(handle) is View else handle)
                 if bases[first] is not bases[-1] or _looks_of(handle) != looks:
@@ -173,6 +139,60 @@ class RecipeAgain:
             return self._like.of(self._operand.made(nodes, handles))
         except _Unlike:
             return None
+
+    def _same_nodes(self, root: Any) -> list[Any] | None:
+        """Those of another graph, if it has the same edges between the same kinds of nodes."""
+        nodes = [root]  # which grow: each but the first is behind one before it
+        for node, kind, edges in zip(nodes, self._kinds, self._edges, strict=False):
+            if type(node) is not kind:
+                return None
+            below = node.next_functions
+            if len(below) != len(edges):
+                return None
+            for (found, output), edge in zip(below, edges, strict=True):
+                if edge.node < 0:
+                    if (found is None) is not (edge.node == _NONE):
+                        return None
+                    continue
+                if output != edge.output:
+                    return None
+                if edge.node == len(nodes):
+                    nodes.append(found)
+                elif nodes[edge.node] is not found:
+                    return None
+        return nodes
+
+
+def _nodes_between(root: Any, ends: Sequence[Any]) -> list[Any]:
+    """A node, these behind it, and those on a way to them, each behind one before it."""
+    above: dict[int, Any] = {id(root): None}
+    found = [root]
+    for node in found:
+        for below, _ in node.next_functions if len(found) <= _MOST_NODES else ():
+            if below is not None and id(below) not in above:
+                above[id(below)] = node
+                found.append(below)
+    needed: set[int] = set()
+    for end in ends:
+        if id(end) not in above:
+            raise _Unlike
+        while end is not None and id(end) not in needed:
+            needed.add(id(end))
+            end = above[id(end)]
+    return [node for node in found if node is root or id(node) in needed]
+
+
+def _kind_of(node: Any) -> Any:
+    if type(node).__name__ != node.name().rpartition("::")[2]:
+        raise _Unlike  # a class of many operators
+    return type(node)
+
+
+def _edge_of(edge: tuple[Any, int], numbers: dict[int, int]) -> _Edge:
+    node, output = edge
+    if node is None:
+        return _Edge(_NONE)
+    return _Edge(numbers[id(node)], output) if id(node) in numbers else _Edge(_OTHER)
 
 
 def _looks_of(handle: Any) -> tuple[Any, ...]:
@@ -203,9 +223,8 @@ def _operand_of(operand: Any, handles: Sequence[Any], reads: Reads, numbers: dic
             shape = None if slot is None else tuple(made.tensor.shape)
             return _Operand(node=numbers[id(node)], slot=slot, shape=shape)
     if isinstance(operand, Expression):
-        return _Operand(
-            operand.of(()), tuple([_operand_of(part, handles, reads, numbers) for part in operand.operands])
-        )
+        parts = [_operand_of(part, handles, reads, numbers) for part in operand.operands]
+        return _Operand(operand.of(()), tuple(parts))
     if isinstance(operand, Copy) and operand.tensor is None:
         return _Operand(operand)
     for number, handle in enumerate(handles):

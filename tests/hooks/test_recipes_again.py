@@ -6,18 +6,17 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from emulation import needs_compiler
 from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import Config
-from gact_dist._short_ways import IS_BUILT
 from gact_dist.hooks import derived, sinks
 from gact_dist.hooks.recipes_again import RecipeAgain
 
 WIDTH, TOKENS = 64, 128
 SETTLED = 14
 """steps after which the plan is there, and all that settles has settled"""
-needs_short_ways = pytest.mark.skipif(not IS_BUILT, reason="nothing settles without the module of the hooks")
 
 
 class Block(nn.Module):
@@ -104,7 +103,7 @@ def unchanged(model: nn.Module, number: int) -> None:
     """Nothing varies."""
 
 
-@needs_short_ways
+@needs_compiler
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(Block(), Block()), Images], ids=["text", "images"])
 def test_no_recipe_is_looked_for_in_later_steps(make: Callable[[], nn.Module], searches: list[str]) -> None:
     torch.manual_seed(0)
@@ -140,6 +139,9 @@ VARIED: dict[str, tuple[Callable[..., Tensor], object, object]] = {
     "a number": (lambda y, _z, factor: F.gelu(y) * factor, 0.5, 2.0),
     "where a slice begins": (lambda y, _z, start: _sliced(y, start), 0, WIDTH // 2),
     "which tensor": (lambda y, z, first: F.gelu((y, z)[first]), 0, 1),
+    "which part": (lambda y, _z, part: y.chunk(2, -1)[part].clone(), 0, 1),
+    "one twice, or both": (lambda y, z, second: torch.add(y, (y, z)[second]), 0, 1),
+    "how many are joined": (lambda y, _z, size: torch.cat(y.split(size, -1), -1), WIDTH // 2, WIDTH // 4),
     "which is which": (lambda y, z, first: torch.sub((y, z)[first], (y, z)[1 - first]), 0, 1),
 }
 """(what is made of two tensors that are saved, values of what varies)"""
@@ -160,7 +162,7 @@ class Varying(nn.Module):
         return self.last(self.make(y, z, self.value)) + beside
 
 
-@needs_short_ways
+@needs_compiler
 @pytest.mark.parametrize("name", VARIED)
 def test_a_graph_that_varies_has_recipes_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, *values = VARIED[name]
@@ -187,7 +189,7 @@ def test_a_graph_that_varies_has_recipes_of_its_own(name: str, monkeypatch: pyte
         assert all(map(torch.equal, ours, others)), number
 
 
-@needs_short_ways
+@needs_compiler
 def test_the_recipe_of_an_earlier_step_keeps_nothing_of_its_graph() -> None:
     torch.manual_seed(0)
     job, x = Job(nn.Sequential(Block(), Block())), torch.randn(4, TOKENS, WIDTH)
