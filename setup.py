@@ -8,6 +8,7 @@ what the module recognises by a few looks takes many.
 
 import os
 import platform
+import runpy
 import sysconfig
 from pathlib import Path
 
@@ -58,13 +59,15 @@ class BuildNative(build_ext):
 
         last_flags = os.environ.get("GACT_DIST_LAST_CXXFLAGS", "").split()  # win over those before them
         is_x86 = platform.machine() in ("x86_64", "AMD64")
+        sources = runpy.run_path("gact_dist/_sources.py")["fingerprint"](Path("csrc"))
+        macros = [("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}"), ("GACT_DIST_SOURCES", f'"{sources}"')]
         objects = []
         for source in extension.sources:
             isa_flags = ISA_FLAGS.get(Path(source).name, []) if is_x86 else []
             objects += self.compiler.compile(
                 [source],
                 output_dir=self.build_temp,
-                macros=[("TORCH_TARGET_VERSION", f"{STABLE_ABI:#018x}")],
+                macros=macros,
                 include_dirs=["csrc", sysconfig.get_path("include"), *cpp_extension.include_paths()],
                 extra_postargs=COMMON_FLAGS + isa_flags + last_flags,
                 depends=extension.depends,

@@ -30,9 +30,10 @@ PUBLIC = {
 }  # fmt: skip
 
 # What each room (a folder of the package, or a file beside the folders) may import of ours.
-BASE = {"_errors", "_fields", "_patches", "_paths", "_short_ways", "_torch_internals"}
+BASE = {"_errors", "_fields", "_patches", "_paths", "_short_ways", "_sources", "_torch_internals"}
 MAY_IMPORT = {
     **{name: set() for name in BASE},
+    "_short_ways": {"_sources"},
     "codec": BASE,
     "config": {"codec"},
     "distributed": BASE,

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import Counter
 
 import hypothesis
 import pytest
 import torch
+from emulation import needs_compiler
 
-from benchmarks.reliability import endurance, fuzz_saved_tensors
+from benchmarks.reliability import endurance, fuzz_saved_tensors, fuzz_settled_saves
 from benchmarks.reliability.fuzz_saved_tensors import Case, Instruction, Source
+from gact_dist.hooks.recipes_again import RecipeAgain
+
+
+def followed(recipe: RecipeAgain, root: object) -> list | None:
+    """The nodes behind one, one way to each, as far as they are of the same kinds."""
+    nodes = [root]
+    for node, kind, edges in zip(nodes, recipe._kinds, recipe._edges, strict=False):
+        if type(node) is not kind:
+            return None
+        below = node.next_functions
+        for number, edge in enumerate(edges):
+            if edge.node == len(nodes):
+                if number >= len(below) or below[number][0] is None:
+                    return None
+                nodes.append(below[number][0])
+    return nodes
+
 
 LEAF = Source(torch.float32, (3, 4), "contiguous", "leaf", special=False)
 
@@ -109,6 +128,48 @@ def test_what_an_untouched_run_gives_now_and_then_is_no_difference(monkeypatch):
     assert check("usual", "rare", "usual", "usual", "rare") == (["rare"], fuzz_saved_tensors.VARIES)
     with pytest.raises(AssertionError, match="observation 0"):
         check("usual", "other", "usual", "rare", "usual")
+
+
+def changing(one: list[tuple], other: list[tuple]) -> fuzz_settled_saves.Case:
+    """A model of which a step runs the one variant or the other."""
+    variants = [[fuzz_settled_saves.Instruction(*drawn) for drawn in variant] for variant in (one, other)]
+    return fuzz_settled_saves.Case(0, variants, [0, 0, 0, 1, 0, 1], 8, 64, autocast=False)
+
+
+CHANGED = {
+    # it was stored all the same, while a job that had just resumed made it again
+    "nothing could make it, and what the operator without a recipe gave is stored now": changing(
+        [("two layers", 0, 1, 2), ("linear", 1, 3, 5), ("sum", 1, 0, 0), ("masked", 2, 1, 0)],
+        [("two layers", 0, 1, 2), ("linear", 1, 3, 5), ("sum", 0, 0, 0), ("masked", 2, 1, 0)],
+    ),
+}
+"""models that change between steps, in which a difference was found"""
+
+
+@needs_compiler
+def test_models_that_change_between_steps_train_as_where_nothing_settles():
+    counts = Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [found for seed in range(60) if (found := fuzz_settled_saves.check(seed, counts))] == []
+    assert counts["recipes made again"] > 300
+    assert counts["recipes that settled and did not fit"] > 10
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_model_in_which_a_difference_was_found_has_none(name):
+    assert fuzz_settled_saves.differences(CHANGED[name]) == []
+
+
+@needs_compiler
+def test_a_recipe_that_is_not_compared_with_the_graph_is_found(monkeypatch):
+    """The same models show what the comparison is for."""
+    monkeypatch.setattr("gact_dist.hooks.recipes_again._looks_of", lambda handle: ())
+    monkeypatch.setattr(RecipeAgain, "_same_nodes", followed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert any(fuzz_settled_saves.check(seed, Counter()) for seed in range(200))
 
 
 def test_faults_in_a_long_job_leave_nothing_alive():

@@ -23,6 +23,9 @@
 namespace gact {
 namespace {
 
+// Looked for by gact_dist/_sources.py.
+[[gnu::used]] const char kSources[] = GACT_DIST_SOURCES;
+
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 

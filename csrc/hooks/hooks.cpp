@@ -10,6 +10,9 @@
 namespace gact {
 namespace {
 
+// Looked for by gact_dist/_sources.py.
+[[gnu::used]] const char kSources[] = GACT_DIST_SOURCES;
+
 // Of Settled in settled.py.
 struct Save {
   static constexpr int kObjects = 16;
@@ -141,20 +144,35 @@ Ref behind(PyObject* node, Py_ssize_t number) {
   return edge == nullptr ? Ref() : Ref::shared(PyTuple_GetItem(edge, 0));
 }
 
+// Whether a node is as a Way says. number: of the node on it, the first 0.
+Answer fits_way(PyObject* node, PyObject* type, PyObject* blanks, Py_ssize_t number) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(node)) != type) return Answer::kNo;
+  const Py_ssize_t count = PyTuple_Size(blanks);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* blank = PyTuple_GetItem(blanks, i);
+    if (PyLong_AsSsize_t(PyTuple_GetItem(blank, 0)) != number) continue;
+    const Ref notes = get(node, names.metadata);
+    const int is_noted = notes ? PyDict_Contains(notes.get(), PyTuple_GetItem(blank, 1)) : -1;
+    if (is_noted != 0) return is_noted < 0 ? Answer::kError : Answer::kNo;
+  }
+  return Answer::kYes;
+}
+
 // Whether the nodes of a Way are behind a node. end: the last one.
 Answer follow(PyObject* way, PyObject* from, Ref* end) {
-  PyObject *steps = PyTuple_GetItem(way, 0), *last = PyTuple_GetItem(way, 1);
+  PyObject *steps = PyTuple_GetItem(way, 0), *last = PyTuple_GetItem(way, 1), *blanks = PyTuple_GetItem(way, 2);
   Ref node = Ref::shared(from);
   const Py_ssize_t count = PyTuple_Size(steps);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* step = PyTuple_GetItem(steps, i);
-    if (reinterpret_cast<PyObject*>(node.type()) != PyTuple_GetItem(step, 0)) return Answer::kNo;
+    const Answer found = fits_way(node.get(), PyTuple_GetItem(step, 0), blanks, i);
+    if (found != Answer::kYes) return found;
     node = behind(node.get(), PyLong_AsSsize_t(PyTuple_GetItem(step, 1)));
     if (!node) return Answer::kError;
   }
-  if (reinterpret_cast<PyObject*>(node.type()) != last) return Answer::kNo;
+  const Answer found = fits_way(node.get(), last, blanks, count);
   *end = std::move(node);
-  return Answer::kYes;
+  return found;
 }
 
 // Whether a node has for a factor what is stored, of several elements and without a graph. slot: in which it is saved.

@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import distributed
 import gact_dist
 
 from .. import codec
+from .._short_ways import IS_BUILT, NOT_BUILT
 from .._torch_internals import VERSION
 from .malloc_settings import MALLOC_SETTINGS
 from .output import FOUND_BROKEN, JsonOption, show, shown_bytes
@@ -104,12 +105,10 @@ def _native() -> Check:
 
 def _hooks() -> Check:
     """The module of the hooks."""
-    try:
-        import_module("gact_dist._hooks")
-    except ImportError as error:
-        mend = "install a C++17 compiler and the headers of Python, such as python3-dev, and run pip install again"
-        return Check("native hooks", State.BROKEN, f"each saved tensor takes more of the host's time: {error}", mend)
-    return Check("native hooks", State.FINE, "loaded")
+    if IS_BUILT:
+        return Check("native hooks", State.FINE, "loaded")
+    mend = "install a C++17 compiler and the headers of Python, such as python3-dev, and run pip install again"
+    return Check("native hooks", State.BROKEN, f"each saved tensor takes more of the host's time: {NOT_BUILT}", mend)
 
 
 # -- the GPU ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._paths import PACKAGE_ROOT
+from .._sources import OTHER_SOURCES, is_of_these_sources
 from .._torch_internals import dispatch_modes
 from . import cuda, nvrtc, reference
 from . import format as payload_format
@@ -354,6 +355,8 @@ def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:
     paths = sorted(Path(PACKAGE_ROOT).glob("_native*.so"))
     if not paths:
         return None, "the native library was not built; install a C++17 compiler and run pip install again"
+    if not is_of_these_sources(paths[0]):
+        return None, f"the native library is not used: {OTHER_SOURCES}"
     try:
         torch.ops.load_library(str(paths[0]))
         return ctypes.CDLL(str(paths[0])), ""

@@ -48,7 +48,7 @@ from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, 
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
 from .naming import FORWARDING
-from .saved_edges import VARIABLE, Reads, saved_at, vector_of_parameter
+from .saved_edges import VARIABLE, Reads, mark_at, saved_at, vector_of_parameter
 from .streamed import Order
 from .way import Way, find_way
 
@@ -219,11 +219,12 @@ class Derived:
 
     def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
         """A recipe; where an operator has none, the way to it is remembered."""
+        reads = Reads() if reads is None else reads
         try:
             return _recipe_of(tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads)
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
-                self._without_recipe[name] = find_way(graph.grad_fn, partial(is_, refused.node))
+                self._without_recipe[name] = _way_to(refused.node, graph.grad_fn, reads)
             return None
 
     def stores(self, name: str) -> bool:
@@ -319,6 +320,20 @@ def _recipe_of(
     wanted = _Making(tensor.numel(), fraction, Reads() if reads is None else reads, is_part)
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
+
+
+def _way_to(end: Any, node: Any, reads: Reads) -> Way | None:
+    """From a node to one that no recipe is known for, past others whose results are not saved."""
+    way = find_way(node, partial(is_, end))
+    if way is None:
+        return None
+    not_saved = [(found, output) for found, output, handle in reads.handles if handle is None and type(output) is int]
+    blanks = [
+        (number, mark_at(output))
+        for number, found in enumerate(way.follow(node) or ())
+        for output in dict.fromkeys(output for other, output in not_saved if other is found is not None)
+    ]
+    return way._replace(blanks=tuple(blanks))
 
 
 def _is_saved(edge: _Edge) -> bool:

@@ -92,7 +92,7 @@ def evidence_of_activations(node: Any) -> Evidence | None:
     way = None if node is None else find_way(node, lambda found: found is not None and shows(found), deciding)
     if way is None:
         return None
-    (last,) = way.follow(node) or (None,)
+    last = (way.follow(node) or [None])[-1]
     by_type = not may_be_from_parameters(last)
     return Evidence(way, by_type, *(() if by_type else _stored_factor(last) or ()))
 

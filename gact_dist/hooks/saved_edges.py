@@ -34,14 +34,19 @@ def note_saved(tensor: Tensor, handle: Any) -> None:
 
 def mark_of(tensor: Tensor) -> tuple[str, int]:
     """The key under which the node of a tensor notes a weak reference to its handle."""
-    return _HANDLE, tensor.output_nr
+    return mark_at(tensor.output_nr)
+
+
+def mark_at(number: int) -> tuple[str, int]:
+    """The same of one of a node's results."""
+    return _HANDLE, number
 
 
 def saved_at(edge: tuple[Any, int]) -> Any:
     """The handle of what an edge gives; None if it is not saved, or was modified since."""
     node, number = edge
     metadata = getattr(node, "metadata", None)
-    reference = None if metadata is None else metadata.get((_HANDLE, number))
+    reference = None if metadata is None else metadata.get(mark_at(number))
     handle = None if reference is None else reference()
     base = base_of(handle)
     return None if isinstance(base, Stored) and base.is_modified else handle

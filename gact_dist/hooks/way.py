@@ -15,14 +15,17 @@ class Way(NamedTuple):
     """(type of a node, number of the edge to follow)"""
     last: Any
     """the type of the node where it ends; that of None if it ends where there is no graph"""
+    blanks: tuple[tuple[int, Any], ...] = ()
+    """(number of a node on it, the first 0; a key that its metadata must not have)"""
 
-    def follow(self, node: Any) -> tuple[Any] | None:
-        """(the node where it ends,); None if other nodes are on it."""
+    def follow(self, node: Any) -> list[Any] | None:
+        """The nodes on it, the one where it ends last; None if they are others."""
+        nodes = [node]
         for kind, number in self.steps:
-            if type(node) is not kind:
+            if type(nodes[-1]) is not kind:
                 return None
-            node = node.next_functions[number][0]
-        return (node,) if type(node) is self.last else None
+            nodes.append(nodes[-1].next_functions[number][0])
+        return nodes if type(nodes[-1]) is self.last else None
 
 
 def find_way(node: Any, is_end: Callable[[Any], bool], behind: Callable[[Any], list[Any]] | None = None) -> Way | None:

@@ -43,7 +43,8 @@ def test_without_the_native_library_the_exit_code_is_1_and_the_mend_is_told(run,
 
 
 def test_without_the_native_hooks_the_exit_code_is_1_and_the_mend_is_told(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gact_dist._hooks", None)
+    monkeypatch.setattr("gact_dist.cli.doctor.IS_BUILT", False)
+    monkeypatch.setattr("gact_dist.cli.doctor.NOT_BUILT", "No module named 'gact_dist._hooks'")
     result = run("doctor")
     assert result.exit_code == 1
     assert "headers of Python" in " ".join(result.stdout.split())

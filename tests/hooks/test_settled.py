@@ -483,7 +483,10 @@ def test_storages_are_pinned_while_a_forward_runs():
 def test_what_the_short_way_takes_by_its_number_has_that_number():
     """csrc/hooks reads these tuples by position."""
     assert Again._fields == ("name", "packer", "row", "storage_bytes", "way", "after_alias", "name_hash")
-    assert (Evidence._fields, Way._fields) == (("way", "by_type", "slot", "edge"), ("steps", "last"))
+    assert (Evidence._fields, Way._fields) == (
+        ("way", "by_type", "slot", "edge"),
+        ("steps", "last", "blanks"),
+    )
     assert aliases._FEW >= 8
 
 
