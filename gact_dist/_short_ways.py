@@ -14,7 +14,7 @@ def _load() -> tuple[Any, str]:
         if found is not None and found.origin is not None and not is_of_these_sources(found.origin):
             return None, OTHER_SOURCES
         return import_module("gact_dist._hooks"), ""
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return None, str(error)
 
 

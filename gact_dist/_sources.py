@@ -7,13 +7,13 @@ is not used. An installed package has no sources, and nothing to compare.
 """
 
 import hashlib
-import mmap
 import os
 from functools import cache
 from pathlib import Path
 
 FOLDERS = ("common", "cpu", "hooks")
 """of csrc: those that setup.py compiles"""
+_SUFFIXES = (".h", ".cpp")
 OTHER_SOURCES = "it was built from other sources than csrc/ now holds; run pip install again"
 _CSRC = Path(os.path.dirname(os.path.abspath(__file__))).parent / "csrc"
 
@@ -21,7 +21,8 @@ _CSRC = Path(os.path.dirname(os.path.abspath(__file__))).parent / "csrc"
 def fingerprint(csrc: Path = _CSRC) -> str:
     """Of all that is compiled, as setup.py writes it into each library."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in (path for folder in FOLDERS for path in sorted((csrc / folder).iterdir())):
+    files = (path for folder in FOLDERS for path in sorted((csrc / folder).iterdir()))
+    for path in (path for path in files if path.suffix in _SUFFIXES):  # an editor may leave others
         digest.update(b"%s %d\n" % (path.name.encode(), path.stat().st_size))
         digest.update(path.read_bytes())
     return f"gact_dist sources {digest.hexdigest()}"
@@ -30,10 +31,7 @@ def fingerprint(csrc: Path = _CSRC) -> str:
 def is_of_these_sources(library: str | Path) -> bool:
     """Whether a library was built from the sources of this checkout; true where there are none."""
     expected = _expected()
-    if not expected:
-        return True
-    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.find(expected) >= 0
+    return not expected or expected in Path(library).read_bytes()
 
 
 @cache

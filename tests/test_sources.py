@@ -67,5 +67,7 @@ def test_each_file_that_is_compiled_counts(checkout):
         file.write_bytes(content + b"\n")
         assert fingerprint(checkout / "csrc") != known
         file.write_bytes(content)
+    (checkout / "csrc" / "cpu" / "kernels.h.swp").touch()  # as an editor does
+    assert fingerprint(checkout / "csrc") == known
     (checkout / "csrc" / "cpu" / "new.h").touch()
     assert fingerprint(checkout / "csrc") != known

@@ -355,9 +355,9 @@ def _load_native(wanted: str | None) -> tuple[ctypes.CDLL | None, str]:
     paths = sorted(Path(PACKAGE_ROOT).glob("_native*.so"))
     if not paths:
         return None, "the native library was not built; install a C++17 compiler and run pip install again"
-    if not is_of_these_sources(paths[0]):
-        return None, f"the native library is not used: {OTHER_SOURCES}"
     try:
+        if not is_of_these_sources(paths[0]):
+            return None, f"the native library is not used: {OTHER_SOURCES}"
         torch.ops.load_library(str(paths[0]))
         return ctypes.CDLL(str(paths[0])), ""
     except OSError as error:
