@@ -7,7 +7,6 @@ is not used. An installed package has no sources, and nothing to compare.
 """
 
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +14,7 @@ FOLDERS = ("common", "cpu", "hooks")
 """of csrc: those that setup.py compiles"""
 _SUFFIXES = (".h", ".cpp")
 OTHER_SOURCES = "it was built from other sources than csrc/ now holds; run pip install again"
-_CSRC = Path(os.path.dirname(os.path.abspath(__file__))).parent / "csrc"
+_CSRC = Path(__file__).absolute().parents[1] / "csrc"  # without _paths: setup.py runs this file alone
 
 
 def fingerprint(csrc: Path = _CSRC) -> str:

@@ -46,7 +46,7 @@ def saved_at(edge: tuple[Any, int]) -> Any:
     """The handle of what an edge gives; None if it is not saved, or was modified since."""
     node, number = edge
     metadata = getattr(node, "metadata", None)
-    reference = None if metadata is None else metadata.get(mark_at(number))
+    reference = None if metadata is None else metadata.get((_HANDLE, number))  # mark_at(), without a call each
     handle = None if reference is None else reference()
     base = base_of(handle)
     return None if isinstance(base, Stored) and base.is_modified else handle
