@@ -13,7 +13,7 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.adaptation import adapter, attempts, verification
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import measuring_mode, walk
+from gact_dist.sensitivity import isolation, measuring_mode, walk
 
 STEPS = 4
 WARNING = "with an error of gact_dist on this rank (AttributeError at "
@@ -69,6 +69,16 @@ def test_wherever_an_error_of_ours_is_met_the_job_goes_on(place, name, doing, se
     # a comparison rehearses a step as well, and so does a look at what the first step keeps
     assert len(said) <= (3 if name == "rehearsal" and not follow else 2)
     assert "Traceback (most recent call last)" in caplog.text
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_error_of_ours_in_what_isolates_the_job_is_none_of_the_jobs(follow, monkeypatch, caplog):
+    """Nor can the loss function then be run alone, to see whose error it is."""
+    monkeypatch.setattr(isolation, "Attributes", broken)
+    gact, losses = losses_of(STEPS, follow, policy="gact")
+    assert losses[-1] < losses[0]
+    assert gact.report().ratio > 2
+    assert WARNING in caplog.text
 
 
 def test_an_error_at_the_border_of_a_block_is_ours_although_the_models_forward_raises_it(monkeypatch, caplog):

@@ -6,7 +6,7 @@ go on. But an error of the loss function or of the model is the user's to see, a
 the code an error was raised does not tell which it is: a wrong shape shows in an operator of torch, called by a mode of
 ours, called by the model. So where a piece of a measurement ends with an error that is not expected, the loss function
 runs once more, on all of the batch and with nothing of ours in it but what holds back a closure's own backward. What
-that raises is the job's error.
+that raises is the job's error, unless it has not come to the loss function.
 
 [Note: other examples] A loss function may refuse a part of a batch, which is nobody's error: it is measured on more of
 it. Where parameters are sharded no rank can do so alone, since every rank takes part in every forward: then all do.
@@ -90,18 +90,30 @@ def attempt(
             if is_faulty or not is_refused:
                 break
         if is_faulty and forward is not None:
+            alone = _Called(forward)
             try:
-                run_alone(model, forward, blocks_of(model, blocks), gives_loss=gives_loss)
+                run_alone(model, alone, blocks_of(model, blocks), gives_loss=gives_loss)
             except MeasurementError as error:
                 found = Attempt(Ending.NOT_HERE, reason=first_line(error))
             except distributed.PeerFailedError as error:
                 _log.debug("%s: %s", doing, error)  # what that rank raises, all do
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):  # the job may fit only because it is compressed
+            except Exception as error:
+                if alone.was_called and not is_out_of_memory(error):  # the job may fit only because it is compressed
                     raise
     if found.ending is Ending.FAULT:
         distributed.say_once(_log, _FAULT, doing, found.reason, on_its_rank=True)
     return found
+
+
+class _Called:
+    """A forward that knows whether it was called."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self._forward, self.was_called = forward, False
+
+    def __call__(self) -> Any:
+        self.was_called = True
+        return self._forward()
 
 
 def _repeating_the_last(choices: Iterable[_Examples]) -> Iterator[_Examples]:

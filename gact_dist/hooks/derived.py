@@ -100,23 +100,33 @@ class Origins(NamedTuple):
     """that it was saved at"""
 
 
-def origins_of(edge: _Edge, is_saved: Callable[[_Edge], bool]) -> Origins | None:
+def origins_of(
+    edge: _Edge, is_saved: Callable[[_Edge], bool], in_part: Callable[[_Edge], bool] | None = None
+) -> Origins | None:
     """What the tensor at an edge is derived from; None if the graph starts in between.
 
     Of a derived tensor, in a graph that is measured, whose operators may be replaced by others. is_saved: whether what
-    an edge gives was saved.
+    an edge gives was saved. in_part: whether no more than parts of it were: then it may be made of these, or of what
+    the rest is derived from.
     """
     found = Origins(set(), set())
-    return found if _find_origins(edge, is_saved, found, 0) else None
+    return found if _find_origins(edge, is_saved, in_part, found, 0) else None
 
 
-def _find_origins(edge: _Edge, is_saved: Callable[[_Edge], bool], found: Origins, depth: int) -> bool:
+def _find_origins(
+    edge: _Edge,
+    is_saved: Callable[[_Edge], bool],
+    in_part: Callable[[_Edge], bool] | None,
+    found: Origins,
+    depth: int,
+) -> bool:
     """Whether all are there, as far as one edge shows."""
     node: Any = None
     for passed in _passed_through(edge):
         if depth and passed[0] is not None and is_saved(passed):
             found.edges.add(passed)
-            return True
+            if in_part is None or not in_part(passed):
+                return True
         node = passed[0]
     if node is None or hasattr(node, STARTS) or depth > _DEEPEST:
         return False
@@ -125,7 +135,7 @@ def _find_origins(edge: _Edge, is_saved: Callable[[_Edge], bool], found: Origins
     operands = _unsaved_operands(node)
     if len(operands) < len(node.next_functions) or not operands:
         found.makers.add(node)
-    return all(_find_origins(below, is_saved, found, depth + 1) for below in operands if below[0] is not None)
+    return all(_find_origins(below, is_saved, in_part, found, depth + 1) for below in operands if below[0] is not None)
 
 
 def _unsaved_operands(node: Any) -> Sequence[_Edge]:

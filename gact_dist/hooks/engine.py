@@ -879,7 +879,7 @@ class SavedTensorHooks:
                 offset = int(tensor.storage_offset() - target.storage_offset())
                 handle = View(stored, tensor, offset, lazy_bits(tensor) ^ lazy_bits(target))
                 self._note(target, stored)
-        if role not in (Role.SIGN, Role.ONE_BIT):
+        if role is None or not role.is_one_bit:
             self._note(tensor, handle)
         if self._readers is not None and read is None:
             self._await_reader(self._readers, handle, stored, captured, site, own)

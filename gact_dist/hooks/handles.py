@@ -451,6 +451,8 @@ class Recorded:
     """whether a step makes it from others: what it is made of moves it"""
     is_log_softmax: bool = False
     """whether a step may sample it; see log_softmax.py"""
+    is_one_bit: bool = False
+    """see Role.is_one_bit"""
 
     @property
     def role(self) -> Role:
@@ -521,6 +523,11 @@ class Noted:
     def is_log_softmax(self) -> bool:
         """See Recorded."""
         return self.role is Role.LOG_SOFTMAX
+
+    @property
+    def is_one_bit(self) -> bool:
+        """See Recorded."""
+        return self.role is not None and self.role.is_one_bit
 
     @property
     def numel(self) -> int:

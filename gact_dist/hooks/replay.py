@@ -31,7 +31,6 @@ from .handles import (
 )
 from .naming import edge_to, origin
 from .repeated import Repeated, Repeats
-from .roles import Role
 from .saved_edges import note_saved
 
 OF_MODEL = object()
@@ -124,7 +123,7 @@ class Replay:
             return Kept(tensor, outcome is OF_MODEL, copies=outcome is OF_MODEL)
         handle = self._as_before(tensor, outcome)
         first = base_of(outcome)
-        if not isinstance(outcome, Distributed) and getattr(first, "role", None) not in (Role.SIGN, Role.ONE_BIT):
+        if not isinstance(outcome, Distributed) and not (isinstance(first, Noted) and first.is_one_bit):
             note_saved(tensor, handle)
         return handle
 
@@ -187,5 +186,8 @@ class Replay:
     ) -> None:
         """tensor, repeats: as for recorded()."""
         record = recorded(handle, tensor, repeats)
-        record.name = first.name if isinstance(first, Noted) else ""
+        if isinstance(first, Noted):
+            record.name, record.is_one_bit = first.name, first.is_one_bit
+        else:
+            record.name = ""
         self.found.append(Replayed(record, first, view))

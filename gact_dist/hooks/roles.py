@@ -48,6 +48,11 @@ class Role(Enum):
     LOG_SOFTMAX = "log-softmax"  # of which exp() alone is read: see log_softmax.py
     UNREAD = "unread"  # an activation until it shows who reads it: see readers.py
 
+    @property
+    def is_one_bit(self) -> bool:
+        """Whether no more than one bit of each element is kept, of which no recipe is made."""
+        return self in (Role.SIGN, Role.ONE_BIT)
+
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """What torch.nn.functional has now, which may be a wrapper."""

@@ -376,6 +376,7 @@ class Record(Sink):
         record = recorded(handle, tensor if captured.whole is None else captured.whole, captured.repeats)
         record.compressible, record.derived = rounded and not derived, rounded and derived
         record.is_log_softmax = captured.role is Role.LOG_SOFTMAX
+        record.is_one_bit = captured.role is not None and captured.role.is_one_bit
         self.found.append(record)
         return handle
 

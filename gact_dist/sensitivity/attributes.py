@@ -99,14 +99,14 @@ class Attributes:
             self.tensors += module.parameters()
 
     def _note_container(self, value: Any, depth: int) -> None:
-        if isinstance(value, dict):
-            self._entries.append(_Mapping(value, dict(value)))
+        if isinstance(value, dict):  # which may make what it is asked for: transformers' table of activations
+            self._entries.append(_Mapping(value, dict(dict.items(value))))
         elif isinstance(value, (list, deque)):
             self._entries.append(_Sequence(value))
         elif isinstance(value, set):
             self._entries.append(_Set(value))
         if len(value) <= _LONGEST:
-            for item in list(value.values() if isinstance(value, dict) else value):
+            for item in list(dict.values(value) if isinstance(value, dict) else value):
                 self._note(item, depth)
 
     def _note_function(self, function: Any) -> None:
@@ -155,7 +155,7 @@ class _Mapping(_Entry):
 
     def changed(self) -> bool:
         added = self._removes and len(self._mapping) != len(self.before) + len(self._left_alone)
-        return added or any(self._mapping.get(key, self) is not value for key, value in self.before.items())
+        return added or any(dict.get(self._mapping, key, self) is not value for key, value in self.before.items())
 
     def restore(self) -> None:
         if not self.changed():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -105,18 +107,39 @@ def present(heads: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[l
 
 @contextmanager
 def cut_off(found: Sequence[Replayed]) -> Iterator[None]:
-    """Within the context nothing flows back from one saved tensor into what it was computed from."""
-    with closed_to(edge_of(item) for item in found if item.record.node is not None):
+    """Within the context nothing flows back from one saved tensor into what it was computed from.
+
+    Where only parts of a result are saved, or one bit of each element as relu does, other tensors may be derived from
+    what the result was computed from: what flows into all else goes on.
+    """
+    saved = saved_by_edge(found)
+    with _changed_at({edge: partial(_without, [item.record for item in items]) for edge, items in saved.items()}):
         yield
+
+
+def saved_by_edge(found: Iterable[Replayed]) -> dict[tuple[Any, int], list[Replayed]]:
+    """Of saved tensors those with values that others may be derived from."""
+    saved: dict[tuple[Any, int], list[Replayed]] = defaultdict(list)
+    for item in found:
+        if item.record.node is not None and not item.record.is_one_bit:
+            saved[edge_of(item)].append(item)
+    return saved
 
 
 @contextmanager
 def closed_to(edges: Iterable[Any]) -> Iterator[None]:
     """Within the context backwards end at these edges, (node, number of its output, ...)."""
-    outputs: dict[Any, set[int]] = defaultdict(set)
-    for node, number, *_ in edges:
-        outputs[node].add(number)
-    handles = [node.register_prehook(_without(numbers)) for node, numbers in outputs.items()]
+    with _changed_at({(node, number): _nothing for node, number, *_ in edges}):
+        yield
+
+
+@contextmanager
+def _changed_at(changes: Mapping[tuple[Any, int], Callable[[Tensor], Tensor | None]]) -> Iterator[None]:
+    """Within the context what backwards bring to some edges is replaced. changes: by edge."""
+    outputs: dict[Any, dict[int, Callable[[Tensor], Tensor | None]]] = defaultdict(dict)
+    for (node, number), change in changes.items():
+        outputs[node][number] = change
+    handles = [node.register_prehook(partial(_changed, by_number)) for node, by_number in outputs.items()]
     try:
         yield
     finally:
@@ -124,11 +147,47 @@ def closed_to(edges: Iterable[Any]) -> Iterator[None]:
             handle.remove()
 
 
-def _without(numbers: set[int]) -> Callable[[Sequence[Tensor]], tuple]:
-    def prehook(inputs: Sequence[Tensor]) -> tuple:
-        return tuple(None if number in numbers else value for number, value in enumerate(inputs))
+def _changed(changes: Mapping[int, Callable[[Tensor], Tensor | None]], inputs: Sequence[Tensor | None]) -> tuple:
+    return tuple(
+        changes[number](value) if value is not None and number in changes else value
+        for number, value in enumerate(inputs)
+    )
 
-    return prehook
+
+def _nothing(_: Tensor) -> None:
+    return None
+
+
+def _without(records: Sequence[Recorded], values: Tensor) -> Tensor | None:
+    """An edge's values without those under saved tensors; None if these are all.
+
+    records: of the tensors, which were saved of what the edge gives.
+    """
+    whole, places = records[0].origin, parts_saved(records)
+    if not places or type(values) is not Tensor or values.shape != whole.shape:
+        return None
+    left = _laid_out_as(whole, values)
+    for shape, stride, offset in places:
+        left.as_strided(shape, stride, offset - whole.storage_offset()).zero_()
+    return left
+
+
+def parts_saved(records: Sequence[Recorded]) -> set[tuple[Any, ...]]:
+    """The places (shape, stride, offset) of what was saved of one tensor, if that is not all of it; else none."""
+    whole = records[0].origin
+    tensors = [record.tensor for record in records]
+    places = {(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors}
+    is_all = sum(prod(shape) for shape, _, _ in places) >= whole.numel()
+    return set() if is_all or type(whole) is not Tensor or repeated_dimensions(whole) else places
+
+
+def _laid_out_as(whole: Tensor, values: Tensor) -> Tensor:
+    """Values of a tensor's shape in its strides, in memory of their own; the sum over the copies of what is
+    repeated."""
+    laid_out = torch.empty_strided(whole.shape, whole.stride(), dtype=values.dtype, device=values.device)
+    repeats = repeated_dimensions(whole)
+    once(laid_out).copy_(values.sum(repeats, keepdim=True) if repeats else values)
+    return laid_out
 
 
 def seen_through(record: Recorded, product: Tensor) -> Tensor:
@@ -139,10 +198,8 @@ def seen_through(record: Recorded, product: Tensor) -> Tensor:
         product = product.reshape(origin.shape)
     if origin.shape == tensor.shape and origin.stride() == tensor.stride() == product.stride():
         return product
-    laid_out = torch.empty_strided(origin.shape, origin.stride(), dtype=product.dtype, device=product.device)
-    repeats = repeated_dimensions(origin)
-    once(laid_out).copy_(product.sum(repeats, keepdim=True) if repeats else product)
-    return laid_out.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - origin.storage_offset())
+    offset = tensor.storage_offset() - origin.storage_offset()
+    return _laid_out_as(origin, product).as_strided(tensor.shape, tensor.stride(), offset)
 
 
 def repeated_as(values: Tensor, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .._torch_internals import saved_handles, storage_id
 from ..hooks import Replaceable, Replayed, origins_of, stored_of
 from .blocks import Exit
-from .parts import Part, closed_to, edge_of
+from .parts import Part, closed_to, edge_of, parts_saved, saved_by_edge
 
 LEAST_BYTES = 2 << 20
 """saved by a section"""
@@ -86,17 +86,16 @@ def _with_origins(
 ) -> list[set[Any]]:
     """The nodes that are to share a section: those that read what is derived, and those that saved its operands. What
     moves it and was saved by others is counted as read where it is read."""
-    firsts: dict[tuple[Any, int], list[Any]] = {}
-    for item in found:
-        firsts.setdefault(edge_of(item), []).append(item.first)
+    saved = saved_by_edge(found)
+    in_part = {edge for edge, items in saved.items() if parts_saved([item.record for item in items])}
     together = []
     for item in derived:
         nodes = (_readers(part.nodes, [item]) or {}).get(item.first, [])
-        origins = origins_of(edge_of(item), firsts.__contains__)
+        origins = origins_of(edge_of(item), saved.__contains__, in_part.__contains__)
         if origins is None:
             continue
         together.append({*origins.makers, *nodes})
-        for first in (first for edge in origins.edges for first in firsts[edge]):
+        for first in (operand.first for edge in origins.edges for operand in saved[edge]):
             readers[first] += [node for node in nodes if node not in readers[first]]
     return together
 

@@ -158,13 +158,6 @@ def _within(base: Tensor, view: View | None) -> Tensor:
     return base if view is None else base.as_strided(view.size, view.stride, view.offset)
 
 
-def _apart_from(derived: Sequence[Replayed], found: Sequence[Replayed]) -> list[Replayed]:
-    """What is not derived, nor saved of the same tensor (relu's mask): a backward flows through it."""
-    edges = {edge_of(item) for item in derived}
-    firsts = {item.first for item in derived}
-    return [item for item in found if item.first not in firsts and edge_of(item) not in edges]
-
-
 class Walk:
     """The two walks over the blocks of one forward. See [Note: block by block]."""
 
@@ -440,7 +433,7 @@ class Walk:
         _transposed().
         """
         derived = [item for item in found if item.first in self._forward.derived]
-        found = _apart_from(derived, found)
+        found = [item for item in found if item.first not in self._forward.derived]
         self._meet([*found, *through])
         left = [*found, *through]
         sections: list[Section] = []

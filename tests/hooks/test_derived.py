@@ -274,11 +274,50 @@ class AttentionBlock(nn.Module):
         return x + self.b(F.gelu(self.a(attended.reshape(x.shape))))
 
 
+class ExpertsBlock(nn.Module):
+    """Each expert reads its rows of what all of them share, as in GraniteMoe: parts of which the whole is too large to
+    be made again are stored."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        rows = (F.silu(self.gate(x)) * self.up(x)).split([TOKENS // 2, TOKENS // 8, TOKENS // 4, TOKENS // 8])
+        return x + torch.cat([expert(part) for expert, part in zip(self.experts, rows, strict=True)])
+
+
+class PartBlock(nn.Module):
+    """Of one tensor a small part is stored, and what is made of the rest is derived."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.gate, self.up, self.a, self.b = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        few, rest = (F.silu(self.gate(x)) * self.up(x)).split([TOKENS // 8, TOKENS - TOKENS // 8])
+        return x + torch.cat([self.a(few), self.b(2.0 * rest)])
+
+
+class ReluBlock(nn.Module):
+    """Of relu's result only a mask is stored, and what is made of it is derived."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.a, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return x + self.a(2.0 * F.relu(self.norm(x)))
+
+
 class Blocks(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.last, self.kind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), kind
-        block = AttentionBlock if kind.startswith("attention") else Block
+        block = {"attention": AttentionBlock, "experts": ExpertsBlock, "part": PartBlock, "relu": ReluBlock}.get(
+            kind.split()[0], Block
+        )
         self.blocks = nn.ModuleList(block(kind) for _ in range(3))
 
     def forward(self, x):
@@ -292,8 +331,11 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize(
     "kind",
-    ["norm first", "norm last", "in sections", "attention", "attention in sections", "leaf", "leaf in sections"],
-)
+    [
+        "norm first", "norm last", "in sections", "attention", "attention in sections", "leaf", "leaf in sections",
+        "experts", "experts in sections", "part", "part in sections", "relu", "relu in sections",
+    ],
+)  # fmt: skip
 def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch):
     """Each tensor alone at 4 bits, all else exact: the predicted variance is the measured one.
 
@@ -317,7 +359,7 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
             loss()
     found = measure(hooks, model, loss, seed=1, probes=8)
     made = hooks.state_dict()["derived"]["elements"]
-    assert len(made) == {"norm last": 3}.get(kind, 6)
+    assert len(made) == {"norm last": 3, "experts": 9, "relu": 3}.get(kind.removesuffix(" in sections"), 6)
     assert not {item.name for item in found} & set(made)
     exact = torch.autograd.grad(loss(), parameters)
     plan = {**dict.fromkeys((item.name for item in found), None), **dict.fromkeys(made, 4)}
