@@ -71,14 +71,24 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     if readers is None:
         return []
     order = _in_forward_order(part)
+    reached = set(order)
+    readers = {first: [node for node in nodes if node in reached] for first, nodes in readers.items()}
+    if not any(readers.values()):
+        return []
     sizes = {item.first: item.record.tensor.nbytes for item in found}
     together = _with_origins(part, found, derived, readers)
     place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
     sections = _connected(part, order, place, count)
     for item in found:
-        for number in sorted({place[node] for node in readers[item.first]}):
+        for number in sorted({place[node] for node in readers[item.first]}) or [place[order[-1]]]:
             sections[number].found.append(item)
     return [section for section in sections if section.nodes]
+
+
+def is_out_of_reach(part: Part, items: Sequence[Replayed]) -> bool:
+    """Whether all that reads a saved tensor leads to outputs of the part that the loss does not depend on."""
+    readers = None if part.is_open else _readers(part.nodes, items)
+    return readers is not None and set(_in_forward_order(part)).isdisjoint(*readers.values())
 
 
 def _with_origins(

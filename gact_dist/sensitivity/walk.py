@@ -60,7 +60,7 @@ from .by_differences import step_along
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import Gradient, OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
 from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
-from .sections import Section, divided, divided_open, note_gradients, passed_on
+from .sections import Section, divided, divided_open, is_out_of_reach, note_gradients, passed_on
 from .surroundings import copied
 
 _log = logging.getLogger(__name__)
@@ -755,7 +755,8 @@ class Walk:
     ) -> Iterator[Measured]:
         """Of the tensors that a part saved, those that no other part adds to."""
         complete, later, draws = [], [], 1 if opaque else self._directions
-        for first, items in _by_first(found).items():
+        saved = _by_first(found)
+        for first, items in saved.items():
             tally = self._tallies.get(first)
             if tally is None:
                 continue
@@ -769,6 +770,9 @@ class Walk:
         reached = any_rank([weight is not None for _, weight in complete], self._forward.groups)
         for (one, weight), on_any in zip(complete, reached, strict=True):
             first, tensor = self._forward.firsts[one.first], one.tally.tensor
+            if not on_any and is_out_of_reach(part, saved[one.first]):
+                yield Measured(first, None, None, None)
+                continue
             if not on_any or opaque or self._perturbs:
                 later.append(one._replace(measured=Measured(first, one.records[0].tensor, None, None)))
                 continue

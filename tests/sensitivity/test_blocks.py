@@ -35,6 +35,7 @@ VISITS = {
     "unet": 6,
     "encoder and decoder": 9,
     "called several times": 7,
+    "a state that nothing reads": 5,
     "stages": 8,
     "skipped by a branch": 4,
     "structures": 6,

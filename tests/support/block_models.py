@@ -116,6 +116,26 @@ def checkpointed(how: Callable[[nn.Module, Tensor], Tensor]) -> Case:
     return Case(model, loss_of(model), case.batch)
 
 
+class WithState(nn.Module):
+    """Beside its rows it returns a state for the next layer, as Pegasus-X does. The last one's is read by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.state = Layer(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer(x + state)
+        return x, self.state(state) + x
+
+
+class Carrying(Stack):
+    def through(self, x: Tensor) -> Tensor:
+        state = x
+        for block in self.blocks:
+            x, state = block(x, state)
+        return x
+
+
 class Wrapped(nn.Module):
     """A block whose own forward holds the checkpoint, as torch's checkpoint_wrapper has it."""
 
@@ -664,6 +684,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "expanded": lambda: on_rows(Expanded(*layers(3))),
     "skipped by a branch": lambda: on_rows(Branch(*layers(3))),
     "powers": lambda: on_rows(Powers(*(Squared() for _ in range(3)))),
+    "a state that nothing reads": lambda: on_rows(Carrying(*(WithState() for _ in range(3)))),
     "structures": lambda: on_rows(Wired()),
     "model outputs": lambda: on_rows(ModelOutputs()),
     "tables and masks": lambda: on_rows(RotaryModel()),
