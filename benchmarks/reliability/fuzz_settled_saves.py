@@ -20,7 +20,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -83,9 +83,12 @@ class Job(nn.Module):
         found = [x * self.vectors[0], x + self.vectors[1]]
         for name, first, second, number in self.program:
             x, y = found[-1 - first % min(3, len(found))], found[-1 - second % min(4, len(found))]
-            found.append(OPERATORS[name](self, x, y, number))
+            found.append(self.operator(name)(self, x, y, number))
         latest = [tensor.float() for tensor in found[-3:]]
         return latest[0].mean() + latest[1].square().mean() + latest[2].mean()
+
+    def operator(self, name: str) -> Callable[[Any, Tensor, Tensor, int], Tensor]:
+        return OPERATORS[name]
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -167,24 +170,25 @@ OPERATORS: dict[str, Callable[[Job, Tensor, Tensor, int], Tensor]] = {
 NAMES = list(OPERATORS)
 
 
-def _drawn(numbers: random.Random) -> Instruction:
-    return Instruction(numbers.choice(NAMES), numbers.randrange(3), numbers.randrange(4), numbers.randrange(NUMBERS))
+def drawn(numbers: random.Random, names: Sequence[str] = NAMES) -> Instruction:
+    """An instruction, drawn at random."""
+    return Instruction(numbers.choice(names), numbers.randrange(3), numbers.randrange(4), numbers.randrange(NUMBERS))
 
 
 def _changed(program: Program, numbers: random.Random) -> Program:
     program = [*program]
     for _ in range(numbers.choice((1, 1, 2))):
-        place, drawn = numbers.randrange(len(program)), _drawn(numbers)
+        place, other = numbers.randrange(len(program)), drawn(numbers)
         field = numbers.choice(("first", "second", "number", "number", None))
         kept = program[place]
-        program[place] = drawn if field is None else kept._replace(**{field: getattr(drawn, field)})
+        program[place] = other if field is None else kept._replace(**{field: getattr(other, field)})
     return program
 
 
 def case_of(seed: int) -> Case:
     """A case, drawn at random."""
     numbers = random.Random(seed)
-    program = [_drawn(numbers) for _ in range(numbers.randrange(3, 9))]
+    program = [drawn(numbers) for _ in range(numbers.randrange(3, 9))]
     variants = [program, *(_changed(program, numbers) for _ in range(VARIANTS - 1))]
     order = [0] * SAME_STEPS + [numbers.randrange(VARIANTS) for _ in range(OTHER_STEPS)]
     return Case(seed, variants, order, numbers.choice((2, 4, 8)), numbers.choice((64, 1024)), numbers.random() < 0.3)

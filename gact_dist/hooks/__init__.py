@@ -6,7 +6,7 @@ from .batches import batch_size, fixes_rows, map_tensors, may_hold_adjacency, sa
 from .checkpoint import recomputing
 from .checkpoint_report import told_of_checkpoints
 from .clock import Clock
-from .derived import STARTS, origins_of
+from .derived import STARTS, note_saved_in_block, origins_of
 from .draws import Draw, StoredAgain
 from .encoder import Encoder
 from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, read_once, replaying
@@ -70,6 +70,7 @@ __all__ = [
     "made_from_parameters",
     "map_tensors",
     "may_hold_adjacency",
+    "note_saved_in_block",
     "nothing_kept",
     "on_interrupt",
     "origin",

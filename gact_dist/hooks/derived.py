@@ -48,7 +48,15 @@ from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, 
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
 from .naming import FORWARDING
-from .saved_edges import VARIABLE, Reads, mark_at, saved_at, vector_of_parameter
+from .saved_edges import (
+    VARIABLE,
+    Reads,
+    is_saved_elsewhere,
+    mark_at,
+    note_saved_elsewhere,
+    saved_at,
+    vector_of_parameter,
+)
 from .streamed import Order
 from .way import Way, find_way
 
@@ -103,7 +111,7 @@ class Origins(NamedTuple):
 def origins_of(
     edge: _Edge, is_saved: Callable[[_Edge], bool], in_part: Callable[[_Edge], bool] | None = None
 ) -> Origins | None:
-    """What the tensor at an edge is derived from; None if the graph starts in between.
+    """What the tensor at an edge is derived from; None if the graph starts in between, or a block has saved it.
 
     Of a derived tensor, in a graph that is measured, whose operators may be replaced by others. is_saved: whether what
     an edge gives was saved. in_part: whether no more than parts of it were: then it may be made of these, or of what
@@ -123,6 +131,8 @@ def _find_origins(
     """Whether all are there, as far as one edge shows."""
     node: Any = None
     for passed in _passed_through(edge):
+        if depth and is_saved_elsewhere(passed):
+            return False
         if depth and passed[0] is not None and is_saved(passed):
             found.edges.add(passed)
             if in_part is None or not in_part(passed):
@@ -136,6 +146,14 @@ def _find_origins(
     if len(operands) < len(node.next_functions) or not operands:
         found.makers.add(node)
     return all(_find_origins(below, is_saved, in_part, found, depth + 1) for below in operands if below[0] is not None)
+
+
+def note_saved_in_block(start: Tensor, tensor: Tensor) -> None:
+    """A block has run whose graph starts at one tensor in place of another. Where it has saved the first, what is made
+    of the second outside of it is made of that."""
+    if saved_at(_edge_of(start)) is not None:
+        for edge in _passed_through(_edge_of(tensor)):
+            note_saved_elsewhere(edge)
 
 
 def _unsaved_operands(node: Any) -> Sequence[_Edge]:

@@ -518,8 +518,8 @@ class SavedTensorHooks:
         record = self._sink
         if not isinstance(record, Record):
             raise ReplayError("tensors can be noted only while a forward is recorded")
-        before, known = (record.notes, self._namer.recomputed), len(record.found)
-        record.notes, self._namer.recomputed = True, recomputed
+        before, known = (record.notes, record.block, self._namer.recomputed), len(record.found)
+        record.notes, record.block, self._namer.recomputed = True, outcomes, recomputed
         storages = self._storages
         if recomputed:  # it will be stored in other memory than that of the forward, where others save its results
             self._storages = StorageRecords()
@@ -527,7 +527,7 @@ class SavedTensorHooks:
             with _hooked(pack, _unpack):
                 yield
         finally:
-            record.notes, self._namer.recomputed = before
+            record.notes, record.block, self._namer.recomputed = before
             self._storages = storages
         if recomputed:
             record.recomputed.append(sum(noted.numel for noted in record.found[known:]))

@@ -488,6 +488,10 @@ class Recorded:
     def replacement(self, tensor: Tensor | codec.Packed | None) -> None:
         self.handle.replacement = tensor
 
+    def store(self) -> None:
+        """It turned out that it must not be derived."""
+        self.derived, self.compressible = False, True
+
     def keep_exactly(self) -> None:
         """It turned out that it must not be rounded."""
         self.compressible = self.derived = self.is_log_softmax = False
@@ -532,6 +536,10 @@ class Noted:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    def store(self) -> None:
+        """See Recorded."""
+        self.derived = False
 
     def keep_exactly(self) -> None:
         """It turned out that it must not be rounded."""

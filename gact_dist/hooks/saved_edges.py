@@ -20,6 +20,7 @@ from .._torch_internals import PLAIN_OR_PARAMETER, node_of, saved_handle
 from .handles import Stored, base_of
 
 _HANDLE = "gact_dist: saved as"
+_ELSEWHERE = "gact_dist: saved in a block"
 VARIABLE = "variable"
 """in place of the name of a saved tensor: the leaf whose gradient a node accumulates"""
 _Made = TypeVar("_Made")
@@ -50,6 +51,19 @@ def saved_at(edge: tuple[Any, int]) -> Any:
     handle = None if reference is None else reference()
     base = base_of(handle)
     return None if isinstance(base, Stored) and base.is_modified else handle
+
+
+def note_saved_elsewhere(edge: tuple[Any, int]) -> None:
+    """What an edge gives is an input of a block, which is cut off, and saved there."""
+    node, number = edge
+    if node is not None and saved_at(edge) is None:
+        node.metadata[_ELSEWHERE, number] = True
+
+
+def is_saved_elsewhere(edge: tuple[Any, int]) -> bool:
+    """Whether note_saved_elsewhere() was called for an edge."""
+    node, number = edge
+    return (_ELSEWHERE, number) in getattr(node, "metadata", ())
 
 
 def vector_of_parameter(parameter: Any, shape: Sequence[int]) -> Tensor | None:

@@ -349,6 +349,10 @@ class Record(Sink):
         self.found: list[Recorded | Noted] = []
         self.notes = False
         """whether tensors are only noted: the block that saves them will run again"""
+        self.block: Any = None
+        """what stands for that block, None outside of all"""
+        self._made: dict[Replaceable | Noted, tuple[Any, Recorded | Noted]] = {}
+        """what is derived, by what the graph holds of it: the block that saved it first, and its record"""
         self.again: list[Replayed] = []
         """of what was only noted, what something else saves as well"""
         self.recomputed: list[int] = []
@@ -368,6 +372,8 @@ class Record(Sink):
             derived = self._is_derived(name, captured.graph)
             noted = Noted(name, tensor.shape, 8 * tensor.element_size(), captured.role, derived, captured.limits)
             self.found.append(noted)
+            if derived:
+                self._made[noted] = self.block, noted
             return noted
         handle = Replaceable(tensor, name, captured.limits)
         if name in self._rounded:
@@ -378,7 +384,17 @@ class Record(Sink):
         record.is_log_softmax = captured.role is Role.LOG_SOFTMAX
         record.is_one_bit = captured.role is not None and captured.role.is_one_bit
         self.found.append(record)
+        if record.derived:
+            self._made[handle] = self.block, record
         return handle
+
+    def _store_if_read_elsewhere(self, view: View) -> None:
+        """What another block reads as well moves what it is made of through that block, too, which is not measured: it
+        is stored."""
+        block, record = self._made.get(view.base, (self.block, None))
+        if record is not None and block is not self.block:
+            self._derived.store(record.name)
+            record.store()
 
     def _is_derived(self, name: str, graph: Tensor) -> bool:
         if not self.by_parts:
@@ -414,12 +430,14 @@ class Record(Sink):
 
     def alias(self, tensor: Tensor, view: View, whole: Tensor | None = None) -> Any:
         """See Sink.alias."""
+        self._store_if_read_elsewhere(view)
         if self.notes or not isinstance(view.base, Noted):
             return view
         return self._apart(tensor, view, whole)
 
     def alias_input(self, tensor: Tensor, view: View) -> Any:
         """See Sink.alias_input. A checkpoint that is cut off is to hold a tensor of its own."""
+        self._store_if_read_elsewhere(view)
         if isinstance(view.base, (Noted, Replaceable)):
             view.base.is_block_input = True
         return view if self.notes or not self.by_parts else self._apart(tensor, view, None)

@@ -49,6 +49,7 @@ from ..hooks import (
     made_again,
     made_from_parameters,
     map_tensors,
+    note_saved_in_block,
     nothing_kept,
     origin,
     policy_of,
@@ -478,6 +479,8 @@ class BlockForward:
                 with hooks, self._passed() if checkpointed else nullcontext():
                     outputs = function(*args, **kwargs)
                 self._note_graph(visit, outputs, list(starts.values()), started)
+                for number, start in starts.items():
+                    note_saved_in_block(start, chosen[number])
             finally:
                 self._current, self._open = None, outer
         if any(tensor._version for tensor in starts.values()):

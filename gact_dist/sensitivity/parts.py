@@ -175,7 +175,7 @@ def _without(records: Sequence[Recorded], values: Tensor) -> Tensor | None:
 def parts_saved(records: Sequence[Recorded]) -> set[tuple[Any, ...]]:
     """The places (shape, stride, offset) of what was saved of one tensor, if that is not all of it; else none."""
     whole = records[0].origin
-    tensors = [record.tensor for record in records]
+    tensors = [once(record.tensor) for record in records]
     places = {(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in tensors}
     is_all = sum(prod(shape) for shape, _, _ in places) >= whole.numel()
     return set() if is_all or type(whole) is not Tensor or repeated_dimensions(whole) else places

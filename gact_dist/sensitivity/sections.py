@@ -12,7 +12,7 @@ takes them to the tensors that are measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,8 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     if count < 2:
         return []
     readers = _readers(part.nodes, found)
-    if readers is None:
+    together = _with_origins(part, found, derived, readers)
+    if not all(readers.values()):
         return []
     order = _in_forward_order(part)
     reached = set(order)
@@ -76,7 +77,6 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     if not any(readers.values()):
         return []
     sizes = {item.first: item.record.tensor.nbytes for item in found}
-    together = _with_origins(part, found, derived, readers)
     place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
     sections = _connected(part, order, place, count)
     for item in found:
@@ -87,8 +87,21 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
 
 def is_out_of_reach(part: Part, items: Sequence[Replayed]) -> bool:
     """Whether all that reads a saved tensor leads to outputs of the part that the loss does not depend on."""
-    readers = None if part.is_open else _readers(part.nodes, items)
-    return readers is not None and set(_in_forward_order(part)).isdisjoint(*readers.values())
+    readers = {} if part.is_open else _readers(part.nodes, items)
+    return any(readers.values()) and set(_in_forward_order(part)).isdisjoint(*readers.values())
+
+
+def operands_of(derived: Iterable[Replayed], found: Sequence[Replayed]) -> Iterator[Replayed]:
+    """What was saved that some tensors are derived from, whether a backward reads it or not.
+
+    found: all that was saved in their part of the graph.
+    """
+    saved = saved_by_edge(found)
+    in_part = {edge for edge, items in saved.items() if parts_saved([item.record for item in items])}
+    for item in derived:
+        origins = origins_of(edge_of(item), saved.__contains__, in_part.__contains__)
+        for edge in () if origins is None else origins.edges:
+            yield from saved[edge]
 
 
 def _with_origins(
@@ -100,7 +113,7 @@ def _with_origins(
     in_part = {edge for edge, items in saved.items() if parts_saved([item.record for item in items])}
     together = []
     for item in derived:
-        nodes = (_readers(part.nodes, [item]) or {}).get(item.first, [])
+        nodes = _readers(part.nodes, [item])[item.first]
         origins = origins_of(edge_of(item), saved.__contains__, in_part.__contains__)
         if origins is None:
             continue
@@ -128,8 +141,8 @@ def divided_open(part: Part) -> list[Section]:
     return [section for section in _connected(part, order, place, count) if section.nodes]
 
 
-def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[Any]] | None:
-    """By the memory that holds it, the nodes that saved each tensor; None if there is one of which it is not known."""
+def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[Any]]:
+    """By the memory that holds it, the nodes that saved each tensor; none where that is not known."""
     memory = {item.record.handle: item.first for item in found}
     readers: dict[Any, list[Any]] = {item.first: [] for item in found}
     for node in nodes:
@@ -137,7 +150,7 @@ def _readers(nodes: Sequence[Any], found: Sequence[Replayed]) -> dict[Any, list[
             handle = stored_of(value)
             if handle in memory:
                 readers[memory[handle]].append(node)
-    return readers if all(readers.values()) else None
+    return readers
 
 
 def _in_forward_order(part: Part) -> list[Any]:

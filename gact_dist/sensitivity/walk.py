@@ -60,7 +60,7 @@ from .by_differences import step_along
 from .halfway import Halfway, OpenTally, WalkedVisit, form_of, saved_between
 from .parts import Gradient, OpaqueError, Part, closed_to, cut_off, edge_of, present, refused, repeated_as, seen_through
 from .perturbation import Shown, own_bits, rounding_of, square_distance, widest_inexact
-from .sections import Section, divided, divided_open, is_out_of_reach, note_gradients, passed_on
+from .sections import Section, divided, divided_open, is_out_of_reach, note_gradients, operands_of, passed_on
 from .surroundings import copied
 
 _log = logging.getLogger(__name__)
@@ -114,8 +114,10 @@ class Tally:
         if not by_edge:
             return
         if self.uses == 1 and not self.sums and len(by_edge) == len(by_edge[0]) == 1:
-            self._add_square(by_edge[0][0][1], directions)
-            return
+            product = by_edge[0][0][1]
+            if self.tensor is None or product.shape == self.tensor.shape:  # a block may see it in another shape
+                self._add_square(product, directions)
+                return
         while len(self.sums) < directions:
             self.sums.append(self._zeros(by_edge[0][0][1]))
         for seen in by_edge:
@@ -219,6 +221,9 @@ class Walk:
         finally:
             for item in self._forward.between:
                 item.record.handle.on_restore = None
+        derived = [item for item in between.used if item.first in self._forward.derived]
+        if derived:
+            between.used.update(operands_of(derived, self._forward.between))
         for end, gradient in zip(between.tails, found, strict=False):
             end.add(gradient)
 
