@@ -498,6 +498,9 @@ class SavedTensorHooks:
             with self._observed(observer, readers), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
+            if record.by_parts:
+                for name in record.keep_small_constants(fraction):
+                    self._roles.keep_exactly(name)
         self._again = record.recomputed or self._again
 
     @contextmanager

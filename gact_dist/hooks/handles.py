@@ -462,6 +462,11 @@ class Recorded:
         return Role.ACTIVATION if self.compressible or self.derived else Role.STATISTIC
 
     @property
+    def has_graph(self) -> bool:
+        """Whether a backward reaches it; only rounding it anew shows what another one does."""
+        return self.node is not None
+
+    @property
     def limits(self) -> Limits | None:
         """See Replaceable."""
         return self.handle.limits
@@ -518,6 +523,8 @@ class Noted:
     """see Replaceable"""
     recomputes: bool = False
     """whether others of its block are computed from it once more, as it is stored"""
+    has_graph: bool = True
+    """as in Recorded"""
 
     @property
     def compressible(self) -> bool:
