@@ -90,16 +90,11 @@ def attempt(
             if is_faulty or not is_refused:
                 break
         if is_faulty and forward is not None:
-            alone = _Called(forward)
-            try:
-                run_alone(model, alone, blocks_of(model, blocks), gives_loss=gives_loss)
-            except MeasurementError as error:
-                found = Attempt(Ending.NOT_HERE, reason=first_line(error))
-            except distributed.PeerFailedError as error:
-                _log.debug("%s: %s", doing, error)  # what that rank raises, all do
-            except Exception as error:
-                if alone.was_called and not is_out_of_memory(error):  # the job may fit only because it is compressed
-                    raise
+            own = _Called(forward)
+            run = partial(run_alone, model, own, blocks_of(model, blocks), gives_loss=gives_loss)
+            alone = _tried(doing, run, is_guess=False, is_of_job=own.is_cause_of)
+            if alone.ending is Ending.NOT_HERE:
+                found = Attempt(Ending.NOT_HERE, reason=alone.reason)
     if found.ending is Ending.FAULT:
         distributed.say_once(_log, _FAULT, doing, found.reason, on_its_rank=True)
     return found
@@ -109,11 +104,15 @@ class _Called:
     """A forward that knows whether it was called."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
-        self._forward, self.was_called = forward, False
+        self._forward, self._was_called = forward, False
 
     def __call__(self) -> Any:
-        self.was_called = True
+        self._was_called = True
         return self._forward()
+
+    def is_cause_of(self, error: Exception) -> bool:
+        """Whether an error is its own; of memory it may have too little only because nothing is compressed."""
+        return self._was_called and not is_out_of_memory(error)
 
 
 def _repeating_the_last(choices: Iterable[_Examples]) -> Iterator[_Examples]:
@@ -124,7 +123,10 @@ def _repeating_the_last(choices: Iterable[_Examples]) -> Iterator[_Examples]:
         yield examples
 
 
-def _tried(doing: str, work: Callable[[], _T], *, is_guess: bool) -> Attempt[_T]:
+def _tried(
+    doing: str, work: Callable[[], _T], *, is_guess: bool, is_of_job: Callable[[Exception], bool] | None = None
+) -> Attempt[_T]:
+    """is_of_job: tells errors that are raised as they are."""
     try:
         return Attempt(Ending.DONE, work())
     except distributed.PeerFailedError:
@@ -134,6 +136,8 @@ def _tried(doing: str, work: Callable[[], _T], *, is_guess: bool) -> Attempt[_T]
         ending = Ending.NOT_HERE if isinstance(error, MeasurementError) else Ending.REFUSED
         return Attempt(ending, reason=first_line(error))
     except Exception as error:
+        if is_of_job is not None and is_of_job(error):
+            raise
         # Only texts outlast this: the error would keep the failed forward's frames alive, and with them its graph.
         return _failed(error, doing, is_guess=is_guess)
 
