@@ -46,7 +46,7 @@ from ..sensitivity import (
     untouched,
 )
 from .attempts import Attempt, Ending, attempt, on_any_sharing
-from .verification import Verifier
+from .verification import Verdict, Verifier
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -107,6 +107,8 @@ class Adaptation:
     """of tensors whose names are new"""
     stored_exactly: dict[str, str] = field(default_factory=dict)
     """tensors that this adaptation found must not be rounded, each with the reason"""
+    refuted: bool = False
+    """whether what it measured is worth little; see Verdict.refutes"""
 
     def to_dict(self, step: int) -> dict[str, Any]:
         """Plain values for a line of JSON."""
@@ -306,13 +308,14 @@ class Adapter:
         if self._verifier is not None and now.is_spread:
             yield
         fits = partial(self._fits, step_bytes, now)
-        found = self._faults_of(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs, fits)
+        verdict = self._verdict_on(Plan({**current.bits, **plan}, choice.default), now, choice.variance, costs, fits)
+        found = verdict.found
         plan.update(dict.fromkeys(found))
         curves = zip(costs.names, costs.variance, strict=True)
         sensitivity = {name: float(curve[-1]) * 255.0**2 for name, curve in curves}
         return Adaptation(
             plan, sensitivity, choice.variance, choice.average_bits, invalid,
-            choice.error, choice.kept and not found, choice.default, {**exact, **found},
+            choice.error, choice.kept and not found, choice.default, {**exact, **found}, verdict.refutes,
         )  # fmt: skip
 
     def start(self, forward: Callable[[], Any]) -> StepBytes | None:
@@ -407,24 +410,25 @@ class Adapter:
         if not invalid.keys() - exact:
             return costs, {}, {}
         fits = partial(self._fits, self._weigh(now.batch.whole) if self.policy.needs_step_bytes else None, now)
-        judged, found, _ = self._verifier.verify(now.batch, self._hooks.plan, now.step, fits=fits)
+        verdict = self._verifier.verify(now.batch, self._hooks.plan, now.step, fits=fits)
+        found = verdict.found
         if found:
             self._hooks.plan = self._hooks.plan.updated(dict.fromkeys(found))
             costs, invalid = yield from self._measured(now)
         invalid = {name: ranks for name, ranks in invalid.items() if name not in exact}
         lost = [name for name in invalid if name not in costs.names]
-        if not judged or not lost:
+        if not verdict.judged or not lost:
             return costs, invalid, found
         if self._is_first:
             _log.warning("stored exactly until their sensitivity is finite on some rank: %s", ", ".join(lost))
         return costs, invalid, {**found, **dict.fromkeys(lost, "its sensitivity is not finite")}
 
-    def _faults_of(
+    def _verdict_on(
         self, plan: Plan, now: _Progress, predicted: float, costs: Costs, fits: Callable[[Iterable[str]], bool]
-    ) -> dict[str, str]:
-        """The tensors that a plan must not round, each with the reason. fits: as for Verifier.verify()."""
+    ) -> Verdict:
+        """Which tensors a plan must not round. fits: as for Verifier.verify()."""
         if self._verifier is None:
-            return {}
+            return Verdict(False, {})
         variances = {
             name: float(curve[width - 1])
             for name, curve in zip(costs.names, costs.variance, strict=True)
@@ -435,7 +439,7 @@ class Adapter:
             for name, curve in zip(costs.names, costs.variance, strict=True)
             if plan.bits_of(name) is not None
         )
-        verdict = self._verifier.verify(
+        return self._verifier.verify(
             now.batch,
             plan,
             now.step,
@@ -444,7 +448,6 @@ class Adapter:
             variances=variances,
             fits=fits,
         )
-        return verdict.found
 
     def _fits(self, step_bytes: StepBytes | None, now: _Progress, found: Iterable[str]) -> bool:
         """Whether a budget of bytes has room for some more tensors that are stored exactly. A collective call.

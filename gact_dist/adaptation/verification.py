@@ -104,6 +104,9 @@ class Verdict(NamedTuple):
     """the tensors that have to be stored exactly from now on, each with the reason"""
     fault: str | None = None
     """what is wrong with the plan, where nothing was searched for, or too much found"""
+    refutes: bool = False
+    """whether what was predicted, more than the gradient itself, is refuted: where one tensor that must not be rounded
+    was, as the sensitivities were measured, all others follow from what that did"""
 
 
 class LearntByVerifying(NamedTuple):
@@ -173,7 +176,7 @@ class Verifier:
             return Verdict(False, {})
         if reason is None:
             self._warn_of_noise(seen)
-            return Verdict(True, {})
+            return Verdict(True, {}, refutes=self._refutes(seen))
         if not search:
             return Verdict(True, {}, reason)
         if self._lacks_bytes:  # another search would take long, and find as much
@@ -184,8 +187,13 @@ class Verifier:
             if self._is_first:
                 _log.log(logging.INFO if provisional else logging.WARNING, _DOES_NOT_FIT, reason, _listed(found))
             return Verdict(True, {}, reason)
-        self._warn_of_noise(compare(plan.updated(dict.fromkeys(found))))
-        return Verdict(True, self._store_exactly(found, reason, complete))
+        mended = compare(plan.updated(dict.fromkeys(found)))
+        self._warn_of_noise(mended)
+        return Verdict(True, self._store_exactly(found, reason, complete), refutes=self._refutes(mended))
+
+    def _refutes(self, seen: _Seen) -> bool:
+        expected = 0.0 if self._predicted is None else self._expected(seen)
+        return seen.compared and seen.finite and expected > max(seen.square, self._limit * seen.error)
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learnt."""

@@ -300,16 +300,16 @@ class Schedule:
             return
         search = provisional or self.adapter is None
         with self.measurement():
-            _, found, fault = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
-        if fault is not None:
+            verdict = self.verifier.verify(batch, self.plan, self.step, provisional=provisional, search=search)
+        if verdict.fault is not None:
             if distributed.is_first(self.groups):
-                _log.warning("bits are chosen anew before their time: under the plan in use %s", fault)
+                _log.warning("bits are chosen anew before their time: under the plan in use %s", verdict.fault)
             self.adapt(batch, Haste.FAULT)
-        if found:
-            self.hooks.plan = self.plan.updated(dict.fromkeys(found))
+        if verdict.found:
+            self.hooks.plan = self.plan.updated(dict.fromkeys(verdict.found))
             for group in self.groups:
                 distributed.check_agreement(self.plan.bits, group=group)
-            adaptation = Adaptation({}, {}, 0.0, 0.0, {}, kept=True, stored_exactly=found)
+            adaptation = Adaptation({}, {}, 0.0, 0.0, {}, kept=True, stored_exactly=verdict.found)
             self._note(adaptation)
 
     def adapt(self, batch: ProbeBatch, haste: Haste = Haste.NONE) -> None:
@@ -368,7 +368,7 @@ class Schedule:
     def _interval_after(self, adaptation: Adaptation) -> int:
         """Optimizer steps until the next adaptation."""
         usual = self.config.adapt_interval
-        if not adaptation.sensitivity:  # an error or too little memory, perhaps of this batch alone
+        if adaptation.refuted or not adaptation.sensitivity:  # an error or too little memory, perhaps of this batch
             self._failed += 1
             return min([usual, *_RETRIES[self._failed - 1 : self._failed]])
         self._failed = 0
