@@ -213,6 +213,11 @@ class SavedTensorHooks:
         for name in names:
             self._roles.derived.store(name)
 
+    def keep_exactly(self, name: str) -> None:
+        """From now on a tensor is not rounded."""
+        self._settled.forget()
+        self._roles.keep_exactly(name)
+
     def close(self) -> None:
         """Remove the hooks from the model's modules; host memory goes back with the last graph that uses it."""
         self.suspend()
@@ -498,9 +503,6 @@ class SavedTensorHooks:
             with self._observed(observer, readers), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
-            if record.by_parts:
-                for name in record.keep_small_constants(fraction):
-                    self._roles.keep_exactly(name)
         self._again = record.recomputed or self._again
 
     @contextmanager

@@ -1,7 +1,7 @@
 """What becomes of a captured tensor: it is stored, as in a step of the job, or recorded, to be measured."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,6 @@ from .replay import Replayed, recorded, recorded_in
 from .roles import Role
 from .saved_edges import Reads
 from .way import Way
-
-_WORTH_MEASURING = 1000
-"""of what a step keeps, a tensor without a graph that is a smaller part is stored exactly: a table of sines"""
 
 
 class Captured(NamedTuple):
@@ -456,15 +453,6 @@ class Record(Sink):
         own = captured._replace(tensor=captured.tensor.clone())  # the graph may write over its own
         return codec.pack(self.take(own).restore(), bits=None)
 
-    def keep_small_constants(self, fraction: float) -> Iterator[str]:
-        """When the forward is over: the names of what has no graph and is too little to be worth its perturbation,
-        which takes two backwards of each block that reads it. fraction: of a step's examples that it has seen."""
-        least = sum(map(_bits_of, self.found)) / fraction / _WORTH_MEASURING
-        for record in self.found:
-            if record.compressible and not record.has_graph and _bits_of(record) < least:
-                record.keep_exactly()
-                yield record.name
-
     def settle(self, roles: Mapping[str, Role]) -> None:
         """When the forward is over, some tensors turn out not to be rounded."""
         for record in self.found:
@@ -473,7 +461,3 @@ class Record(Sink):
             unsettled = record.compressible or record.derived
             if unsettled and roles.get(record.name, Role.ACTIVATION) is not Role.ACTIVATION:
                 record.keep_exactly()
-
-
-def _bits_of(record: Recorded | Noted) -> int:
-    return record.numel * record.itemsize_bits

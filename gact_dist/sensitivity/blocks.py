@@ -65,6 +65,8 @@ from .parts import Part
 from .surroundings import Generators, Surroundings, copied
 
 _AT_ONCE = 1 << 16  # elements
+_WORTH_MEASURING = 1000
+"""of what a step keeps, a tensor without a graph that is a smaller part is stored exactly: a table of sines"""
 
 
 class CutError(RuntimeError):
@@ -225,7 +227,18 @@ class BlockForward:
             result = forward()
         self.between, self._aliases = [*_recorded(self.found), *self._aliases], []
         self.mode.on_discrete, self.mode.observes = None, False
+        if not self.mode.inner_backward:  # as it has no blocks, and is measured in another way
+            self._keep_small_constants(fraction)
         return scalar(self.mode.root_of(result))
+
+    def _keep_small_constants(self, fraction: float) -> None:
+        """What has no graph can only be perturbed, which takes two backwards of each block that reads it."""
+        sizes = [record.numel * record.itemsize_bits for record in self.found]
+        least = sum(sizes) / fraction / _WORTH_MEASURING
+        for record, size in zip(self.found, sizes, strict=True):
+            if record.compressible and not record.has_graph and size < least:
+                record.keep_exactly()
+                self._hooks.keep_exactly(record.name)
 
     def _cut_between(self, root: GradientEdge) -> None:
         self.last = self._part_before([root])
