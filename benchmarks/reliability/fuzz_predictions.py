@@ -12,23 +12,17 @@ Not judged are cases whose error is more than a hundredth of the gradient or los
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import math
 import random
-import sys
-import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.reliability import results
+from benchmarks.reliability import cases
 from benchmarks.reliability.fuzz_settled_saves import (
     BATCH,
     NAMES,
@@ -151,32 +145,13 @@ def check(seed: int, counts: collections.Counter[str]) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next number")
+    entry = "fuzz of predictions"
+    parser = cases.parser_of(__doc__, entry)
     parser.add_argument("--in-sections", action="store_true", help="differentiate all that can be in sections")
-    parser.add_argument(
-        "--json", type=Path, help="file of results, in which the entry 'fuzz of predictions' is replaced"
-    )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     if arguments.in_sections:
         sections.LEAST_BYTES = 1
-    counts: collections.Counter[str] = collections.Counter()
-    found, start = [], time.perf_counter()
-    for seed in range(arguments.seed, arguments.seed + arguments.cases):
-        difference = check(seed, counts)
-        if difference is not None:
-            found.append(difference)
-            print(difference, flush=True)
-    seconds = round(time.perf_counter() - start)
-    about = {"seed": arguments.seed, "in_sections": arguments.in_sections, "seconds": seconds}
-    figures = {**about, **dict(sorted(counts.items())), "differences": found}
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        results.write(arguments.json, "fuzz of predictions", figures)
-    sys.exit(bool(found))
+    cases.run(arguments, entry, check, in_sections=arguments.in_sections)
 
 
 if __name__ == "__main__":

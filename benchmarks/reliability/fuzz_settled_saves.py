@@ -13,15 +13,9 @@ machine without a C++ compiler, where nothing does. Losses and gradients must be
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import random
-import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.reliability import results
+from benchmarks.reliability import cases
 from gact_dist import Config, attach
 from gact_dist.hooks import engine
 from gact_dist.hooks.recipes_again import RecipeAgain
@@ -247,30 +241,8 @@ def check(seed: int, counts: collections.Counter[str]) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; the next has the next number")
-    parser.add_argument(
-        "--json", type=Path, help="file of results, in which the entry 'fuzz of settled saves' is replaced"
-    )
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    counts: collections.Counter[str] = collections.Counter()
-    found, start = [], time.perf_counter()
-    for seed in range(arguments.seed, arguments.seed + arguments.cases):
-        difference = check(seed, counts)
-        if difference is not None:
-            found.append(difference)
-            print(difference, flush=True)
-        if counts["cases"] % 1000 == 0:
-            print(f"{counts['cases']} cases, {len(found)} differences", flush=True)
-    seconds = round(time.perf_counter() - start)
-    figures = {"seed": arguments.seed, "seconds": seconds, **dict(sorted(counts.items())), "differences": found}
-    print(json.dumps(figures, indent=1))
-    if arguments.json:
-        results.write(arguments.json, "fuzz of settled saves", figures)
-    sys.exit(bool(found))
+    entry = "fuzz of settled saves"
+    cases.run(cases.parser_of(__doc__, entry).parse_args(), entry, check)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .. import codec
 from .._patches import replaced
 from .._torch_internals import RESPECTS_HOOKS, checkpoint_calls, inputs_of, next_sequence_number
-from ..distributed import gathered, sharding, tensor_parallel_groups, unwrap, user_path
+from ..distributed import gathered, least_of_ranks, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     LEAVES_CHECKPOINT,
     STARTS,
@@ -233,8 +233,8 @@ class BlockForward:
 
     def _keep_small_constants(self, fraction: float) -> None:
         """What has no graph can only be perturbed, which takes two backwards of each block that reads it."""
-        sizes = [record.numel * record.itemsize_bits for record in self.found]
-        least = sum(sizes) / fraction / _WORTH_MEASURING
+        sizes = list(map(bytes_of, self.found))
+        least = least_of_ranks(sum(sizes) / fraction / _WORTH_MEASURING, self.groups)
         for record, size in zip(self.found, sizes, strict=True):
             if record.compressible and not record.has_graph and size < least:
                 record.keep_exactly()
@@ -804,6 +804,10 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 def _memory(tensor: Tensor) -> Tensor:
     """All that a tensor's storage holds, in one dimension."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def bytes_of(record: Any) -> int:
+    return int(record.numel * record.itemsize_bits // 8)
 
 
 def substituted(structure: Any, tensors: dict[int, Tensor]) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..hooks import Replayed
 from .autograd_graph import ExamplesRefusedError
-from .blocks import BlockForward
+from .blocks import BlockForward, bytes_of
 from .perturbation import Shown
 
 _FIRST_WALK = 0.3
@@ -105,7 +105,3 @@ def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> 
         weights, last = [1] * len(weights), 1
     wanted = ((1.0 + _FIRST_WALK) * done - _FIRST_WALK) * (sum(weights) + last)
     return min(range(start + 1, len(weights) + 1), key=lambda stop: abs(sum(weights[:stop]) - wanted))
-
-
-def bytes_of(record: Any) -> int:
-    return int(record.numel * record.itemsize_bits // 8)

@@ -39,12 +39,12 @@ from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, shardi
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
-from .blocks import BlockForward, CutError
+from .blocks import BlockForward, CutError, bytes_of
 from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_match import EagerTensors, seen
 from .compressed_perturbation import CompressedPerturbation
-from .halfway import Halfway, ResumeError, bytes_of, stop_of
+from .halfway import Halfway, ResumeError, stop_of
 from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
 from .isolation import untouched
 from .measuring_mode import MeasuringMode

@@ -96,12 +96,20 @@ def operands_of(derived: Iterable[Replayed], found: Sequence[Replayed]) -> Itera
 
     found: all that was saved in their part of the graph.
     """
+    for _, _, operands in _origins(derived, found):
+        yield from operands
+
+
+def _origins(
+    derived: Iterable[Replayed], found: Sequence[Replayed]
+) -> Iterator[tuple[Replayed, set[Any], list[Replayed]]]:
+    """What is derived, the nodes that saved its operands, and those of its operands that others saved."""
     saved = saved_by_edge(found)
     in_part = {edge for edge, items in saved.items() if parts_saved([item.record for item in items])}
     for item in derived:
         origins = origins_of(edge_of(item), saved.__contains__, in_part.__contains__)
-        for edge in () if origins is None else origins.edges:
-            yield from saved[edge]
+        if origins is not None:
+            yield item, origins.makers, [operand for edge in origins.edges for operand in saved[edge]]
 
 
 def _with_origins(
@@ -109,16 +117,11 @@ def _with_origins(
 ) -> list[set[Any]]:
     """The nodes that are to share a section: those that read what is derived, and those that saved its operands. What
     moves it and was saved by others is counted as read where it is read."""
-    saved = saved_by_edge(found)
-    in_part = {edge for edge, items in saved.items() if parts_saved([item.record for item in items])}
     together = []
-    for item in derived:
+    for item, makers, operands in _origins(derived, found):
         nodes = _readers(part.nodes, [item])[item.first]
-        origins = origins_of(edge_of(item), saved.__contains__, in_part.__contains__)
-        if origins is None:
-            continue
-        together.append({*origins.makers, *nodes})
-        for first in (operand.first for edge in origins.edges for operand in saved[edge]):
+        together.append({*makers, *nodes})
+        for first in (operand.first for operand in operands):
             readers[first] += [node for node in nodes if node not in readers[first]]
     return together
 
