@@ -5,8 +5,7 @@ layer, and keeps that for its backward: 2 or 4 bytes for each pair of tokens, wh
 else that a compressed block keeps. The boolean mask is one for all layers, as a rule, and takes one bit for each pair.
 So the other is made again from it; nothing is rounded.
 
-A pack hook is not told which operator saves. So while a step has its hooks, scaled_dot_product_attention has a wrapper,
-which knows what it was given. What is saved within the call, without a graph, in a shape that the mask fills, and is
+What is saved within a call of attention (attention_calls.py), without a graph, in a shape that the mask fills, and is
 none of the operands, is such a mask. On a CPU it is compared with the boolean one; elsewhere that would wait for the
 device, so an observed step compares, and a later one trusts what has the same name.
 
@@ -17,63 +16,39 @@ would look alike; and heads as wide as the sequence is long.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .._patches import SharedPatch
 from .._torch_internals import PLAIN, is_fake, once, storage_id
-
-
-class _Call(NamedTuple):
-    """One running call of attention."""
-
-    thread: int
-    mask: Tensor
-    operands: tuple[Any, ...]
+from .attention_calls import running_call
 
 
 class BooleanMasks:
-    """Knows the boolean mask of the attention that is running."""
+    """Knows which saved tensors attention has made of boolean masks."""
 
     def __init__(self) -> None:
-        self._call: _Call | None = None
         self._known: set[str] = set()  # of what an observed step has compared
-
-    def watched(self) -> AbstractContextManager[None]:
-        """Within the context calls of attention are seen."""
-        return _ATTENTION.listening(F, self)
 
     @property
     def is_running(self) -> bool:
         """Whether an attention is, and was given one."""
-        return self._call is not None
+        return self._mask() is not None
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of attention begins; what is wrong with it is left to that."""
-        mask = mask_given(args, kwargs)
-        if type(mask) not in PLAIN or mask.dtype is not torch.bool or mask.dim() < 2:
-            return
-        if not (kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)):
-            named = (kwargs.get(name) for name in ("query", "key", "value"))
-            self._call = _Call(threading.get_ident(), mask, (*args[:3], *named))
-
-    def leave(self) -> None:
-        """It ends."""
-        self._call = None
+    @staticmethod
+    def _mask() -> Tensor | None:
+        call = running_call()
+        mask = None if call is None or call.has_dropout else call.mask
+        return None if mask is None or mask.dtype is not torch.bool or mask.dim() < 2 else mask
 
     def behind(self, tensor: Tensor, name: str, observed: bool) -> Tensor | None:
         """The boolean mask that a saved tensor was made of, None if it was not. name: of the tensor."""
-        call = self._call
-        if call is None or call.thread != threading.get_ident() or type(tensor) not in PLAIN:
+        call, mask = running_call(), self._mask()
+        if call is None or mask is None or type(tensor) not in PLAIN:
             return None
-        mask, operands = call.mask, [x for x in call.operands if type(x) in PLAIN]
+        operands = call.operands
         if tensor.grad_fn is not None or not tensor.is_floating_point():
             return None
         if tensor.shape != mask.shape and (tensor.dim() != 4 or not _fills(mask.shape, tensor.shape)):
@@ -85,11 +60,6 @@ class BooleanMasks:
             if is_fake(tensor) or _is_made_of(mask, tensor):
                 self._known.add(name)
         return mask if name in self._known else None
-
-
-def mask_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The mask of a call of scaled_dot_product_attention."""
-    return kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
 
 
 def _is_made_of(mask: Tensor, tensor: Tensor) -> bool:
@@ -125,23 +95,3 @@ def _fills(mask: Sequence[int], shape: Sequence[int]) -> bool:
     sizes = (*(1 for _ in range(len(shape) - len(mask))), *mask)
     fits = len(sizes) == len(shape) and sizes[-1] == shape[-1]
     return fits and all(size in (1, whole) for size, whole in zip(sizes, shape, strict=True))
-
-
-def _noting(attention: Callable[..., Any], listeners: list[Any]) -> Callable[..., Any]:
-    @wraps(attention)
-    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        current = list(listeners)
-        for masks in current:
-            masks.enter(args, kwargs)
-        try:
-            return attention(*args, **kwargs)
-        finally:
-            for masks in current:
-                masks.leave()
-
-    return scaled_dot_product_attention
-
-
-_ATTENTION = SharedPatch("scaled_dot_product_attention", _noting)
-WRAPPER = _noting(F.scaled_dot_product_attention, []).__code__
-"""stands between a caller of attention and the operator"""

@@ -44,6 +44,7 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
+from .attention_scores import SOFTMAXES, added_to, probabilities
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
@@ -242,7 +243,7 @@ class Derived:
         if found is None:
             names.made.pop(name, None)
             return None
-        (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
+        (names.again if waits else names.made)[name] = round(found.elements / fraction)
         return None if waits else found
 
     def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
@@ -272,7 +273,8 @@ class Derived:
     def note_again(self, tensor: Tensor, name: str) -> None:
         """A block saves a tensor while it runs again in a backward of the job."""
         if name not in self.names.again:
-            self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
+            found = recipe_of(tensor, _edge_of(tensor))
+            self.names.again[name] = 0 if found is None else found.elements
 
     def begin(self) -> None:
         """A measurement begins whose bits are those of a new plan: it derives what may be derived from then on."""
@@ -846,6 +848,27 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
     return wanted.reads.attention(again, node)
 
 
+def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
+    """See [Note: scores again] in attention_scores.py."""
+    _check_whole(node, wanted)
+    edge, masks = node.next_functions[0], []
+    below = edge[0]
+    if below is not None and below.name() == "AddBackward0" and below.next_functions[1][0] is None:
+        mask = added_to(node)
+        if mask is None:
+            raise _NotDerivable
+        edge, masks = below.next_functions[0], [mask]
+    return Expression(probabilities(node), _term(edge, wanted, depth), *masks)
+
+
+def _matrix_product(node: Any, wanted: _Making, _: int) -> Expression:
+    _check_whole(node, wanted)
+    operands = [_statistic(node, slot, wanted) for slot in ("self", "mat2")]
+    if any(below is None and is_rounded(each) for (below, _), each in zip(node.next_functions, operands, strict=True)):
+        raise _NotDerivable
+    return Expression(torch.bmm, *operands, most=sum(map(numel_of, operands)))
+
+
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}
 _MOVES: dict[str, Callable[[Any, int], Callable[[Tensor], Tensor]]] = {
     "CloneBackward0": lambda *_: Tensor.detach,
@@ -881,6 +904,7 @@ _OPERATORS: dict[str, _Operator] = {
     "CeluBackward0": _pointwise(torch.celu, torch.celu_, alpha="alpha"),
     "MulBackward0": _product,
     "DivBackward0": _quotient,
+    "BmmBackward0": _matrix_product,
     **dict.fromkeys(OPERATORS, _attention),
 }
 _WITHOUT_OPERANDS: dict[str, _Operator] = {
@@ -891,6 +915,7 @@ _WITHOUT_OPERANDS: dict[str, _Operator] = {
     "StackBackward0": _joined,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,
+    **dict.fromkeys(SOFTMAXES, _softmax),
     **dict.fromkeys(_MOVES, _moved),
 }
 """that save none of their operands"""

@@ -28,6 +28,7 @@ from .._torch_internals import (
     is_compiled,
     is_inside_transform,
     is_no_input,
+    once,
     storage_id,
     without_innermost_hooks,
     without_modes,
@@ -40,6 +41,8 @@ from ..policies import Plan, Policy, policy_of
 from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_part, note_stored
+from .attention_calls import attention_calls
+from .attention_scores import AddedMask, call_with_mask, note_added, note_added_as_it_is
 from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import (
     CallSite,
@@ -298,8 +301,6 @@ class SavedTensorHooks:
         if IS_BUILT and plain and not self._namer.scope.compiled:
             self._open_settled()
         told = told_of_checkpoints(self._at_checkpoint)
-        # what is compiled would be so anew for another function in the place of attention
-        watched = self._masks.watched() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
         offered = checkpoints_offering_inputs(self._pack_hook) if self.config.checkpoint_inputs else nullcontext()
         collector = collector_at_rest() if self._sink is self._job else nullcontext()
         try:
@@ -307,7 +308,7 @@ class SavedTensorHooks:
                 self._observed(observer, readers, True),
                 told,
                 offered,
-                watched,
+                self._attention_calls(),
                 self._saved_tensors_hooks(),
                 collector,
             ):
@@ -351,6 +352,10 @@ class SavedTensorHooks:
             in_modes=self._pack,
             long_way=self._pack_long_way,
         )
+
+    def _attention_calls(self) -> AbstractContextManager[None]:
+        """What is compiled would be so anew for another function in the place of attention."""
+        return attention_calls() if self.policy.rounds and not self._namer.scope.compiled else nullcontext()
 
     @contextmanager
     def _observed(
@@ -500,7 +505,7 @@ class SavedTensorHooks:
             record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):
             readers = None if observer is None else Readers(self._roles, record)
-            with self._observed(observer, readers), self._saved_tensors_hooks():
+            with self._observed(observer, readers), self._attention_calls(), self._saved_tensors_hooks():
                 yield record.found
             record.settle(self._roles.by_name)
         self._again = record.recomputed or self._again
@@ -629,6 +634,7 @@ class SavedTensorHooks:
         record = self._storages.of(tensor)
         if expected.is_part:
             self._what_to_store(tensor, expected.name, record)
+        self._note_mask(tensor, expected.name)
         captured = Captured(tensor, expected.name, expected.role, record, reads=Reads())
         handle = self._job.take(captured)
         if expected.is_sign:
@@ -860,6 +866,7 @@ class SavedTensorHooks:
         """
         name = self._namer.name(tensor, site)
         rounds, target = self.policy.rounds, tensor
+        self._note_mask(tensor, name)
         if rounds and read is None and tensor._is_view():
             target = self._what_to_store(tensor, name, record)
         sink = self._sink
@@ -905,13 +912,31 @@ class SavedTensorHooks:
         mask = self._masks.behind(tensor, name, self._readers is not None) if self.encoder.is_large(tensor) else None
         if mask is None:
             return None
+        return Recipe(MaskAgain(self._handle_of_mask(mask, f"{name} of booleans"), tensor), tensor)
+
+    def _note_mask(self, tensor: Tensor, name: str) -> None:
+        """What attention has added to the scores of its probabilities. See [Note: scores again]."""
+        call = call_with_mask(tensor) if self.encoder.may_derive and self.policy.rounds else None
+        if call is None:
+            return
+        if call.mask is None or self._sink.records:
+            note_added_as_it_is(tensor, call)
+            return
+        mask = once(call.mask)  # a copy, for no operator saves it, and it may be written over
+        note_added(tensor, AddedMask(self._handle_of_mask(mask, f"{name} mask", copies=True)))
+
+    def _handle_of_mask(self, mask: Tensor, name: str, copies: bool = False) -> Any:
+        """Of one that no operator saves. It serves all layers that have the same."""
         record = self._storages.of(mask)
         handle: Any = self.given.keep(mask) if self.given.holds(mask) else alias_of(mask, record)
         if handle is None:
-            record.seen_bytes = max(record.seen_bytes, mask.untyped_storage().nbytes())  # no operator saves it
-            handle = self._sink.take(Captured(mask, f"{name} of booleans", None, record))
-            note_stored(mask, record, handle)
-        return Recipe(MaskAgain(handle, tensor), tensor)
+            record.seen_bytes = max(record.seen_bytes, mask.untyped_storage().nbytes())
+            own = mask.clone() if copies else mask
+            role = None if mask.dtype is torch.bool else Role.STATISTIC
+            handle = self._sink.take(Captured(own, name, role, record))
+            if own.stride() == mask.stride():
+                note_stored(mask, record, handle)
+        return handle
 
     def _role_in_function(self, tensor: Tensor, name: str, role: Role | None, site: CallSite) -> Role | None:
         """What a custom function that is saving makes of a tensor's role."""
@@ -1039,7 +1064,7 @@ def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
         with without_modes():
             return running()(tensor)
 
-    with _hooked(pack, _unpack):
+    with attention_calls(), _hooked(pack, _unpack):
         yield
     if whole:
         replay.check_complete()

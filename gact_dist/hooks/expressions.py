@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ class Form(NamedTuple):
     nbytes: int
     gelu: str | None
     """what GELU's `approximate` is, if it is one"""
+    most: float
+    """see Recipe.elements"""
 
 
 class Expression:
@@ -64,15 +67,16 @@ class Expression:
         depth: int = 1,
         local: Local | None = None,
         gelu: str | None = None,
+        most: float = math.inf,
     ) -> None:
-        """in_place, is_private, local, gelu: see Form. depth: see Recipe."""
+        """in_place, is_private, local, gelu, most: see Form. depth: see Recipe."""
         nbytes = deepest = 0
         for operand in operands:
             if isinstance(operand, (Expression, Copy)):
                 nbytes += operand.nbytes
             if not isinstance(operand, Copy):
-                deepest = max(deepest, _depth(operand))
-        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu)
+                deepest, most = max(deepest, _depth(operand)), min(most, _most(operand))
+        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu, most)
         self.operands = operands
 
     def of(self, operands: tuple[Any, ...]) -> Expression:
@@ -90,6 +94,11 @@ class Expression:
     def depth(self) -> int:
         """See Recipe."""
         return self.form.depth
+
+    @property
+    def most(self) -> float:
+        """See Recipe.elements."""
+        return self.form.most
 
     @property
     def is_private(self) -> bool:
@@ -205,6 +214,14 @@ def _depth(operand: Any) -> int:
         return operand.depth
     base = base_of(operand)
     return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
+
+
+def _most(operand: Any) -> float:
+    """See Recipe.elements."""
+    if isinstance(operand, Expression):
+        return operand.most
+    base = base_of(operand)
+    return base.payload.elements if isinstance(base, Stored) and isinstance(base.payload, Recipe) else math.inf
 
 
 def numel_of(handle: Any) -> int:

@@ -34,7 +34,7 @@ from .._torch_internals import (
     storage_reference,
     without_modes,
 )
-from .boolean_masks import WRAPPER, mask_given
+from .attention_calls import WRAPPER, mask_given
 
 
 class Role(Enum):
@@ -73,7 +73,7 @@ _COMPOSITES = {F.multi_head_attention_forward: _with_interception(F.multi_head_a
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """what a call of a backward is to a function mode"""
 
-_ATTENTION = F.scaled_dot_product_attention  # itself: see [Note: boolean masks] in boolean_masks.py
+_ATTENTION = F.scaled_dot_product_attention  # itself: see attention_calls.py
 _NORMALISATIONS = {F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm}
 
 

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.hooks.attention_calls import AttentionCall, running
 from gact_dist.hooks.boolean_masks import BooleanMasks, as_added
 
 SAMPLES, HEADS, TOKENS, HEAD_WIDTH = 4, 4, 32, 8
@@ -132,8 +133,13 @@ def test_what_is_not_of_the_mask_is_not_taken_for_it():
     masks, mask = BooleanMasks(), MASKS["of the batch"]
     q = torch.randn(SAMPLES, HEADS, TOKENS, HEAD_WIDTH)
     assert not masks.is_running
-    masks.enter((q, q, q), {"attn_mask": mask})
-    assert masks.is_running
+    with running(AttentionCall((q, q, q), {"attn_mask": mask})):
+        assert masks.is_running
+        _check_what_is_not_of_the_mask(masks, mask, q)
+    assert masks.behind(as_added(mask, torch.float32), "mask", False) is None
+
+
+def _check_what_is_not_of_the_mask(masks: BooleanMasks, mask: Tensor, q: Tensor) -> None:
     added = as_added(mask, torch.float32)
     assert masks.behind(added, "mask", False) is mask
     assert masks.behind(added.expand(-1, HEADS, -1, -1), "mask", False) is mask
@@ -142,19 +148,17 @@ def test_what_is_not_of_the_mask_is_not_taken_for_it():
     assert masks.behind(q, "mask", False) is None
     assert masks.behind(added[..., :-1], "mask", False) is None
     assert masks.behind(added * torch.ones(1, requires_grad=True), "mask", False) is None
-    masks.leave()
-    assert masks.behind(added, "mask", False) is None
 
 
 def test_where_a_comparison_would_wait_for_the_device_an_observed_step_has_made_it():
     with FakeTensorMode():
         mask = torch.ones(SAMPLES, 1, TOKENS, TOKENS, dtype=torch.bool, device="cuda")
         masks, added = BooleanMasks(), torch.zeros(mask.shape, device="cuda")
-    masks.enter((), {"attn_mask": mask})
-    assert masks.behind(added, "mask", False) is None
-    assert masks.behind(added, "mask", True) is mask  # which compares nothing that has no values
-    assert masks.behind(added, "mask", False) is mask
-    assert masks.behind(added, "another", False) is None
+    with running(AttentionCall((), {"attn_mask": mask})):
+        assert masks.behind(added, "mask", False) is None
+        assert masks.behind(added, "mask", True) is mask  # which compares nothing that has no values
+        assert masks.behind(added, "mask", False) is mask
+        assert masks.behind(added, "another", False) is None
 
 
 @pytest.mark.parametrize(

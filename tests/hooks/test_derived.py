@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from derived_jobs import TOKENS, WIDTH, Job, Lambda, check_made_again, distance
 from live_storages import StorageCount
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
 from gact_dist import Config, codec
@@ -274,6 +275,25 @@ class AttentionBlock(nn.Module):
         return x + self.b(F.gelu(self.a(attended.reshape(x.shape))))
 
 
+class ProbabilitiesBlock(nn.Module):
+    """Attention in separate operators, whose probabilities are derived; those that are dropped are constants."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.qkv, self.a = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.in_operators, self.left = "operators" in kind, torch.rand(4, 4, TOKENS // 4, TOKENS // 4) < 0.75
+        self.mask = torch.ones(TOKENS // 4, TOKENS // 4, dtype=torch.bool).tril(8)
+
+    def forward(self, x):
+        q, k, v = (part.view(4, -1, 4, WIDTH // 4).transpose(1, 2) for part in (2.0 * self.qkv(x)).chunk(3, -1))
+        if self.in_operators:
+            attended = (F.softmax(q @ k.transpose(-2, -1) / 4, -1) * self.left) @ v
+        else:
+            with sdpa_kernel(SDPBackend.MATH):
+                attended = F.scaled_dot_product_attention(q, k, v, self.mask)
+        return x + self.a(attended.transpose(1, 2).reshape(x.shape))
+
+
 class ExpertsBlock(nn.Module):
     """Each expert reads its rows of what all of them share, as in GraniteMoe: parts of which the whole is too large to
     be made again are stored."""
@@ -315,9 +335,11 @@ class Blocks(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.last, self.kind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), kind
-        block = {"attention": AttentionBlock, "experts": ExpertsBlock, "part": PartBlock, "relu": ReluBlock}.get(
-            kind.split()[0], Block
-        )
+        kinds = {
+            "attention": AttentionBlock, "probabilities": ProbabilitiesBlock, "experts": ExpertsBlock,
+            "part": PartBlock, "relu": ReluBlock,
+        }  # fmt: skip
+        block = kinds.get(kind.split()[0], Block)
         self.blocks = nn.ModuleList(block(kind) for _ in range(3))
 
     def forward(self, x):
@@ -333,7 +355,8 @@ class Blocks(nn.Module):
     "kind",
     [
         "norm first", "norm last", "in sections", "attention", "attention in sections", "leaf", "leaf in sections",
-        "experts", "experts in sections", "part", "part in sections", "relu", "relu in sections",
+        "probabilities", "probabilities in sections", "probabilities by operators", "experts", "experts in sections",
+        "part", "part in sections", "relu", "relu in sections",
     ],
 )  # fmt: skip
 def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch):
@@ -359,7 +382,9 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
             loss()
     found = measure(hooks, model, loss, seed=1, probes=8)
     made = hooks.state_dict()["derived"]["elements"]
-    assert len(made) == {"norm last": 3, "experts": 9, "relu": 3}.get(kind.removesuffix(" in sections"), 6)
+    assert len(made) == {"norm last": 3, "experts": 9, "relu": 3, "probabilities": 3}.get(
+        kind.removesuffix(" in sections"), 6
+    )
     assert not {item.name for item in found} & set(made)
     exact = torch.autograd.grad(loss(), parameters)
     plan = {**dict.fromkeys((item.name for item in found), None), **dict.fromkeys(made, 4)}
