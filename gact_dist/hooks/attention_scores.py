@@ -6,12 +6,14 @@ the softmax of q k^T, and both operands are saved by that product. So the produc
 backward, as they do inside of fused attention, and the rows of what is made sum to one as those of the forward do.
 
 The graph shows all of this but for the mask: a sum saves none of its operands. Within scaled_dot_product_attention the
-call is known (attention_calls.py), and so the node of the softmax notes what is added to its scores. Elsewhere a sum
-with something that has no graph ends the recipe, and the probabilities are stored.
+call is known (attention_calls.py), and so the node of the softmax notes what is added to its scores.
+
+Elsewhere see hidden_scores.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,7 +44,7 @@ class AddedMask:
         self._handle = handle
 
     def restore(self) -> Callable[[Tensor], Tensor]:
-        """A function of the scores, which it writes over where it can."""
+        """A function of the scores, which it writes over."""
         return partial(_masked, None if self._handle is None else self._handle.restore())
 
 
@@ -79,13 +81,23 @@ def added_to(node: Any) -> AddedMask | None:
     return found
 
 
-def probabilities(node: Any) -> Callable[..., Tensor]:
-    """The function of a softmax node: of scores that it may write over, and of what AddedMask.restore() gives."""
-    softmax, dtype, dim = SOFTMAXES[node.name()], node._input_metadata[0].dtype, node._saved_dim
-    dim = dim - 2**64 if dim >= 2**63 else dim
+def dim_of(node: Any) -> int:
+    """Along which a softmax node has summed."""
+    dim: int = node._saved_dim
+    return dim - 2**64 if dim >= 2**63 else dim
 
-    def made(scores: Tensor, mask: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        scores = scores.to(dtype)
-        return softmax(scores if mask is None else mask(scores), dim)
+
+def probabilities(node: Any) -> Callable[..., Tensor]:
+    """The function of a softmax node: of whether it may write over scores, of these, and of what AddedMask or Shown
+    restores."""
+    softmax, dtype, dim = SOFTMAXES[node.name()], node._input_metadata[0].dtype, dim_of(node)
+
+    def made(owns: bool, scores: Tensor, mask: Any = None) -> Tensor:
+        if scores.dtype != dtype or (mask is not None and not owns):
+            scores = scores.to(dtype, copy=True)
+        if not isinstance(mask, Tensor):
+            return softmax(scores if mask is None else mask(scores), dim)
+        made = softmax(scores.masked_fill_(~mask, -math.inf), dim)
+        return made.masked_fill_(~mask.any(dim, keepdim=True), 1.0 / made.shape[dim])
 
     return made

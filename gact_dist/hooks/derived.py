@@ -44,10 +44,11 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
-from .attention_scores import SOFTMAXES, added_to, probabilities
+from .attention_scores import SOFTMAXES, added_to, dim_of, probabilities
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
+from .hidden_scores import FILLS, NO_MASKS, Masks, Shown, before, is_masked_product, is_observed, masks_of, may_hide
 from .naming import FORWARDING
 from .saved_edges import (
     VARIABLE,
@@ -71,6 +72,8 @@ _IN_THE_SAME_MEMORY = frozenset((
     *RESHAPES, *CONVERSIONS, "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
     "AliasBackward0",
 ))  # fmt: skip
+_BETWEEN_SCORES = _IN_THE_SAME_MEMORY | {"ToCopyBackward0"}
+"""what may lie between scores, their mask and their softmax"""
 _NOT_AS_SAVED = frozenset(("LogSoftmaxBackward0",))
 """what is saved of their results may be a sample"""
 STARTS = "starts_a_graph"
@@ -88,7 +91,7 @@ def _passed_through(edge: _Edge) -> Iterator[_Edge]:
     while node is not None:
         yield node, number
         name, below = node.name(), node.next_functions
-        if name in _IN_THE_SAME_MEMORY:
+        if name in _IN_THE_SAME_MEMORY or (name == "ExpandBackward0" and _repeats_nothing(node)):
             passed = 0
         elif name in FORWARDING and number < len(below):
             passed = number
@@ -98,6 +101,11 @@ def _passed_through(edge: _Edge) -> Iterator[_Edge]:
             return
         node, number = below[passed]
     yield None, 0
+
+
+def _repeats_nothing(node: Any) -> bool:
+    """Of an expansion to the shape that its operand has."""
+    return tuple(node._saved_self_sym_sizes) == tuple(node._input_metadata[0].shape)
 
 
 class Origins(NamedTuple):
@@ -160,7 +168,7 @@ def note_saved_in_block(start: Tensor, tensor: Tensor) -> None:
 def _unsaved_operands(node: Any) -> Sequence[_Edge]:
     """The operands of a node that it has not saved, as far as it is known to save none or to be a product."""
     name, below = node.name(), node.next_functions
-    if name in _WITHOUT_OPERANDS:
+    if name in _WITHOUT_OPERANDS or name == FILLS:
         return below
     if name in _PRODUCTS:
         return [edge for edge, slot in zip(below, _FACTORS, strict=True) if saved_handle(node, slot) is None]
@@ -179,10 +187,16 @@ class _Making(NamedTuple):
     """whether it may be a part of a distributed tensor"""
     number: int = 0
     """of the node's output"""
+    tensor: Tensor | None = None
+    """itself, where it is not an operand"""
+    is_of_scores: bool = False
+    """whether products of matrices are made again, for the softmax of attention"""
+    masks: Masks = NO_MASKS
+    """that earlier steps have found; see [Note: hidden scores] in hidden_scores.py"""
 
     def of_shape(self, shape: Sequence[int]) -> _Making:
         """The same of another tensor."""
-        return self._replace(numel=prod(shape), number=0)
+        return self._replace(numel=prod(shape), number=0, tensor=None)
 
 
 class _NotDerivable(Exception):
@@ -220,6 +234,8 @@ class Derived:
         self._without_recipe: dict[str, Way | None] = {}  # the way to an operator that no recipe is known for
         self._beginning: dict[str, int] = {}  # of DerivedNames.again, what the measurement that runs derives
         self._met: set[str] = set()  # of these, what it has met
+        self.masks: dict[str, Masks] = {}
+        """of probabilities, as an observed step has found them"""
 
     def recipe(
         self,
@@ -243,18 +259,23 @@ class Derived:
         if found is None:
             names.made.pop(name, None)
             return None
-        (names.again if waits else names.made)[name] = round(found.elements / fraction)
+        (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
         return None if waits else found
 
     def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
         """A recipe; where an operator has none, the way to it is remembered."""
         reads = Reads() if reads is None else reads
         try:
-            return _recipe_of(tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads)
+            return _recipe_of(
+                tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads, self.masks.get(name, NO_MASKS)
+            )
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
                 self._without_recipe[name] = _way_to(refused.node, graph.grad_fn, reads)
             return None
+        finally:
+            if reads.masks is not None:
+                self.masks[name] = reads.masks
 
     def stores(self, name: str) -> bool:
         """Whether a tensor is stored, for good or until the next measurement, though it could be made."""
@@ -273,8 +294,7 @@ class Derived:
     def note_again(self, tensor: Tensor, name: str) -> None:
         """A block saves a tensor while it runs again in a backward of the job."""
         if name not in self.names.again:
-            found = recipe_of(tensor, _edge_of(tensor))
-            self.names.again[name] = 0 if found is None else found.elements
+            self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
 
     def begin(self) -> None:
         """A measurement begins whose bits are those of a new plan: it derives what may be derived from then on."""
@@ -329,25 +349,27 @@ class Derived:
         )
 
 
-def recipe_of(tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool = False) -> Recipe | None:
+def recipe_of(
+    tensor: Tensor, edge: _Edge, fraction: float = 1.0, is_part: bool = False, masks: Masks = NO_MASKS
+) -> Recipe | None:
     """How to make a tensor from what the graph holds of others; None where it has to be stored.
 
     edge: that gives it, or the distributed tensor whose part it is. fraction: of the tensor's elements in a step, which
-    are there. is_part: whether it is a part of a distributed one.
+    are there. is_part: whether it is a part of a distributed one. masks: see _Making.
     """
     try:
-        return _recipe_of(tensor, edge, fraction, is_part)
+        return _recipe_of(tensor, edge, fraction, is_part, masks=masks)
     except _NotDerivable:
         return None
 
 
 def _recipe_of(
-    tensor: Tensor, edge: _Edge, fraction: float, is_part: bool, reads: Reads | None = None
+    tensor: Tensor, edge: _Edge, fraction: float, is_part: bool, reads: Reads | None = None, masks: Masks = NO_MASKS
 ) -> Recipe | None:
     """As recipe_of(). reads: notes what is read of the graph. Raises _NotDerivable."""
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         raise _NoRecipe(edge[0])
-    wanted = _Making(tensor.numel(), fraction, Reads() if reads is None else reads, is_part)
+    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=tensor, masks=masks)
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
 
@@ -850,23 +872,63 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
 
 def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
     """See [Note: scores again] in attention_scores.py."""
-    _check_whole(node, wanted)
-    edge, masks = node.next_functions[0], []
-    below = edge[0]
-    if below is not None and below.name() == "AddBackward0" and below.next_functions[1][0] is None:
-        mask = added_to(node)
-        if mask is None:
+    shape, added = _check_whole(node, wanted), added_to(node)
+    edge, masking = _before_masks(node.next_functions[0])
+    operands: list[Any] = []
+    if added is not None and len(masking) == 1:
+        operands = [added]
+    elif masking:
+        masks = masks_of(masking, wanted.masks)
+        if is_observed(masking):
+            wanted.reads.masks = masks or NO_MASKS
+        if masks is None:
+            raise _NoRecipe(masking[0])
+        if added is not None or depth or wanted.tensor is None:
             raise _NotDerivable
-        edge, masks = below.next_functions[0], [mask]
-    return Expression(probabilities(node), _term(edge, wanted, depth), *masks)
+        operands = [Shown(wanted.tensor, dim_of(node), masks)]
+    scores = (
+        _masked_product(edge[0], wanted)
+        if is_masked_product(edge[0])
+        else _term(edge, wanted._replace(is_of_scores=True), depth)
+    )
+    return _either(probabilities(node), _in_shape(shape, scores), *operands)
+
+
+def _before_masks(edge: _Edge) -> tuple[_Edge, list[Any]]:
+    """What gives scores before they are masked, and the nodes that may mask them."""
+    masking = []
+    while edge[0] is not None and not hasattr(edge[0], STARTS):
+        node, _ = edge
+        if may_hide(node):
+            masking.append(node)
+        elif node.name() not in _BETWEEN_SCORES:
+            break
+        if is_masked_product(node):
+            break
+        edge = before(node)
+    return edge, masking
 
 
 def _matrix_product(node: Any, wanted: _Making, _: int) -> Expression:
     _check_whole(node, wanted)
-    operands = [_statistic(node, slot, wanted) for slot in ("self", "mat2")]
-    if any(below is None and is_rounded(each) for (below, _), each in zip(node.next_functions, operands, strict=True)):
+    if not wanted.is_of_scores:
+        raise _NoRecipe(node)
+    return _product_of(node, wanted, 0, "self", "mat2")
+
+
+def _masked_product(node: Any, wanted: _Making) -> Expression:
+    """Without what is added to it."""
+    if node._saved_alpha != 1 or node._saved_beta != 1:
         raise _NotDerivable
-    return Expression(torch.bmm, *operands, most=sum(map(numel_of, operands)))
+    return _product_of(node, wanted, 1, "batch1", "batch2")
+
+
+def _product_of(node: Any, wanted: _Making, first: int, *slots: str) -> Expression:
+    """first: the number of the first factor's edge."""
+    operands, edges = [_statistic(node, slot, wanted) for slot in slots], node.next_functions[first:]
+    if any(below is None and is_rounded(each) for (below, _), each in zip(edges, operands, strict=True)):
+        raise _NotDerivable
+    return Expression(torch.bmm, *operands)
 
 
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}

@@ -18,6 +18,7 @@ from .derived import Derived, made_by, recipe_of
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recorded, Replaceable, Stored
+from .hidden_scores import ANY_MASKS
 from .replay import Replayed
 from .roles import Role
 from .sinks import Captured, Store
@@ -35,6 +36,7 @@ class Draw:
         self.encoder, self._number = encoder, number
         self._names = WeakKeyDictionary({handle: (record.name, record.role) for handle, record in firsts.items()})
         self._derived = Derived({record.name: record.numel for record in firsts.values() if record.derived})
+        self._derived.masks.update(dict.fromkeys(self._derived.names.made, ANY_MASKS))
         self._derived.names.stored_anyway |= {record.name for record in firsts.values() if record.compressible}
 
     @contextmanager
@@ -81,7 +83,7 @@ class Draw:
                     and name not in self._derived.names.stored_anyway
                 )
                 edge, is_part = made_by(item.record), type(item.record.origin) not in PLAIN
-                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction, is_part) if derives else None
+                recipe = recipe_of(handle.tensor, edge, self.encoder.fraction, is_part, ANY_MASKS) if derives else None
                 with self._keys(), torch.no_grad():
                     payload = recipe or self.encoder.encode(handle.tensor, name, role, self.plan, handle.limits)
                 found[handle] = payload

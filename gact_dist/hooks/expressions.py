@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 from .. import codec
 from .aliases import span
 from .handles import Recipe, Stored, View, base_of
+from .hidden_scores import Shown
 from .streamed import Decoded, Made, Order, Pieces, order_of
 
 
@@ -49,8 +49,6 @@ class Form(NamedTuple):
     nbytes: int
     gelu: str | None
     """what GELU's `approximate` is, if it is one"""
-    most: float
-    """see Recipe.elements"""
 
 
 class Expression:
@@ -67,16 +65,15 @@ class Expression:
         depth: int = 1,
         local: Local | None = None,
         gelu: str | None = None,
-        most: float = math.inf,
     ) -> None:
-        """in_place, is_private, local, gelu, most: see Form. depth: see Recipe."""
+        """in_place, is_private, local, gelu: see Form. depth: see Recipe."""
         nbytes = deepest = 0
         for operand in operands:
-            if isinstance(operand, (Expression, Copy)):
+            if isinstance(operand, (Expression, Copy, Shown)):
                 nbytes += operand.nbytes
             if not isinstance(operand, Copy):
-                deepest, most = max(deepest, _depth(operand)), min(most, _most(operand))
-        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu, most)
+                deepest = max(deepest, _depth(operand))
+        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu)
         self.operands = operands
 
     def of(self, operands: tuple[Any, ...]) -> Expression:
@@ -94,11 +91,6 @@ class Expression:
     def depth(self) -> int:
         """See Recipe."""
         return self.form.depth
-
-    @property
-    def most(self) -> float:
-        """See Recipe.elements."""
-        return self.form.most
 
     @property
     def is_private(self) -> bool:
@@ -214,14 +206,6 @@ def _depth(operand: Any) -> int:
         return operand.depth
     base = base_of(operand)
     return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
-
-
-def _most(operand: Any) -> float:
-    """See Recipe.elements."""
-    if isinstance(operand, Expression):
-        return operand.most
-    base = base_of(operand)
-    return base.payload.elements if isinstance(base, Stored) and isinstance(base.payload, Recipe) else math.inf
 
 
 def numel_of(handle: Any) -> int:

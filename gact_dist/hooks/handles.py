@@ -60,22 +60,20 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("depth", "dtype", "elements", "expression", "nbytes", "shape", "strides")
+    __slots__ = ("depth", "dtype", "expression", "nbytes", "shape", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
         self.expression = expression
         self.depth: int = getattr(expression, "depth", 1)
         """operators in a row, those of other recipes that it needs among them"""
-        self.elements: int = min(tensor.numel(), getattr(expression, "most", tensor.numel()))
-        """that it counts as where bits are shared out: a product of matrices as no more than both of them have"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
 
     def of(self, expression: Any) -> "Recipe":
         """The same with another expression, of others that are like those of its own."""
         made = Recipe.__new__(Recipe)
-        made.expression, made.depth, made.nbytes, made.elements = expression, self.depth, self.nbytes, self.elements
+        made.expression, made.depth, made.nbytes = expression, self.depth, self.nbytes
         made.dtype, made.shape, made.strides = self.dtype, self.shape, self.strides
         return made
 

@@ -35,6 +35,7 @@ from .._torch_internals import (
     without_modes,
 )
 from .attention_calls import WRAPPER, mask_given
+from .hidden_scores import may_hide, note_hiding
 
 
 class Role(Enum):
@@ -203,7 +204,15 @@ class OperatorObserver(TorchFunctionMode):
             if self.readers is not None:
                 self.readers.examine(result)
                 self._note_mask(function, operands, result)
+                self._note_hiding(operands, result)
         return result
+
+    @staticmethod
+    def _note_hiding(operands: Any, result: Any) -> None:
+        node = node_of(result) if isinstance(result, Tensor) and not is_fake(result) else None
+        if node is not None and may_hide(node):
+            numbers = [leaf for leaf in leaves_of(operands) if type(leaf) in (int, float)]
+            note_hiding(node, _tensors(operands), numbers)
 
     def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:
         found = list(_tensors(operands))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._torch_internals import PLAIN_OR_PARAMETER, node_of, saved_handle
 from .handles import Stored, base_of
+from .hidden_scores import Masks
 
 _HANDLE = "gact_dist: saved as"
 _ELSEWHERE = "gact_dist: saved in a block"
@@ -82,6 +83,8 @@ class Reads:
         """(node, name of a saved tensor or number of an output, what the graph holds in its place)"""
         self.made: list[tuple[Any, Any, str | None]] = []
         """(operand of a recipe, node, what of it the operand was made of; None: the whole)"""
+        self.masks: Masks | None = None
+        """of probabilities, as far as this step is observed"""
 
     def saved(self, node: Any, slot: str) -> Any:
         """See saved_handle()."""

@@ -34,8 +34,24 @@ MASKS = {
 }
 
 
-def in_operators(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    probabilities = F.softmax(q @ k.transpose(-2, -1) * HEAD_WIDTH**-0.5, -1)
+NUMBERS = as_added(PADDED & CAUSAL, torch.float32).clamp_min(torch.finfo(torch.float32).min)
+HIDING = {
+    "none": lambda scores: scores,
+    "a mask of numbers": lambda scores: scores + NUMBERS,
+    "of each head": lambda scores: scores + NUMBERS.repeat(1, HEADS, 1, 1),
+    "the mask first": lambda scores: NUMBERS + scores,
+    "two masks": lambda scores: scores + NUMBERS + as_added(CAUSAL, torch.float32),
+    "filled": lambda scores: scores.masked_fill(~(PADDED & CAUSAL), -math.inf),
+    "rows without any": lambda scores: scores.masked_fill(~(CAUSAL & (torch.arange(TOKENS) > 3)[:, None]), -1e9),
+    "in place": lambda scores: scores.mul_(1.0).add_(NUMBERS),
+    "another shape": lambda scores: (scores + NUMBERS).flatten(0, 1),
+}
+
+
+def in_operators(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: str = "none", added=None) -> Tensor:
+    scores = HIDING[mask](q @ k.transpose(-2, -1) * HEAD_WIDTH**-0.5)
+    scores = scores if added is None else scores + added
+    probabilities = F.softmax(scores, -1, dtype=torch.float32).to(q.dtype).view(*q.shape[:-1], -1)
     return F.dropout(probabilities, dropout_p) @ v
 
 
@@ -67,7 +83,7 @@ class Job:
 
     def loss(self) -> Tensor:
         torch.manual_seed(1)
-        if self.attention is not in_operators:
+        if self.attention.__name__ == "scaled_dot_product_attention":
             self.attention = F.scaled_dot_product_attention
         with sdpa_kernel(SDPBackend.MATH):
             return self.model(self.x).square().mean()
@@ -113,13 +129,25 @@ def test_from_exact_queries_and_keys_they_are_what_they_were(mask, dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_attention_in_operators(dropout):
-    job = Job(in_operators, dropout_p=dropout)
+@pytest.mark.parametrize("mask", HIDING)
+def test_attention_in_operators(mask, dropout):
+    """What the mask hides is seen in the probabilities."""
+    job = Job(in_operators, dropout_p=dropout, mask=mask)
     exact = job.untouched()
     for _ in range(3):
         job.gradient()
     assert len(job.names("derived", "Softmax")) == 2
     assert distance(job.gradient(job.names("quantised")), exact) < 1e-5
+
+
+@pytest.mark.parametrize(("mask", "heads"), [("a mask of numbers", 1), ("of each head", HEADS)])
+def test_one_bit_for_each_pair_of_tokens_is_kept_of_a_mask(mask, heads):
+    """Of all heads, where they have the same; beside the number that scores are divided by."""
+    job = Job(in_operators, mask=mask)
+    for _ in range(2):
+        job.gradient()
+    rows = [row for row in job.gact.report().rows if row.codec == "derived" and "Softmax" in row.name]
+    assert [row.bytes for row in rows] == 2 * [SAMPLES * heads * TOKENS * TOKENS // 8 + 8]
 
 
 @pytest.mark.parametrize("mask", ["of each pair", "a bias"])
@@ -167,39 +195,54 @@ def test_a_mask_may_be_written_over_after_the_forward():
     assert distance(torch.autograd.grad(loss, job.model.parameters()), exact) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["a mask of its own", "a bias that learns", "exact"])
-def test_where_they_are_stored(kind):
-    bias = nn.Parameter(BIAS.clone())
-
-    def masked(q, k, v):
-        scores = q @ k.transpose(-2, -1) * HEAD_WIDTH**-0.5 + BIAS
-        return F.softmax(scores, -1) @ v
-
-    if kind == "a mask of its own":
-        job = Job(masked)
-        job.loss = lambda: job.model(job.x).square().mean()
-    elif kind == "a bias that learns":
-        job = Job(attn_mask=(bias * 2.0)[:, :])
-    else:
-        job = Job(config=Config(policy="exact"))
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [
+        (in_operators, {"added": BIAS}),
+        (in_operators, {"added": NUMBERS, "mask": "a mask of numbers"}),
+        (in_operators, {"added": 1.0}),
+        (in_operators, {"added": nn.Parameter(BIAS.clone()) * 2.0}),
+        (F.scaled_dot_product_attention, {"attn_mask": nn.Parameter(BIAS.clone()) * 2.0}),
+        (F.scaled_dot_product_attention, {"attn_mask": BIAS, "config": Config(policy="exact")}),
+    ],
+    ids=["a bias", "two masks", "a number", "a bias that learns", "the same, in the call", "exact"],
+)
+def test_where_they_are_stored(attention, options):
+    """Of a bias that hides nothing alone. Two masks that do are none of these."""
+    job = Job(attention, **options)
     exact = torch.autograd.grad(job.loss(), job.model.parameters(), retain_graph=True)
-    for _ in range(2):
+    for _ in range(3):
         found = torch.autograd.grad(job.step(), job.model.parameters(), retain_graph=True)
-    assert not job.names("derived", "Softmax")
-    if kind == "exact":
+    assert bool(job.names("derived", "Softmax")) == ("mask" in options)
+    if "config" in options:
         assert all(torch.equal(one, other) for one, other in zip(found, exact, strict=True))
     else:
         assert distance(found, exact) < 0.5
 
 
-def test_they_count_as_no_more_elements_than_queries_and_keys_have():
-    """A bit for each would leave nothing of what is saved where sequences are long."""
-    job = Job(dropout_p=0.25)
+def test_a_mask_that_does_more_from_some_step_on_is_seen_where_a_step_is_observed():
+    job = Job(in_operators, added=NUMBERS)
     for _ in range(2):
         job.gradient()
-    elements = job.gact._schedule.hooks.state_dict()["derived"]["elements"]
-    assert [*elements.values()] == [2 * SAMPLES * HEADS * TOKENS * HEAD_WIDTH] * len(elements)
-    assert len(elements) == 4  # with those that dropout leaves
+    assert len(job.names("derived", "Softmax")) == 2
+    for layer in job.model:
+        layer.options = {"added": BIAS}
+    job.gact._schedule.hooks._roles.observe_next = True
+    for _ in range(2):
+        job.gradient()
+        assert not job.names("derived", "Softmax")
+
+
+def test_where_the_masks_are_more_than_an_observed_step_has_seen_they_are_stored():
+    job = Job(in_operators)
+    for _ in range(2):
+        job.gradient()
+    assert len(job.names("derived", "Softmax")) == 2
+    for layer in job.model:
+        layer.options = {"added": BIAS}
+    exact = job.untouched()
+    assert distance(job.gradient(), exact) < 0.5
+    assert not job.names("derived", "Softmax")
 
 
 @pytest.mark.parametrize("mask", ["of each pair", "causal"])
