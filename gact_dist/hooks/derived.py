@@ -857,6 +857,21 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied, local=_OF_PRODUCT)
 
 
+def _dropout(node: Any, wanted: _Making, depth: int) -> Expression:
+    """Of the fused operator of GPUs; on a CPU it is a product."""
+    if wanted.is_part:
+        raise _NotDerivable
+    mask, edge = _statistic(node, "result1", wanted), node.next_functions[0]
+    scale = 1.0 / (1.0 - node._saved_p) if node._saved_p < 1 else 0.0
+
+    def dropped(x: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mul(x, mask, out=out).mul_(scale)
+
+    made = _in_shape(_shape_of((node, 0)), _made_by(edge, wanted, depth + 1))
+    local = Local(lambda _order, _first, _last, x, mask: dropped(x, mask, x), operands=2)
+    return Expression(dropped, made, mask, in_place=lambda x, mask: dropped(x, mask, x), local=local)
+
+
 def _attention(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
     """See [Note: attention again] in fused_attention.py."""
     if depth:  # something is made from its output, which it has saved
@@ -977,6 +992,7 @@ _WITHOUT_OPERANDS: dict[str, _Operator] = {
     "StackBackward0": _joined,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,
+    "NativeDropoutBackward0": _dropout,
     **dict.fromkeys(SOFTMAXES, _softmax),
     **dict.fromkeys(_MOVES, _moved),
 }

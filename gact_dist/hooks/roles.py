@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import codec
 from .._torch_internals import (
+    PLAIN_OR_PARAMETER,
     is_fake,
     is_inside_transform,
     node_of,
@@ -212,7 +213,8 @@ class OperatorObserver(TorchFunctionMode):
         node = node_of(result) if isinstance(result, Tensor) and not is_fake(result) else None
         if node is not None and may_hide(node):
             numbers = [leaf for leaf in leaves_of(operands) if type(leaf) in (int, float)]
-            note_hiding(node, _tensors(operands), numbers)
+            plain = [tensor for tensor in _tensors(operands) if type(tensor) in PLAIN_OR_PARAMETER]
+            note_hiding(node, plain, numbers)
 
     def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:
         found = list(_tensors(operands))

@@ -58,6 +58,10 @@ def scaled_in_another_shape(x, norm):
     return scaled_rows(norm(x.view(16, 16, WIDTH)).view(16, -1)).view(-1, WIDTH)
 
 
+def dropped_as_on_gpus(x, norm):
+    return torch.native_dropout(norm(x.view(4, -1, WIDTH)), 0.3, True)[0].view(-1, WIDTH)
+
+
 # by operator: what stands between two linear layers, and how many tensors are derived
 OPERATORS = {
     "layer norm": (lambda: nn.LayerNorm(WIDTH), 1),
@@ -79,6 +83,7 @@ OPERATORS = {
     "selu": (nn.SELU, 1),
     "celu": (lambda: nn.CELU(0.5), 1),
     "gated": (lambda: Lambda(gated, nn.Linear(WIDTH, WIDTH)), 2),
+    "layer norm and the dropout of GPUs": (lambda: Lambda(dropped_as_on_gpus, nn.LayerNorm(WIDTH)), 1),
     "layer norm and dropout": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Dropout(0.5)), 1),
     "layer norm and relu": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.ReLU()), 1),
     "gelu, another shape and dropout": (lambda: in_two_shapes(nn.GELU(), nn.Dropout(0.5)), 1),
