@@ -71,6 +71,7 @@ class Job(nn.Module):
         self.vectors = nn.ParameterList(nn.Parameter(torch.randn(WIDTH)) for _ in range(3))
         self.dropout = nn.Dropout(0.25)
         self.constant = torch.randn(WIDTH)
+        self.hiding = torch.full((TOKENS, TOKENS), -1e9).triu(1)
         self.program: Program = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,6 +97,21 @@ def _attention(job: Job, x: Tensor, number: int) -> Tensor:
         q, k = k, q
     scale = None if number % 3 else 0.5
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=bool(number % 5), scale=scale)
+    return attended.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH)
+
+
+def _attention_in_operators(job: Job, x: Tensor, number: int) -> Tensor:
+    parts = _parts(job.wide[number % 2](x))
+    q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+    scores = q @ k.transpose(-2, -1) * (0.25, 0.5)[number % 2]
+    if number % 4 == 1:
+        scores = scores + job.hiding
+    elif number % 4 == 2:
+        scores = scores.masked_fill(job.hiding < 0, float("-inf"))
+    elif number % 4 == 3:
+        scores = scores + job.constant[:TOKENS]
+    probabilities = scores.softmax(-1)
+    attended = (probabilities if number % 3 else job.dropout(probabilities)) @ v
     return attended.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH)
 
 
@@ -147,6 +163,7 @@ OPERATORS: dict[str, Callable[[Job, Tensor, Tensor, int], Tensor]] = {
     "joined parts": lambda job, x, y, n: _joined_parts(x, y, n),
     "two layers": lambda job, x, y, n: _two_layers(job, x, y, n),
     "attention": lambda job, x, y, n: _attention(job, x, n),
+    "attention in operators": lambda job, x, y, n: _attention_in_operators(job, x, n),
     "rotation": lambda job, x, y, n: _rotated(x, n),
     "cast": lambda job, x, y, n: x.to(torch.bfloat16).to(torch.float32),
     "roll": lambda job, x, y, n: x.roll(n % 4, n % 3),

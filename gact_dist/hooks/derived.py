@@ -190,7 +190,8 @@ class _Making(NamedTuple):
     tensor: Tensor | None = None
     """itself, where it is not an operand"""
     is_of_scores: bool = False
-    """whether products of matrices are made again, for the softmax of attention"""
+    """whether it is what attention takes the softmax of: made of a product of matrices, and never of what is stored of
+    the scores, whose rounding an exponential would multiply"""
     masks: Masks = NO_MASKS
     """that earlier steps have found; see [Note: hidden scores] in hidden_scores.py"""
 
@@ -412,12 +413,12 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
             raise _NoRecipe(None)
         name = node.name()
         is_part = is_part or name in CONVERSIONS
-        if depth and not is_part and name not in _NOT_AS_SAVED:
+        if depth and not (is_part or name in _NOT_AS_SAVED or wanted.is_of_scores):
             handle = wanted.reads.at((node, number))
             if handle is not None and _is_stored(handle) and numel_of(handle) == wanted.numel:
                 return Expression(Tensor.detach, handle, is_private=None, depth=0, local=AS_IT_IS)
     make = _OPERATORS.get(name)
-    if make is None:
+    if make is None or (wanted.is_of_scores and name not in _OF_SCORES):
         raise _NoRecipe(node)
     if depth >= _DEEPEST or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
@@ -661,6 +662,8 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
     """One of two factors has all elements, and the other may be broadcast; a saved factor may be a parameter."""
     factors = [_factor(node, slot, edge, wanted, depth) for edge, slot in enumerate(("self", "other"))]
     shape = node._input_metadata[0].shape
+    if wanted.is_of_scores and any(_is_stored(each) and numel_of(each) == wanted.numel for each in factors):
+        raise _NoRecipe(node)
     layouts = _layouts(wanted, node, "self", "other")
     if layouts:
         result = next((layout for layout in layouts if layout.shape == tuple(shape)), None)
@@ -998,3 +1001,5 @@ _WITHOUT_OPERANDS: dict[str, _Operator] = {
 }
 """that save none of their operands"""
 _OPERATORS |= _WITHOUT_OPERANDS
+_OF_SCORES = frozenset(("MulBackward0", "DivBackward0", "BmmBackward0", "AddBackward0", "ToCopyBackward0", *_MOVES))
+"""through which scores are made of a product of matrices"""

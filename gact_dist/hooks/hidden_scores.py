@@ -10,13 +10,14 @@ with something that has no graph ends the recipe of probabilities, and they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import codec
+from .._torch_internals import is_fake
 
 _HIDES = "gact_dist: hides scores"
 _HIDDEN = -1e4
@@ -51,16 +52,19 @@ class Masks(NamedTuple):
 NO_MASKS, ANY_MASKS = Masks(0), Masks(None)
 
 
-def note_hiding(node: Any, tensors: Iterable[Tensor], numbers: Iterable[float]) -> None:
+def note_hiding(
+    node: Any, tensors: Iterable[Tensor], numbers: Iterable[float], holds_mask: Callable[[Tensor], bool]
+) -> None:
     """In a step that is observed: whether a node that may hide scores does no more. May wait for the device.
 
-    tensors, numbers: among the operands of its operator.
+    tensors, numbers: among the operands of its operator. holds_mask: what is known of a tensor that has no values.
     """
     masks = [tensor for tensor in tensors if not tensor.requires_grad]
     if node.name() == FILLS:
         found = len(masks) == 1 and all(number <= _HIDDEN for number in numbers)
     else:
-        found = len(masks) == 1 and masks[0].is_floating_point() and node._saved_alpha == 1 and _hides(masks[0])
+        found = len(masks) == 1 and masks[0].is_floating_point() and node._saved_alpha == 1
+        found = found and (holds_mask if is_fake(masks[0]) else _hides)(masks[0])
     shape = masks[0].shape if found else ()
     node.metadata[_HIDES] = Masks(1, len(shape) < -_HEADS or shape[_HEADS] == 1) if found else None
 

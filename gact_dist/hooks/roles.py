@@ -208,13 +208,12 @@ class OperatorObserver(TorchFunctionMode):
                 self._note_hiding(operands, result)
         return result
 
-    @staticmethod
-    def _note_hiding(operands: Any, result: Any) -> None:
-        node = node_of(result) if isinstance(result, Tensor) and not is_fake(result) else None
+    def _note_hiding(self, operands: Any, result: Any) -> None:
+        node = node_of(result) if isinstance(result, Tensor) else None
         if node is not None and may_hide(node):
             numbers = [leaf for leaf in leaves_of(operands) if type(leaf) in (int, float)]
             plain = [tensor for tensor in _tensors(operands) if type(tensor) in PLAIN_OR_PARAMETER]
-            note_hiding(node, plain, numbers)
+            note_hiding(node, plain, numbers, self.holds_mask)
 
     def _is_made_of_owned(self, operands: Any, result: Tensor) -> bool:
         found = list(_tensors(operands))

@@ -220,6 +220,30 @@ def test_where_they_are_stored(attention, options):
         assert distance(found, exact) < 0.5
 
 
+@pytest.mark.parametrize("kind", ["a function of them", "another factor", "a layer's", "a norm's"])
+def test_of_scores_that_are_stored_themselves_no_probabilities_are_made(kind):
+    factor = nn.Parameter(torch.ones(TOKENS, TOKENS))
+
+    def attention(q, k, v):
+        scores = q @ k.transpose(-2, -1)
+        if kind == "a function of them":
+            scores = scores + 0.1 * scores.tanh()
+        elif kind == "another factor":
+            scores = scores * factor
+        elif kind == "a norm's":
+            scores = F.layer_norm(scores, scores.shape[-1:])
+        else:
+            scores = F.linear(scores, factor).exp().log()
+        return F.softmax(scores, -1) @ v
+
+    job = Job(attention)
+    job.loss = lambda: job.model(job.x).square().mean()
+    for _ in range(3):
+        job.gradient()
+    assert not job.names("derived", "Softmax")
+    assert len([row for row in job.gact.report().rows if "Softmax" in row.name]) == 2
+
+
 def test_a_mask_that_does_more_from_some_step_on_is_seen_where_a_step_is_observed():
     job = Job(in_operators, added=NUMBERS)
     for _ in range(2):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from test_peaks import build
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gact_dist
 from gact_dist._torch_internals import is_fake
@@ -48,6 +49,34 @@ def test_noise_and_batch_norm_are_the_same_with_fake_tensors(name):
     )
     for level in levels:
         assert found.level(level).peak == known.level(level).peak
+
+
+class TwoAttentions(nn.Module):
+    """In operators, and in one that is not fused, under one mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        mask = torch.full((x.shape[1], x.shape[1]), -1e9, device=x.device).triu(1)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        one = F.softmax(q @ k.transpose(-2, -1) * 0.25 + mask, -1) @ v
+        with sdpa_kernel(SDPBackend.MATH):
+            other = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.out((one + other).transpose(1, 2).flatten(2))
+
+
+def test_what_masks_hide_is_known_with_fake_tensors():
+    def job():
+        model = TwoAttentions()
+        return model, torch.randn(4, 64, 64), lambda x: model(x).square().mean()
+
+    known, found = (
+        profile(job, ["L1+derive"], Settings(fake=fake, measure=False)).level("L1+derive") for fake in (False, True)
+    )
+    assert found.tensors == known.tensors
+    assert len([row for row in found.tensors if "Softmax" in row.name and row.codec == "derived"]) == 2
 
 
 def test_levels_that_keep_the_same_without_a_measurement_are_run_once():
