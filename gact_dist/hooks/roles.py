@@ -209,7 +209,8 @@ class OperatorObserver(TorchFunctionMode):
         return result
 
     def _note_hiding(self, operands: Any, result: Any) -> None:
-        node = node_of(result) if isinstance(result, Tensor) else None
+        # to look at the node of a view that was modified would make it anew
+        node = node_of(result) if isinstance(result, Tensor) and not result._is_view() else None
         if node is not None and may_hide(node):
             numbers = [leaf for leaf in leaves_of(operands) if type(leaf) in (int, float)]
             plain = [tensor for tensor in _tensors(operands) if type(tensor) in PLAIN_OR_PARAMETER]
