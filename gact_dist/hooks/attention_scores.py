@@ -64,21 +64,24 @@ def call_with_mask(tensor: Tensor) -> AttentionCall | None:
     return call if has_one else None
 
 
-def note_added(tensor: Tensor, added: AddedMask) -> None:
-    """What was added to the scores of probabilities."""
+def note_added(tensor: Tensor, call: AttentionCall, keep: Callable[[Tensor], Any] = Kept) -> None:
+    """Note what was added to the scores of probabilities: what call_with_mask() gives.
+
+    keep: gives a handle of a mask that something is to be made with; that of its call, for a graph that is soon gone.
+    """
     node: Any = tensor.grad_fn
-    node.metadata[_ADDED] = added
+    node.metadata[_ADDED] = None if call.mask is None else partial(keep, call.mask)
 
 
-def note_added_as_it_is(tensor: Tensor, call: AttentionCall) -> None:
-    """The same, of what call_with_mask() gives; for a mask that is not stored, of a graph that is soon gone."""
-    note_added(tensor, AddedMask(None if call.mask is None else Kept(call.mask)))
+def has_added(node: Any) -> bool:
+    """Whether note_added() was called for the results of a softmax."""
+    return _ADDED in node.metadata
 
 
-def added_to(node: Any) -> AddedMask | None:
-    """What note_added() was given for the results of a softmax."""
-    found: AddedMask | None = node.metadata.get(_ADDED)
-    return found
+def added_to(node: Any) -> AddedMask:
+    """What was, by now with a handle."""
+    keep = node.metadata[_ADDED]
+    return AddedMask(None if keep is None else keep())
 
 
 def dim_of(node: Any) -> int:

@@ -44,7 +44,7 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
-from .attention_scores import SOFTMAXES, added_to, dim_of, probabilities
+from .attention_scores import SOFTMAXES, added_to, dim_of, has_added, probabilities
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
@@ -890,25 +890,27 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
 
 def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
     """See [Note: scores again] in attention_scores.py."""
-    shape, added = _check_whole(node, wanted), added_to(node)
+    shape, is_known = _check_whole(node, wanted), has_added(node)
     edge, masking = _before_masks(node.next_functions[0])
-    operands: list[Any] = []
-    if added is not None and len(masking) == 1:
-        operands = [added]
-    elif masking:
+    masks = None
+    if masking and not is_known:
         masks = masks_of(masking, wanted.masks)
         if is_observed(masking):
             wanted.reads.masks = masks or NO_MASKS
         if masks is None:
             raise _NoRecipe(masking[0])
-        if added is not None or depth or wanted.tensor is None:
+        if depth or wanted.tensor is None:
             raise _NotDerivable
-        operands = [Shown(wanted.tensor, dim_of(node), masks)]
+    elif len(masking) != is_known:
+        raise _NotDerivable
     scores = (
         _masked_product(edge[0], wanted)
         if is_masked_product(edge[0])
         else _term(edge, wanted._replace(is_of_scores=True), depth)
     )
+    operands: list[Any] = [added_to(node)] if is_known else []
+    if masks is not None and wanted.tensor is not None:
+        operands = [Shown(wanted.tensor, dim_of(node), masks)]
     return _either(probabilities(node), _in_shape(shape, scores), *operands)
 
 

@@ -13,7 +13,7 @@ from .._torch_internals import PLAIN
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
-from .attention_scores import call_with_mask, note_added_as_it_is
+from .attention_scores import call_with_mask, note_added
 from .derived import Derived, made_by, recipe_of
 from .encoder import Encoder
 from .fused_attention import LogsumexpFit
@@ -60,7 +60,7 @@ class Draw:
             name, role = self._names.get(first, ("", Role.STATISTIC))
         call = call_with_mask(tensor)
         if call is not None:
-            note_added_as_it_is(tensor, call)
+            note_added(tensor, call)
         with self._keys():
             whole = None if graph is tensor else graph
             stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole, first.limits))

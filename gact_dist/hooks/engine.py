@@ -42,7 +42,7 @@ from . import inlined
 from .accounting import Account, Footprint
 from .aliases import SharedBases, StorageRecord, StorageRecords, alias_of, note_part, note_stored
 from .attention_calls import attention_calls
-from .attention_scores import AddedMask, call_with_mask, note_added, note_added_as_it_is
+from .attention_scores import call_with_mask, note_added
 from .boolean_masks import BooleanMasks, MaskAgain
 from .call_stack import (
     CallSite,
@@ -917,13 +917,11 @@ class SavedTensorHooks:
     def _note_mask(self, tensor: Tensor, name: str) -> None:
         """What attention has added to the scores of its probabilities. See [Note: scores again]."""
         call = call_with_mask(tensor) if self.encoder.may_derive and self.policy.rounds else None
-        if call is None:
-            return
-        if call.mask is None or self._sink.records:
-            note_added_as_it_is(tensor, call)
-            return
-        mask = once(call.mask)  # a copy, for no operator saves it, and it may be written over
-        note_added(tensor, AddedMask(self._handle_of_mask(mask, f"{name} mask", copies=True)))
+        if call is not None and self._sink.records:
+            note_added(tensor, call)
+        elif call is not None:  # a copy, for no operator saves it, and it may be written over
+            keep = partial(self._handle_of_mask, name=f"{name} mask", copies=True)
+            note_added(tensor, call, lambda mask: keep(once(mask)))
 
     def _handle_of_mask(self, mask: Tensor, name: str, copies: bool = False) -> Any:
         """Of one that no operator saves. It serves all layers that have the same."""

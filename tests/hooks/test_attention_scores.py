@@ -182,6 +182,16 @@ def test_a_mask_is_stored_once_and_may_be_another_in_every_step():
         assert len(kept) == ("attn_mask" in options)
 
 
+def test_no_mask_is_kept_for_probabilities_that_are_stored():
+    job = Job(**MASKS["a bias"])
+    for _ in range(2):
+        job.gradient()
+    assert [row.name for row in job.gact.report().rows if row.name.endswith(" mask")]
+    job.gradient(job.names("derived", "Softmax"))
+    assert not job.names("derived", "Softmax")
+    assert not [row.name for row in job.gact.report().rows if row.name.endswith(" mask")]
+
+
 def test_a_mask_may_be_written_over_after_the_forward():
     bias = BIAS.clone()
     job = Job(attn_mask=bias)
