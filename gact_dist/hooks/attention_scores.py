@@ -84,16 +84,10 @@ def added_to(node: Any) -> AddedMask:
     return AddedMask(None if keep is None else keep())
 
 
-def dim_of(node: Any) -> int:
-    """Along which a softmax node has summed."""
-    dim: int = node._saved_dim
-    return dim - 2**64 if dim >= 2**63 else dim
-
-
-def probabilities(node: Any) -> Callable[..., Tensor]:
-    """The function of a softmax node: of whether it may write over scores, of these, and of what AddedMask or Shown
-    restores."""
-    softmax, dtype, dim = SOFTMAXES[node.name()], node._input_metadata[0].dtype, dim_of(node)
+def probabilities(node: Any, dim: int) -> Callable[..., Tensor]:
+    """The function of a softmax node, along dim: of whether it may write over scores, of these, and of what AddedMask
+    or Shown restores."""
+    softmax, dtype = SOFTMAXES[node.name()], node._input_metadata[0].dtype
 
     def made(owns: bool, scores: Tensor, mask: Any = None) -> Tensor:
         if scores.dtype != dtype or (mask is not None and not owns):

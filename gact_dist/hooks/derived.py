@@ -44,7 +44,7 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
-from .attention_scores import SOFTMAXES, added_to, dim_of, has_added, probabilities
+from .attention_scores import SOFTMAXES, added_to, has_added, probabilities
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
@@ -890,7 +890,7 @@ def _attention(node: Any, wanted: _Making, depth: int) -> Expression | Attention
 
 def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
     """See [Note: scores again] in attention_scores.py."""
-    shape, is_known = _check_whole(node, wanted), has_added(node)
+    shape, dim, is_known = _check_whole(node, wanted), _signed(node._saved_dim), has_added(node)
     edge, masking = _before_masks(node.next_functions[0])
     masks = None
     if masking and not is_known:
@@ -910,8 +910,8 @@ def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
     )
     operands: list[Any] = [added_to(node)] if is_known else []
     if masks is not None and wanted.tensor is not None:
-        operands = [Shown(wanted.tensor, dim_of(node), masks)]
-    return _either(probabilities(node), _in_shape(shape, scores), *operands)
+        operands = [Shown(wanted.tensor, dim, masks)]
+    return _either(probabilities(node, dim), _in_shape(shape, scores), *operands)
 
 
 def _before_masks(edge: _Edge) -> tuple[_Edge, list[Any]]:

@@ -53,7 +53,7 @@ NO_MASKS, ANY_MASKS = Masks(0), Masks(None)
 
 
 def note_hiding(
-    node: Any, tensors: Iterable[Tensor], numbers: Iterable[float], holds_mask: Callable[[Tensor], bool]
+    node: Any, tensors: Iterable[Tensor], numbers: Sequence[float], holds_mask: Callable[[Tensor], bool]
 ) -> None:
     """In a step that is observed: whether a node that may hide scores does no more. May wait for the device.
 
@@ -61,7 +61,7 @@ def note_hiding(
     """
     masks = [tensor for tensor in tensors if not tensor.requires_grad]
     if node.name() == FILLS:
-        found = len(masks) == 1 and all(number <= _HIDDEN for number in numbers)
+        found = len(masks) == len(numbers) == 1 and numbers[0] <= _HIDDEN
     else:
         found = len(masks) == 1 and masks[0].is_floating_point() and node._saved_alpha == 1
         found = found and (holds_mask if is_fake(masks[0]) else _hides)(masks[0])

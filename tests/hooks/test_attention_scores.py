@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ def in_operators(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: 
 
 
 class Layer(nn.Module):
-    """Attention between projections. options: of the attention."""
+    """Attention between projections. attention: torch's own by default, which is looked up. options: of it."""
 
     def __init__(self, attention, options):
         super().__init__()
@@ -65,17 +66,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.out(self.attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
+        attention = self.attention or F.scaled_dot_product_attention
+        return x + self.out(attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
 
 
 class Job:
     """Two layers with the same options, in steps with the same random numbers."""
 
-    def __init__(self, attention=F.scaled_dot_product_attention, config=None, dtype=torch.float32, **options):
+    def __init__(self, attention=None, config=None, dtype=torch.float32, **options):
         torch.manual_seed(0)
-        self.attention, self.options = attention, options
-        attends = lambda *args, **kwargs: self.attention(*args, **kwargs)  # noqa: E731 - to see the wrapper in its place
-        self.model = nn.Sequential(*(Layer(attends, options) for _ in range(2))).to(dtype)
+        self.model = nn.Sequential(*(Layer(attention, options) for _ in range(2))).to(dtype)
         self.x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype)
         self.gact = gact_dist.attach(
             self.model, config=config or Config(policy="uniform", bits=4, derive=True, min_numel=16)
@@ -83,8 +83,6 @@ class Job:
 
     def loss(self) -> Tensor:
         torch.manual_seed(1)
-        if self.attention.__name__ == "scaled_dot_product_attention":
-            self.attention = F.scaled_dot_product_attention
         with sdpa_kernel(SDPBackend.MATH):
             return self.model(self.x).square().mean()
 
@@ -212,8 +210,8 @@ def test_a_mask_may_be_written_over_after_the_forward():
         (in_operators, {"added": NUMBERS, "mask": "a mask of numbers"}),
         (in_operators, {"added": 1.0}),
         (in_operators, {"added": nn.Parameter(BIAS.clone()) * 2.0}),
-        (F.scaled_dot_product_attention, {"attn_mask": nn.Parameter(BIAS.clone()) * 2.0}),
-        (F.scaled_dot_product_attention, {"attn_mask": BIAS, "config": Config(policy="exact")}),
+        (None, {"attn_mask": nn.Parameter(BIAS.clone()) * 2.0}),
+        (None, {"attn_mask": BIAS, "config": Config(policy="exact")}),
     ],
     ids=["a bias", "two masks", "a number", "a bias that learns", "the same, in the call", "exact"],
 )
@@ -265,6 +263,16 @@ def test_a_mask_that_does_more_from_some_step_on_is_seen_where_a_step_is_observe
     for _ in range(2):
         job.gradient()
         assert not job.names("derived", "Softmax")
+
+
+@pytest.mark.parametrize("value", [0.0, -100.0, True, np.float64(0.5)])
+def test_what_is_filled_in_and_does_not_hide_is_seen(value):
+    job = Job(lambda q, k, v: (q @ k.transpose(-2, -1)).masked_fill(~CAUSAL, value).softmax(-1) @ v)
+    exact = job.untouched()
+    for _ in range(2):
+        job.gradient()
+    assert not job.names("derived", "Softmax")
+    assert distance(job.gradient(job.names("quantised")), exact) < 1e-5
 
 
 def test_where_the_masks_are_more_than_an_observed_step_has_seen_they_are_stored():
