@@ -21,17 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_internals import graph_task_id, node_in_backward
 from .attention_calls import AttentionCall, running_call
 from .boolean_masks import as_added
+from .expressions import Expression
 from .handles import Kept
+from .saved_edges import ADDED
 
 _aten = torch.ops.aten
-_ADDED = "gact_dist: added to the scores"
-SOFTMAXES: dict[str, Callable[..., Tensor]] = {
-    "SoftmaxBackward0": torch.softmax,
-    "SafeSoftmaxBackward0": _aten._safe_softmax,
-}
-"""by the nodes that they make"""
+_SAFE = "SafeSoftmaxBackward0"
+"""of rows that are hidden as a whole, which come out as zeros"""
+SOFTMAXES = frozenset(("SoftmaxBackward0", _SAFE))
+"""nodes"""
 
 
 class AddedMask:
@@ -43,15 +44,19 @@ class AddedMask:
         """handle: of the mask, None for causal attention."""
         self._handle = handle
 
-    def restore(self) -> Callable[[Tensor], Tensor]:
-        """A function of the scores, which it writes over."""
-        return partial(_masked, None if self._handle is None else self._handle.restore())
+    def restore(self) -> Callable[[Tensor], Tensor | None]:
+        """A function that writes over scores, and tells which rows are hidden as a whole."""
+        return partial(_mask, None if self._handle is None else self._handle.restore())
 
 
-def _masked(mask: Tensor | None, scores: Tensor) -> Tensor:
+def _mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
     if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    return scores.add_(as_added(mask, scores.dtype) if mask.dtype is torch.bool else mask)
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores.add_(as_added(causal, scores.dtype))
+        return None
+    added = as_added(mask, scores.dtype) if mask.dtype is torch.bool else mask
+    scores.add_(added)
+    return (added == -math.inf).all(-1, keepdim=True)
 
 
 def call_with_mask(tensor: Tensor) -> AttentionCall | None:
@@ -70,31 +75,65 @@ def note_added(tensor: Tensor, call: AttentionCall, keep: Callable[[Tensor], Any
     keep: gives a handle of a mask that something is to be made with; that of its call, for a graph that is soon gone.
     """
     node: Any = tensor.grad_fn
-    node.metadata[_ADDED] = None if call.mask is None else partial(keep, call.mask)
+    node.metadata[ADDED] = None if call.mask is None else partial(keep, call.mask)
 
 
 def has_added(node: Any) -> bool:
     """Whether note_added() was called for the results of a softmax."""
-    return _ADDED in node.metadata
+    return ADDED in node.metadata
 
 
 def added_to(node: Any) -> AddedMask:
     """What was, by now with a handle."""
-    keep = node.metadata[_ADDED]
+    keep = node.metadata[ADDED]
     return AddedMask(None if keep is None else keep())
 
 
 def probabilities(node: Any, dim: int) -> Callable[..., Tensor]:
     """The function of a softmax node, along dim: of whether it may write over scores, of these, and of what AddedMask
     or Shown restores."""
-    softmax, dtype = SOFTMAXES[node.name()], node._input_metadata[0].dtype
+    is_safe, dtype = node.name() == _SAFE, node._input_metadata[0].dtype
+    overflows = dtype is torch.float16  # a row may be hidden without a mask
 
     def made(owns: bool, scores: Tensor, mask: Any = None) -> Tensor:
         if scores.dtype != dtype or (mask is not None and not owns):
             scores = scores.to(dtype, copy=True)
-        if not isinstance(mask, Tensor):
-            return softmax(scores if mask is None else mask(scores), dim)
-        made = softmax(scores.masked_fill_(~mask, -math.inf), dim)
-        return made.masked_fill_(~mask.any(dim, keepdim=True), 1.0 / made.shape[dim])
+        if isinstance(mask, Tensor):
+            made = torch.softmax(scores.masked_fill_(~mask, -math.inf), dim)
+            return made.masked_fill_(~mask.any(dim, keepdim=True), 1.0 / made.shape[dim])
+        hidden = None if mask is None else mask(scores)
+        if is_safe and overflows:
+            return _aten._safe_softmax(scores, dim)
+        made = torch.softmax(scores, dim)
+        return made.masked_fill_(hidden, 0.0) if is_safe and hidden is not None else made
 
     return made
+
+
+class Probabilities(Expression):
+    """Which are kept until their softmax has them, in the same backward: with dropout the product with the values reads
+    what is left of them first, and queries and keys are to be multiplied once."""
+
+    __slots__ = ("_made",)
+    keeps_what_it_made = True
+
+    def __init__(self, node: Any, dim: int, *operands: Any) -> None:
+        """node: of the softmax along dim. operands: the scores, and AddedMask or Shown."""
+        function = probabilities(node, dim)
+        super().__init__(partial(function, False), *operands, in_place=partial(function, True))
+        self._made: tuple[int, Tensor] | None = None  # for which backward
+
+    def of(self, operands: tuple[Any, ...]) -> Probabilities:
+        """See Expression.of()."""
+        made = Probabilities.__new__(Probabilities)
+        made.form, made.operands, made._made = self.form, operands, None
+        return made
+
+    def restore(self) -> Tensor:
+        """Its value."""
+        backward, reader = graph_task_id(), node_in_backward()
+        kept, self._made = self._made, None
+        made = super().restore() if kept is None or kept[0] != backward else kept[1]
+        if reader is not None and reader.name() not in SOFTMAXES:
+            self._made = backward, made
+        return made

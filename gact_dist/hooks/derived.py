@@ -44,7 +44,7 @@ from .. import _fields, codec
 from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
-from .attention_scores import SOFTMAXES, added_to, has_added, probabilities
+from .attention_scores import SOFTMAXES, Probabilities, added_to, has_added
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
@@ -908,10 +908,10 @@ def _softmax(node: Any, wanted: _Making, depth: int) -> Expression:
         if is_masked_product(edge[0])
         else _term(edge, wanted._replace(is_of_scores=True), depth)
     )
-    operands: list[Any] = [added_to(node)] if is_known else []
+    operands: list[Any] = [wanted.reads.added(added_to(node), node)] if is_known else []
     if masks is not None and wanted.tensor is not None:
         operands = [Shown(wanted.tensor, dim, masks)]
-    return _either(probabilities(node, dim), _in_shape(shape, scores), *operands)
+    return Probabilities(node, dim, _in_shape(shape, scores), *operands)
 
 
 def _before_masks(edge: _Edge) -> tuple[_Edge, list[Any]]:

@@ -635,7 +635,8 @@ class SavedTensorHooks:
         if expected.is_part:
             self._what_to_store(tensor, expected.name, record)
         self._note_mask(tensor, expected.name)
-        captured = Captured(tensor, expected.name, expected.role, record, reads=Reads())
+        reads = Reads(partial(self._note_mask, name=expected.name))
+        captured = Captured(tensor, expected.name, expected.role, record, reads=reads)
         handle = self._job.take(captured)
         if expected.is_sign:
             record.relu_versions |= {tensor._version}

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import RESHAPES, constants_of, saved_handle
+from .attention_scores import added_to, has_added
 from .expressions import Copy, Expression
 from .fused_attention import output_again
 from .handles import Kept, Recipe, Stored, View, base_of
-from .saved_edges import VARIABLE, Reads, saved_at, vector_of_parameter
+from .saved_edges import ADDED, VARIABLE, Reads, saved_at, vector_of_parameter
 
 _MOST_NODES = 64
 
@@ -55,7 +56,7 @@ class _Operand(NamedTuple):
     """number of the handle"""
     node: int = -1
     slot: str | None = None
-    """what of the node is copied; None where its attention runs again"""
+    """what of the node is copied, or ADDED; None where its attention runs again"""
     shape: tuple[int, ...] | None = None
     """of the copy"""
 
@@ -67,6 +68,8 @@ class _Operand(NamedTuple):
         if number < 0:
             return like.of(tuple([part.made(nodes, handles) for part in parts])) if parts else like
         node = nodes[number]
+        if slot == ADDED:
+            return added_to(node) if has_added(node) else _checked(None)
         if slot is None or shape is None:
             return _checked(output_again(node))
         if slot == VARIABLE:
@@ -117,6 +120,7 @@ class RecipeAgain:
             self._reads.append(_Read(numbers[id(node)], slot, _looks_of(handle), first))
         self._like = recipe.of(None)
         self._operand = _operand_of(recipe.expression, handles, reads, numbers)
+        self._note_mask = reads.note_mask if any(slot == ADDED for _, _, slot in reads.made) else None
 
     def __call__(self, tensor: Tensor) -> Recipe | None:
         """The recipe of a tensor that is like the earlier one; None where the graph is not as it was."""
@@ -136,6 +140,8 @@ class RecipeAgain:
                 bases.append(handle.base if type(handle) is View else handle)
                 if bases[first] is not bases[-1] or _looks_of(handle) != looks:
                     return None
+            if self._note_mask is not None:
+                self._note_mask(tensor)
             return self._like.of(self._operand.made(nodes, handles))
         except _Unlike:
             return None
@@ -220,7 +226,7 @@ def _operand_of(operand: Any, handles: Sequence[Any], reads: Reads, numbers: dic
     """handles: that were read, each once. numbers: of nodes, by their identities."""
     for made, node, slot in reads.made:
         if made is operand:
-            shape = None if slot is None else tuple(made.tensor.shape)
+            shape = None if slot in (None, ADDED) else tuple(made.tensor.shape)
             return _Operand(node=numbers[id(node)], slot=slot, shape=shape)
     if isinstance(operand, Expression):
         parts = [_operand_of(part, handles, reads, numbers) for part in operand.operands]

@@ -9,7 +9,7 @@ with a graph gives it a node of its own; one that was modified without a graph i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar
 from weakref import ref
@@ -24,6 +24,8 @@ _HANDLE = "gact_dist: saved as"
 _ELSEWHERE = "gact_dist: saved in a block"
 VARIABLE = "variable"
 """in place of the name of a saved tensor: the leaf whose gradient a node accumulates"""
+ADDED = "gact_dist: added to the scores"
+"""the same: what attention has added to the scores of a softmax"""
 _Made = TypeVar("_Made")
 
 
@@ -78,7 +80,9 @@ def vector_of_parameter(parameter: Any, shape: Sequence[int]) -> Tensor | None:
 class Reads:
     """Notes what is read of a graph to find a recipe, and what is made of that; see RecipeAgain in recipes_again.py."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_mask: Callable[[Tensor], None] | None = None) -> None:
+        """note_mask: what notes on the softmax that gives probabilities what attention has added to their scores."""
+        self.note_mask = note_mask
         self.handles: list[tuple[Any, str | int, Any]] = []
         """(node, name of a saved tensor or number of an output, what the graph holds in its place)"""
         self.made: list[tuple[Any, Any, str | None]] = []
@@ -102,6 +106,11 @@ class Reads:
         """It is a copy of a vector that a node saved, or of its VARIABLE."""
         self.made.append((operand, node, slot))
         return operand
+
+    def added(self, mask: _Made, node: Any) -> _Made:
+        """It is what was noted as added to the scores of a softmax."""
+        self.made.append((mask, node, ADDED))
+        return mask
 
     def attention(self, result: _Made, node: Any) -> _Made:
         """It runs the attention of a node again."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from derived_jobs import distance
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gact_dist
 from gact_dist import Config
@@ -68,6 +69,16 @@ class Layer(nn.Module):
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         attention = self.attention or F.scaled_dot_product_attention
         return x + self.out(attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
+
+
+class Counted(TorchDispatchMode):
+    """Products of matrices in batches."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func is torch.ops.aten.bmm.default
+        return func(*args, **(kwargs or {}))
 
 
 class Job:
@@ -285,6 +296,21 @@ def test_where_the_masks_are_more_than_an_observed_step_has_seen_they_are_stored
     exact = job.untouched()
     assert distance(job.gradient(), exact) < 0.5
     assert not job.names("derived", "Softmax")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("options", [{}, MASKS["padding"]])
+def test_queries_and_keys_are_multiplied_once_in_a_backward(options, dropout):
+    job = Job(dropout_p=dropout, **options)
+    for _ in range(2):
+        job.gradient()
+    assert job.names("derived", "Softmax")
+    loss, untouched, counts = job.step(), job.loss(), []
+    for each in (loss, untouched):
+        with Counted() as counted:
+            each.backward()
+        counts.append(counted.products)
+    assert counts[0] - counts[1] == len(job.model)
 
 
 @pytest.mark.parametrize("mask", ["of each pair", "causal"])

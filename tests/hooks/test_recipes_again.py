@@ -133,6 +133,12 @@ def _sliced(y: Tensor, start: int) -> Tensor:
     return y[..., start : start + WIDTH // 2].clone()
 
 
+def _attended(y: Tensor, z: Tensor, mask: Tensor | None) -> Tensor:
+    """Not fused, for it has dropout."""
+    q, k = y.unflatten(-1, (4, -1)), z.unflatten(-1, (4, -1))
+    return F.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.1).flatten(-2)
+
+
 VARIED: dict[str, tuple[Callable[..., Tensor], object, object]] = {
     "a constant": (lambda y, _z, how: F.gelu(y, approximate=how), "none", "tanh"),
     "the factor of a sum": (lambda y, z, alpha: torch.add(y, z, alpha=alpha), 1.0, -3.0),
@@ -142,6 +148,8 @@ VARIED: dict[str, tuple[Callable[..., Tensor], object, object]] = {
     "which part": (lambda y, _z, part: y.chunk(2, -1)[part].clone(), 0, 1),
     "one twice, or both": (lambda y, z, second: torch.add(y, (y, z)[second]), 0, 1),
     "how many are joined": (lambda y, _z, size: torch.cat(y.split(size, -1), -1), WIDTH // 2, WIDTH // 4),
+    "a mask": (_attended, torch.ones(4, 4).tril() > 0, torch.linspace(-1.0, 1.0, 4)),
+    "whether there is a mask": (_attended, torch.ones(4, 4).tril() > 0, None),
     "which is which": (lambda y, z, first: torch.sub((y, z)[first], (y, z)[1 - first]), 0, 1),
 }
 """(what is made of two tensors that are saved, values of what varies)"""
@@ -180,7 +188,9 @@ def test_a_graph_that_varies_has_recipes_of_its_own(name: str, monkeypatch: pyte
         model.value = values[number in (SETTLED, SETTLED + 1, SETTLED + 3)]
 
     found = gradients(lambda: Varying(make, values[0]), SETTLED + 5, vary)
-    assert any(refused) is (name not in ("a number", "which tensor"))  # a recipe reads the one; the other settles anew
+    assert any(refused) is (
+        name not in ("a number", "a mask", "which tensor")
+    )  # a recipe reads it; the last settles anew
     assert not all(refused)
     monkeypatch.setattr(sinks, "recipe_again", lambda *_: None)
     for number, (ours, others) in enumerate(

@@ -407,9 +407,11 @@ def test_the_short_way_leaves_no_object_behind():
             step()
         gc.collect()
         counts.append((len(gc.get_objects()), sys.getallocatedblocks()))
-    objects, blocks = zip(*counts, strict=True)
-    assert objects[-1] == objects[-3]
-    assert min(after - before for before, after in pairwise(blocks)) < 20  # one for each step would be 20 every time
+    objects, blocks = (
+        [after - before for before, after in pairwise(found)] for found in zip(*counts, strict=True)
+    )  # what each step left would be 20 every time; what else runs in this process makes some now and then
+    assert min(objects) <= 0
+    assert min(blocks) < 20
     gact.detach()
 
 
