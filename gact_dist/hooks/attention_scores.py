@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_internals import graph_task_id, node_in_backward
+from .._torch_internals import graph_task_id, is_fake, node_in_backward
 from .attention_calls import AttentionCall, running_call
 from .boolean_masks import as_added
 from .expressions import Expression
@@ -45,7 +45,7 @@ class AddedMask:
         self._handle = handle
 
     def restore(self) -> Callable[[Tensor], Tensor | None]:
-        """A function that writes over scores, and tells which rows are hidden as a whole."""
+        """A function that writes over scores, and tells which rows are hidden as a whole, None for none."""
         return partial(_mask, None if self._handle is None else self._handle.restore())
 
 
@@ -56,7 +56,9 @@ def _mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
         return None
     added = as_added(mask, scores.dtype) if mask.dtype is torch.bool else mask
     scores.add_(added)
-    return (added == -math.inf).all(-1, keepdim=True)
+    hidden = (added == -math.inf).all(-1, keepdim=True)
+    is_known = hidden.is_cpu and not is_fake(hidden)  # without waiting for the device
+    return None if is_known and not hidden.any() else hidden
 
 
 def call_with_mask(tensor: Tensor) -> AttentionCall | None:
