@@ -101,11 +101,12 @@ def _derived(model: str, runs: Rows, comparisons: Rows) -> Iterator[Claim]:
         points = statistics.mean(differences(chosen, untouched, "accuracy", scale=100))
         text = f"accuracy of gact against untouched, points, in the bytes of {STORED}"
         yield Claim(text, model, f"{points:+.2f}", f"{-LOSS_AT_2_BITS:+.2f}", points >= -LOSS_AT_2_BITS)
-    ratios = variance_in_fewer_bytes(comparisons, 4)
-    if ratios:
-        mean = statistics.geometric_mean(ratios)
-        text = f"variance in {LESS_BYTES:g} of the bytes that 4 bits take if all is stored, over that, mean"
-        yield Claim(text, model, f"{mean:.3g}", "1", mean <= 1.0)
+    for bits in (3, 4):
+        ratios = variance_in_fewer_bytes(comparisons, bits)
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            text = f"variance in {LESS_BYTES:g} of the bytes that {bits} bits take if all is stored, over that, mean"
+            yield Claim(text, model, f"{mean:.3g}", "1", mean <= 1.0)
 
 
 def _error_bound(model: str, runs: Rows, comparisons: Rows) -> Iterator[Claim]:
