@@ -51,9 +51,7 @@ class AddedMask:
 
 def _mask(mask: Tensor | None, scores: Tensor) -> Tensor | None:
     if mask is None:
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores.add_(as_added(causal, scores.dtype))
-        return None
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     added = as_added(mask, scores.dtype) if mask.dtype is torch.bool else mask
     scores.add_(added)
     hidden = (added == -math.inf).all(-1, keepdim=True)
@@ -85,8 +83,10 @@ def has_added(node: Any) -> bool:
     return ADDED in node.metadata
 
 
-def added_to(node: Any) -> AddedMask:
-    """What was, by now with a handle."""
+def added_to(node: Any) -> AddedMask | None:
+    """What was, by now with a handle; None if nothing was."""
+    if not has_added(node):
+        return None
     keep = node.metadata[ADDED]
     return AddedMask(None if keep is None else keep())
 
@@ -127,8 +127,8 @@ class Probabilities(Expression):
 
     def of(self, operands: tuple[Any, ...]) -> Probabilities:
         """See Expression.of()."""
-        made = Probabilities.__new__(Probabilities)
-        made.form, made.operands, made._made = self.form, operands, None
+        made = super().of(operands)
+        made._made = None
         return made
 
     def restore(self) -> Tensor:

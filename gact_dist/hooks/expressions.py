@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ class Form(NamedTuple):
     """what GELU's `approximate` is, if it is one"""
 
 
+_Like = TypeVar("_Like", bound="Expression")
+
+
 class Expression:
     """A function of what handles restore."""
 
@@ -76,7 +79,7 @@ class Expression:
         self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu)
         self.operands = operands
 
-    def of(self, operands: tuple[Any, ...]) -> Expression:
+    def of(self: _Like, operands: tuple[Any, ...]) -> _Like:
         """The same function of others that are like its own."""
         made = type(self).__new__(type(self))
         made.form, made.operands = self.form, operands

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import codec
 from .._torch_internals import RESHAPES, constants_of, saved_handle
-from .attention_scores import added_to, has_added
+from .attention_scores import added_to
 from .expressions import Copy, Expression
 from .fused_attention import output_again
 from .handles import Kept, Recipe, Stored, View, base_of
@@ -69,7 +69,7 @@ class _Operand(NamedTuple):
             return like.of(tuple([part.made(nodes, handles) for part in parts])) if parts else like
         node = nodes[number]
         if slot == ADDED:
-            return added_to(node) if has_added(node) else _checked(None)
+            return _checked(added_to(node))
         if slot is None or shape is None:
             return _checked(output_again(node))
         if slot == VARIABLE:

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import statistics
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -407,11 +408,10 @@ def test_the_short_way_leaves_no_object_behind():
             step()
         gc.collect()
         counts.append((len(gc.get_objects()), sys.getallocatedblocks()))
-    objects, blocks = (
-        [after - before for before, after in pairwise(found)] for found in zip(*counts, strict=True)
-    )  # what each step left would be 20 every time; what else runs in this process makes some now and then
-    assert min(objects) <= 0
-    assert min(blocks) < 20
+    objects, blocks = zip(*counts, strict=True)
+    # whatever else runs in this process may leave some in between; what steps leave is in every difference
+    assert statistics.median(after - before for before, after in zip(objects, objects[2:], strict=False)) == 0
+    assert min(after - before for before, after in pairwise(blocks)) < 20  # one for each step would be 20 every time
     gact.detach()
 
 
