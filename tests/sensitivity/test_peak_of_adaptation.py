@@ -60,6 +60,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._nbytes = 0  # of all that are known, those that are gone since they were last looked for among them
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,9 +68,14 @@ class LiveStorages(TorchDispatchMode):
         for tensor in tree_iter(made):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._known.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._known.values()))
+                key, nbytes = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known[key] = StorageWeakRef(storage), nbytes
+                    self._nbytes += nbytes
+        if self._nbytes > self.peak:
+            self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+            self._nbytes = sum(nbytes for _, nbytes in self._known.values())
+            self.peak = max(self.peak, self._nbytes)
         return made
 
 
