@@ -102,6 +102,7 @@ def test_a_level_keeps_less_than_the_untouched_job_and_so_does_a_checkpoint():
     assert max(later["L1"], later["L2"], later["checkpointing"]) < 0.8 * later["untouched"]
 
 
+@pytest.mark.large
 def test_what_a_block_recomputes_is_compressed_as_well_where_the_method_says_so():
     later = {}
     for method in ("L2 with checkpointing", "L2 with recomputed"):

@@ -30,6 +30,7 @@ def test_the_count_and_the_report_agree_and_derived_tensors_take_nothing():
     assert derived["variance"] < stored["variance"]
 
 
+@pytest.mark.large
 def test_the_table_has_a_row_for_each_block_and_a_column_for_each_setting(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_block_bytes, "LEVELS", {"L2": 4.0})
     path = tmp_path / "rows.json"

@@ -38,6 +38,7 @@ def small(monkeypatch):
     monkeypatch.setattr(run, "BATCHES", 1)
 
 
+@pytest.mark.large
 def test_every_cell_is_measured_written_and_not_repeated(small, monkeypatch, tmp_path, capsys):
     path = tmp_path / "found.json"
     run.main(["--json", str(path), "--seeds", "1"])

@@ -150,6 +150,7 @@ def trained_in_each(follow: bool) -> dict[str, Trained]:
     return {name: trained(wrap, follow) for name, wrap in WRAPPERS.items()}
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("follow", [False, True])
 def test_sharded_models_keep_the_error_and_measure_what_others_do(ranks, follow):
     first, second = ranks(trained_in_each, follow)

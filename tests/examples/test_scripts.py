@@ -9,6 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from script_ranks import run_script
 
@@ -98,6 +99,7 @@ def test_a_gpt_script(tmp_path):
     assert same_weights(saved(tmp_path / "resumed")["model"], final["model"])
 
 
+@pytest.mark.large
 def test_a_compiled_gpt_script(tmp_path):
     name = "train_gpt.py"
     plain = train_gpt(untouched(name, QUICKLY, tmp_path / "plain"), "--compile")
@@ -126,6 +128,7 @@ def train_digits(script: Path, block: dict | None) -> tuple[dict, dict]:
     return json.loads((folder / "log.json").read_text()), torch.load(folder / "model.pt")
 
 
+@pytest.mark.large
 def test_a_deepspeed_script(tmp_path):
     name = "train_digits.py"
     as_it_was = {"gact_dist.deepspeed.initialize(": "deepspeed.initialize("}

@@ -88,6 +88,7 @@ def test_exact_codecs_train_bitwise_as_the_untouched_job(ranks, name, world_size
         assert compressed["weights"] != untouched["weights"]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["text"])
 @pytest.mark.usefixtures("cached")
 def test_the_job_trains_through_a_deepspeed_engine(name, tmp_path):
@@ -148,6 +149,7 @@ def test_torchrun_trains_compressed_and_writes_the_result(tmp_path):
     assert result["peak_bytes"] > 0
 
 
+@pytest.mark.large
 @pytest.mark.usefixtures("installed")
 def test_the_deepspeed_launcher_trains_compressed_on_all_ranks(tmp_path):
     result = launched(tmp_path, "deepspeed.sh", "configs/deepspeed/zero2.json", "language")

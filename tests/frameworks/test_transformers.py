@@ -56,6 +56,7 @@ def test_the_trainer(tmp_path, options):
     assert (first, second) == ((2, 5) if options == BF16_ACCUMULATED else (2, 4))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(3, []), pytest.param(2, BF16_ACCUMULATED, marks=pytest.mark.large)],
@@ -70,6 +71,7 @@ def test_the_trainer_with_a_deepspeed_config(tmp_path, stage, options):
     assert second - first == (4 if options else 2)  # an engine's optimizer steps are counted by their forwards
 
 
+@pytest.mark.large
 def test_sft_with_lora(tmp_path):
     """By TRL's chunked loss, which has no second derivative, and its default of activation checkpointing."""
     jobs = run_example("trl_sft_lora.py", tmp_path, *STEPS)
@@ -86,6 +88,7 @@ def test_sft_with_lora_without_checkpointing(tmp_path):
     assert any(".lora_A." in name for name in jobs["L2"][0]["plan"])
 
 
+@pytest.mark.large
 def test_a_resumed_training_goes_on_as_it_would_have(tmp_path):
     saving = ("--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1")
     whole = run_example("hf_trainer.py", tmp_path, *STEPS, *saving, levels=["L2"])["L2"]

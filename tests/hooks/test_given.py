@@ -84,6 +84,7 @@ def test_the_batch_has_no_row_and_no_bits(way, follows, config):
     assert gact.report().exact_bytes == 4 * rows * (2 * 32 + WIDTH)  # of two layers, and the output for its square
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("follows", [True, False], ids=["follow", "step"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole model", "one layer"])
 def test_what_is_compiled_reads_the_batch_as_it_is(whole, follows):

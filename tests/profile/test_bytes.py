@@ -183,6 +183,7 @@ def test_checkpointing_recomputes(fake):
     assert found.peak_bytes < fake.level("untouched").peak_bytes
 
 
+@pytest.mark.large
 def test_layouts_share_what_they_are_to_share(fake):
     def parts(layout, **changes):
         settings = Settings(layout=layout, world_size=4, **changes)
