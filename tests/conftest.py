@@ -1,14 +1,7 @@
-"""What all tests share: the ranks fixture, the folder of its module, which cases run, and the bound on skipped tests.
-
-[Note: which cases run] A run of all files is to take ten minutes on two cores. So of the cases of a function that takes
-long only as many run as have time: their order is that in which every value of every parameter comes as early as can
-be. seconds.json says how long functions take with all their cases; what is not in it, or marked `whole`, runs whole. So
-does a run of some files, or of names (-k), and --all, which also runs what is marked `large`.
-"""
+"""What all tests share: the ranks fixture, the folder of its module, --all, and the bound on skipped tests."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -37,11 +30,6 @@ os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.envir
 MAXIMUM_SKIPPED_IN_CI = 10
 
 
-# See [Note: which cases run]. Written by `python tests/support/seconds.py`.
-SECONDS: dict[str, float] = json.loads((TESTS / "seconds.json").read_text())
-SECONDS_OF_A_FUNCTION = 1.5
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case, and the tests marked large")
 
@@ -49,35 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--all"):
         return
-    left = {item for item in items if item.get_closest_marker("large")}
-    if config.args == config.getini("testpaths") and not config.getoption("keyword"):
-        cases: dict[str, list[pytest.Item]] = {}
-        for item in items:
-            if item not in left and not item.get_closest_marker("whole"):
-                cases.setdefault(function_of(item.nodeid), []).append(item)
-        for function in SECONDS.keys() & cases.keys():
-            every = cases[function]
-            count = max(1, int(len(every) * SECONDS_OF_A_FUNCTION / SECONDS[function]))
-            left |= set(every) - set(covering(every, count))
-    if left:
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = [item for item in items if item not in left]
+    import seconds
 
-
-def function_of(nodeid: str) -> str:
-    return nodeid.partition("[")[0]
-
-
-def covering(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of the cases of one function: next is always one with the most values that no earlier one has."""
-    values = {case: {(name, id(value)) for name, value in case.callspec.params.items()} for case in cases}
-    chosen: list[pytest.Item] = []
-    seen: set[tuple[str, int]] = set()
-    while len(chosen) < min(count, len(cases)):
-        best = max((case for case in cases if case not in chosen), key=lambda case: len(values[case] - seen))
-        chosen.append(best)
-        seen |= values[best]
-    return chosen
+    everything = config.args == config.getini("testpaths") and not config.getoption("keyword")
+    small = [item for item in items if not item.get_closest_marker("large")]
+    run = set(seconds.in_time(small) if everything else small)
+    config.hook.pytest_deselected(items=[item for item in items if item not in run])
+    items[:] = [item for item in items if item in run]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -201,6 +201,7 @@ def test_the_error_of_the_gradient_is_what_the_derivative_predicts(name):
     walked(name, telling(name)[0])
 
 
+@pytest.mark.large
 def test_every_row_of_the_table_is_met():
     places = set().union(*(telling(name)[1] for name in OPERATORS))
     rows = {(operator, slot) for operator, rules in TABLE.items() for rule in rules for slot in rule.slots}

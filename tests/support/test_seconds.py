@@ -1,4 +1,4 @@
-"""Which cases a run of all files takes: [Note: which cases run] in conftest.py."""
+"""Which cases a run of all files takes: [Note: which cases run] in seconds.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import conftest
 import pytest
 import seconds
 
@@ -23,8 +22,11 @@ REPORT = """<testsuites><testsuite>
 class Case:
     """What is read of pytest.Item."""
 
-    def __init__(self, **params: Any) -> None:
-        self.callspec = SimpleNamespace(params=params)
+    def __init__(self, nodeid: str = "a.py::test_a[0]", **params: Any) -> None:
+        self.nodeid, self.callspec = nodeid, SimpleNamespace(params=params)
+
+    def get_closest_marker(self, name: str) -> None:
+        return None
 
 
 def grid(**values: list[Any]) -> list[Case]:
@@ -33,7 +35,7 @@ def grid(**values: list[Any]) -> list[Case]:
 
 def test_every_value_comes_as_early_as_can_be():
     cases = grid(dtype=["fp32", "bf16", "fp16"], bits=[1, 2, 4, 8], follows=[False, True])
-    chosen = conftest.covering(cases, 4)
+    chosen = seconds.covering(cases, 4)
     assert len({id(case) for case in chosen}) == 4
     for name in ("dtype", "bits", "follows"):
         seen = {case.callspec.params[name] for case in chosen}
@@ -42,19 +44,27 @@ def test_every_value_comes_as_early_as_can_be():
 
 @pytest.mark.parametrize(("count", "chosen"), [(1, 1), (6, 6), (9, 6)])
 def test_as_many_are_chosen_as_were_asked_for(count, chosen):
-    assert len(conftest.covering(grid(a=[0, 1, 2], b=["x", "y"]), count)) == chosen
+    assert len(seconds.covering(grid(a=[0, 1, 2], b=["x", "y"]), count)) == chosen
+
+
+def test_a_function_that_takes_long_has_fewer_cases_and_the_others_all(monkeypatch):
+    monkeypatch.setattr(seconds, "recorded", lambda: {"a.py::test_long": 5 * seconds.SECONDS_OF_A_FUNCTION})
+    named = [("a.py::test_long", range(10)), ("a.py::test_other", range(3)), ("b.py::test_short", range(4))]
+    items = [Case(f"{name}[{number}]", number=number) for name, numbers in named for number in numbers]
+    run = [item.nodeid.partition("[")[0] for item in seconds.in_time(items)]
+    assert run == ["a.py::test_long"] * 2 + ["a.py::test_other"] * 3 + ["b.py::test_short"] * 4
 
 
 def test_functions_of_several_cases_that_take_long_are_written_down(tmp_path):
     (tmp_path / "run.xml").write_text(REPORT)
-    assert seconds.seconds(tmp_path / "run.xml") == {"tests/hooks/test_a.py::test_long": 5.0}
+    assert seconds.measured(tmp_path / "run.xml") == {"tests/hooks/test_a.py::test_long": 5.0}
 
 
 def test_every_function_that_was_timed_is_there():
     functions: dict[str, set[str]] = {}
-    for name in conftest.SECONDS:
+    for name in seconds.recorded():
         file, function = name.split("::")
         if file not in functions:
-            tree = ast.parse((conftest.TESTS.parent / file).read_text())
+            tree = ast.parse((seconds.FILE.parents[1] / file).read_text())
             functions[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert function in functions[file], f"{name} is gone: take it out of tests/seconds.json"
