@@ -3,7 +3,7 @@
 [Note: which cases run] A run of all files is to take some ten minutes on two cores. So of the cases of a function that
 takes long only as many run as have time: their order is that in which every value of every parameter comes as early as
 can be. ../seconds.json says how long functions take with all their cases; what is not in it, or marked `whole`, runs
-whole. So does a run of some files, or of names (-k), and --all, which also runs what is marked `large`. To write it anew:
+whole. So does a run of some files, or of names (-k), and --all, which also runs what is marked `large`. To write it:
 
     bash launch/test.sh --all --junitxml=run.xml && python tests/support/seconds.py run.xml
 """
