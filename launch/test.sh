@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment, check format, lint and types, then run the tests and list the slowest twenty.
-# Usage: bash launch/test.sh [--all] [-k NAME ...]     --all runs all cases, in more than an hour; all arguments go to pytest.
+# Usage: bash launch/test.sh [--all] [-k NAME ...]     --all runs all cases; all arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/setup.sh --test

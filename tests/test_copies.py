@@ -199,7 +199,7 @@ def test_a_model_that_holds_its_controller_is_copied_without_it():
 
 def test_copies_can_be_dropped_in_any_order():
     # copies of weak references to storages freed them twice
-    for _ in range(8):
+    for _ in range(20):
         model = Interruptible()
         gact = followed(model)
         average = torch.optim.swa_utils.AveragedModel(model)

@@ -59,7 +59,7 @@ def test_the_trainer(tmp_path, options):
 @pytest.mark.large
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(3, []), pytest.param(2, BF16_ACCUMULATED, marks=pytest.mark.large)],
+    [(3, []), (2, BF16_ACCUMULATED)],
 )
 def test_the_trainer_with_a_deepspeed_config(tmp_path, stage, options):
     arguments = (*STEPS, *zero_config(tmp_path, stage), *options)

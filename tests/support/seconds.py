@@ -35,7 +35,7 @@ def in_time(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     taken, chosen = recorded(), []
     for function, every in cases.items():
-        if function in taken and not every[0].get_closest_marker("whole"):
+        if function in taken and len(every) > 1 and not every[0].get_closest_marker("whole"):
             every = covering(every, max(1, int(len(every) * SECONDS_OF_A_FUNCTION / taken[function])))
         chosen += every
     return chosen

@@ -48,11 +48,18 @@ def test_as_many_are_chosen_as_were_asked_for(count, chosen):
 
 
 def test_a_function_that_takes_long_has_fewer_cases_and_the_others_all(monkeypatch):
-    monkeypatch.setattr(seconds, "recorded", lambda: {"a.py::test_long": 5 * seconds.SECONDS_OF_A_FUNCTION})
+    long = 5 * seconds.SECONDS_OF_A_FUNCTION
+    monkeypatch.setattr(seconds, "recorded", lambda: {"a.py::test_long": long, "c.py::test_plain_by_now": long})
     named = [("a.py::test_long", range(10)), ("a.py::test_other", range(3)), ("b.py::test_short", range(4))]
-    items = [Case(f"{name}[{number}]", number=number) for name, numbers in named for number in numbers]
+    plain = SimpleNamespace(nodeid="c.py::test_plain_by_now")  # what has no parameters has no callspec
+    items: list[Any] = [plain] + [
+        Case(f"{name}[{number}]", number=number) for name, numbers in named for number in numbers
+    ]
     run = [item.nodeid.partition("[")[0] for item in seconds.in_time(items)]
-    assert run == ["a.py::test_long"] * 2 + ["a.py::test_other"] * 3 + ["b.py::test_short"] * 4
+    assert (
+        run
+        == ["c.py::test_plain_by_now"] + ["a.py::test_long"] * 2 + ["a.py::test_other"] * 3 + ["b.py::test_short"] * 4
+    )
 
 
 def test_functions_of_several_cases_that_take_long_are_written_down(tmp_path):
