@@ -57,6 +57,8 @@ class LogSoftmaxes:
         node: Any = tensor.grad_fn
         if not self.may_sample or node is None or node.name() != _MAKER or type(tensor) not in PLAIN:
             return False
+        if not tensor.dim():
+            return False
         dim = node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim
         if dim % tensor.dim() != tensor.dim() - 1 or not saves_own_result(node):
             return False

@@ -7,16 +7,18 @@ fake tensors do not have: the noise of a dropout counts as one bit, and integers
 
 The first step differs: the optimizer makes its state, and the hooks hold some tensors until they have seen who reads
 them. A later step is reported, when what is kept no longer changes. With values, bits are measured on the job's batch
-after the first step, as in a run. Without, tensors have the level's average, and what those that are derived leave to
-them; a measurement would spread the same sum over them otherwise.
+after the first step, as in a run. Without, one forward is cut at the blocks, as a measurement or a comparison would cut
+it, for what is stored because it lies in another block than what it could be made of; and tensors have the level's
+average, and what those that are derived leave to them; a measurement would spread the same sum over them otherwise.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -29,6 +31,7 @@ from ..controller import Controller, attach
 from ..distributed import fake_ranks
 from ..hooks import LOG_SOFTMAX, ReportRow
 from ..policies import Plan, plan_of_equals, policy_of
+from ..sensitivity import MeasurementError, note_blocks
 from .analysis import Step
 from .building import with_small_values
 from .full_batches import full_batches
@@ -226,11 +229,14 @@ class _Run:
     def _steps_until_learnt(self, controller: Controller, bits: float | None) -> None:
         """Take steps until what they keep no longer changes. bits: as for profiled()."""
         self._step(controller, trains=False)
+        self._taken += 1  # what follows is no step of the job's, and looked at as none
+        self._tracker.begin(Phase.FORWARD, self._taken)
+        job, hooks = self._job, controller._schedule.hooks
         if self._measures and _measures(controller.config):
-            self._taken += 1  # it is no step of the job's, and looked at as none
-            self._tracker.begin(Phase.FORWARD, self._taken)
-            controller.calibrate(self._job.loss_fn, self._job.batch, controller.config.calibration_samples)
-        hooks = controller._schedule.hooks
+            controller.calibrate(job.loss_fn, job.batch, controller.config.calibration_samples)
+        elif hooks is not None and hooks.encoder.may_derive:
+            with suppress(MeasurementError):  # a block that cannot run alone
+                note_blocks(hooks, job.model, partial(job.loss_fn, job.batch))
         for _ in range(_MOST_STEPS):
             before = controller.report().rows
             if bits is not None and hooks is not None:

@@ -6,7 +6,7 @@ from .isolation import run_alone, untouched
 from .one_pass import Paused, Sensitivity, measure, of_whole_batch
 from .partition import blocks_of
 from .probe import REFUSALS, Observation, ProbeBatch, ProbePart, inputs_of, kept
-from .second_moment import rounded_moments
+from .second_moment import note_blocks, rounded_moments
 
 __all__ = [
     "REFUSALS",
@@ -23,6 +23,7 @@ __all__ = [
     "inputs_of",
     "kept",
     "measure",
+    "note_blocks",
     "of_whole_batch",
     "rounded_moments",
     "run_alone",

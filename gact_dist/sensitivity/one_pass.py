@@ -38,7 +38,7 @@ from .._torch_internals import has_compiled_parts
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
-from .autograd_graph import BackwardError, MeasurementError, backward, scalar
+from .autograd_graph import BackwardError, ExamplesRefusedError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError, bytes_of
 from .by_differences import given_noted
 from .checkpoint import measurable
@@ -204,6 +204,19 @@ def measure(
     return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
 
 
+@contextmanager
+def refusing_inner_backward(mode: MeasuringMode) -> Iterator[None]:
+    """Within the context checkpoints can be measured, and what a backward within the forward raises at the border of a
+    block is an InnerBackwardError: a probe batch takes it for examples that the model does not run on."""
+    try:
+        with measurable(mode):
+            yield
+    except (RuntimeError, ExamplesRefusedError, MeasurementError) as error:
+        if mode.inner_backward and not is_out_of_memory(error):
+            raise InnerBackwardError from error
+        raise
+
+
 def _may_be_whole(model: nn.Module) -> bool:
     """Whether all parameters of a model may be there at once."""
     return sharding(model) in (None, TENSOR_PARALLELISM)
@@ -360,18 +373,13 @@ class _ByWalk:
         """Within the context the forward has run, by default with the random numbers that come next."""
         mode = MeasuringMode(fits=self.columns is None)
         cut = BlockForward(self.hooks, self.model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=self.seed)
-        try:
-            with untouched(self.model, blocks), measurable(mode), given_noted():
-                if generators is not None:
-                    generators.restore()
-                with cut.run(forward, self.fraction):
-                    if mode.inner_backward:
-                        raise InnerBackwardError
-                    yield cut, Walk(self.hooks, cut, seed=self.seed, directions=self.probes, perturbs=self.perturbs)
-        except RuntimeError as error:  # the inner backward may have met the border of a block
-            if mode.inner_backward and not is_out_of_memory(error):
-                raise InnerBackwardError from error
-            raise
+        with untouched(self.model, blocks), refusing_inner_backward(mode), given_noted():
+            if generators is not None:
+                generators.restore()
+            with cut.run(forward, self.fraction):
+                if mode.inner_backward:
+                    raise InnerBackwardError
+                yield cut, Walk(self.hooks, cut, seed=self.seed, directions=self.probes, perturbs=self.perturbs)
 
     def _noted(self, walked: Iterable[Measured], cut: BlockForward, found: _Found) -> _Found:
         """What was found before, and what a walk finds now."""

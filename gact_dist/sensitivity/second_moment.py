@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from .._errors import is_out_of_memory
 from .._torch_internals import has_compiled_parts, next_sequence_number
 from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks
@@ -28,7 +27,7 @@ from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
-from .one_pass import BOUNDARY_BITS, InnerBackwardError
+from .one_pass import BOUNDARY_BITS, InnerBackwardError, refusing_inner_backward
 from .partition import blocks_of
 from .rounded_walk import GradientMoments, RoundedWalk
 
@@ -89,7 +88,7 @@ def walked(
         mode = MeasuringMode(differentiable=False)
         cut = kind(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
         try:
-            with untouched(model, blocks), _refusing_inner_backward(mode), cut.run(forward, fraction):
+            with untouched(model, blocks), refusing_inner_backward(mode), cut.run(forward, fraction):
                 if mode.inner_backward:
                     raise InnerBackwardError
                 return by_walk(cut)
@@ -101,17 +100,13 @@ def walked(
     return of_whole()
 
 
-@contextmanager
-def _refusing_inner_backward(mode: MeasuringMode) -> Iterator[None]:
-    """Within the context checkpoints can be measured, and what a backward within the forward raises at the border of a
-    block is an InnerBackwardError."""
-    try:
-        with measurable(mode):
-            yield
-    except RuntimeError as error:
-        if mode.inner_backward and not is_out_of_memory(error):
-            raise InnerBackwardError from error
-        raise
+def note_blocks(hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Store from now on what lies in another block than all that it could be made of, as a measurement would find it.
+
+    forward: as for rounded_moments(). Nothing is measured. Where no block can be cut nothing changes.
+    Raises MeasurementError as walked() does.
+    """
+    walked(hooks, model, forward, lambda _: None, lambda: None, seed=0)
 
 
 def _of_whole(

@@ -471,6 +471,40 @@ def test_an_inner_backward_through_blocks_is_measured_with_the_whole_model(check
     assert predicted == pytest.approx(squared_error(model, batch, loss_fn, 8, draws=64), rel=0.15)
 
 
+class Forces(Stack):
+    """Energies and, by a backward within the forward, the forces: as models of molecules do."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, force
+
+
+@pytest.mark.parametrize("way", ["step", "follow"])
+def test_a_job_whose_inner_backward_runs_through_blocks_gets_a_plan(way, caplog):
+    def loss_of(outputs):
+        energy, force = outputs
+        return energy.square().mean() + force.square().mean()
+
+    torch.manual_seed(0)
+    model = Forces(checkpoints=False)
+    gact = attached(model, policy="gact", bits=4, adapt_interval=3)
+    if way == "follow":
+        gact.follow()
+    for _ in range(6):
+        batch = torch.randn(64, 32)  # of which eight examples are measured
+        if way == "follow":
+            loss_of(model(batch)).backward()
+        else:
+            with gact.step(lambda batch: loss_of(model(batch)), batch):
+                loss = loss_of(model(batch))
+            loss.backward()
+    assert {row.name for row in gact.report().rows if row.sensitivity is not None}
+    assert gact.plan
+    assert "does not run" not in caplog.text
+
+
 class Checkpointed(nn.Module):
     def __init__(self):
         super().__init__()

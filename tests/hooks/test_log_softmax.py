@@ -234,6 +234,16 @@ def test_levels_of_small_errors_keep_it_exactly(settings):
     assert torch.equal(found, gradient(model, cross_entropy(model, batch)))
 
 
+def test_a_single_number_is_exact(caplog):
+    model = nn.Linear(1, 1)
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, min_numel=0))
+    with gact.step():
+        loss = model(torch.ones(1)).squeeze().log_softmax(0) + model(torch.ones(1)).sum()
+    loss.backward()
+    assert model.weight.grad is not None
+    assert not caplog.text
+
+
 def test_few_classes_are_exact():
     x, targets = torch.randn(256, 512, requires_grad=True), torch.randint(512, (256,))
     gact = attached(nn.Identity())
