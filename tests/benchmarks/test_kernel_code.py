@@ -67,6 +67,7 @@ def test_the_table_has_a_line_for_each_dtype_and_width() -> None:
     assert table(rows).splitlines()[2] == "| sm_90 | float32 | 4 | 16.4 (8.0), 96 | 10.0 (8.0), 72, 2 spills |  |  |"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layout", kernel_code.LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_have_the_numbers_that_were_recorded(tools: None, dtype: torch.dtype, layout: str) -> None:

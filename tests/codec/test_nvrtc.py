@@ -54,6 +54,7 @@ def test_nvcc_compiles_the_kernels(architecture: int, file: str, definitions: tu
     compile_with_nvcc(CSRC / "cuda" / file, architecture, definitions, tmp_path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("architecture", "file", "definitions"), MODULES)
 def test_nvrtc_compiles_the_kernels(
     compiler: nvrtc.Nvrtc,

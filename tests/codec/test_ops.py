@@ -59,6 +59,7 @@ def rare_by_reference(dtype: torch.dtype, bits: int, group_size: int) -> tuple[T
 # ---- native against reference
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: torch.dtype, bits: int) -> None:
@@ -71,6 +72,7 @@ def test_native_pack_and_unpack_give_the_bits_of_the_reference(isa: str, dtype: 
             assert torch.equal(raw(decoded), raw(unpacked_by_reference(dtype, bits, group_size, numel)))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: int) -> None:
@@ -121,6 +123,7 @@ def column_weight(rows: int, columns: int) -> Tensor:
     return torch.rand(rows * columns, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 @pytest.mark.parametrize(("rows", "columns"), ROWS_AND_COLUMNS)
@@ -138,6 +141,7 @@ def test_native_columns_are_those_of_the_reference(
         torch.testing.assert_close(variance, expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_columns_read_and_write_unaligned_memory_and_stream_large_outputs(isa: str, dtype: torch.dtype) -> None:
     rows = (20 << 20) // dtype.itemsize // 96

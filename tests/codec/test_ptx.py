@@ -25,6 +25,7 @@ from tools.ptx.program import Program, PtxError, programs_of
 GROUP_SIZE = payload_format.DEFAULT_GROUP_SIZE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("of", formats((GROUP_SIZE,), tuple(range(1, 9))), ids=str)
 def test_kernels_give_the_bits_of_the_reference(machine: Machine, of: Format) -> None:
     assert list(differences(of)) == []
@@ -36,6 +37,7 @@ def test_masks_are_the_bits_of_the_reference(machine: Machine, dtype: torch.dtyp
     assert list(mask_differences(dtype)) == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 def test_the_rounding_variance_is_that_of_the_reference(machine: Machine, dtype: torch.dtype) -> None:
     assert list(variance_differences(dtype, GROUP_SIZE)) == []
@@ -46,6 +48,7 @@ def test_norms_are_made_again_in_float32_and_rounded_once(machine: Machine, dtyp
     assert list(norm_differences(dtype)) == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layout", ["by column", "in memory order"])
 def test_every_barrier_is_needed_and_missed(machine: Machine, layout: str) -> None:
     of = Format(torch.bfloat16, 4, GROUP_SIZE, layout)
