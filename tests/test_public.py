@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "controller": {*BASE, "adaptation", "config", "policies", "report", "sensitivity", "steps"},
     "deepspeed": {"config", "controller", "distributed", "offload"},
     "integrations": {"config", "controller", "deepspeed", "distributed", "steps"},
-    "profile": {*BASE, "config", "controller", "distributed", "hooks", "policies"},
+    "profile": {*BASE, "config", "controller", "distributed", "hooks", "policies", "sensitivity"},
     "cli": {*BASE, "__init__", "codec", "config", "controller", "policies", "profile", "run_log"},
     "__init__": {"codec", "config", "controller", "distributed", "hooks", "report", "steps"},
 }  # fmt: skip

@@ -148,7 +148,7 @@ def pack_checked(x: Tensor, bits: int, group_size: int, seed: int, columns: int)
 def pack_out(x: Tensor, bits: int, group_size: int, seed: int, out: Tensor, columns: int = 1) -> None:
     """``reference.pack_out`` for CUDA tensors. x: also [rows, columns] with gaps between the rows."""
     payload_format.check_format(bits, group_size, x.dtype)
-    if x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.stride(0) < columns:
+    if columns == 1 or x.dim() != 2 or x.shape[1] != columns or x.stride(1) != 1 or x.stride(0) < columns:
         payload_format.check_contiguous(x, "x")
         x = x.view(-1)
     payload_format.check_columns(x.numel(), columns)
@@ -201,6 +201,8 @@ def can_normalise(x: Tensor, mean: Tensor | None, rstd: Tensor, vectors: Sequenc
     if x.dtype not in ELEMENTS or not x.is_contiguous() or x.numel() == 0 or x.numel() % rows != 0:
         return False
     row_bytes, statistics = x.nbytes // rows, (rstd,) if mean is None else (rstd, mean)
+    if any(each.device != x.device for each in (*statistics, *vectors)):
+        return False
     if row_bytes % _VECTOR_BYTES != 0 or x.nbytes >= 2**32 * _VECTOR_BYTES:
         return False
     if any(each.dtype != torch.float32 or each.numel() != rows or not each.is_contiguous() for each in statistics):

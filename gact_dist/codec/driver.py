@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from .._torch_internals import current_raw_stream
-from .nvrtc import KernelsUnavailableError, compile_kernels, find_nvrtc, target_of
+from .nvrtc import KernelsUnavailableError, KernelsUnavailableNowError, compile_kernels, find_nvrtc, target_of
 
 # The kernels of each file. All are resolved when a module is loaded: under lazy loading, looking one up loads code,
 # which a capture does not allow.
@@ -173,6 +173,8 @@ def _loaded(
     """The functions; or the error where a second try would cost seconds and fail again. Others are not remembered."""
     try:
         return _load(device_index, file, definitions)
+    except KernelsUnavailableNowError:
+        raise
     except KernelsUnavailableError as error:
         return error
 
@@ -182,7 +184,10 @@ def functions_of(device: torch.device, kernel: Kernel) -> dict[str, ctypes.c_voi
     it."""
     if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
         return None
-    functions = _loaded(device.index, kernel.file, kernel.definitions)
+    try:
+        functions = _loaded(device.index, kernel.file, kernel.definitions)
+    except KernelsUnavailableNowError:
+        return None
     return None if isinstance(functions, KernelsUnavailableError) else functions
 
 

@@ -24,10 +24,15 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
 LEAST_CAPABILITY = (8, 0)
 
 _logger = logging.getLogger(__name__)
+_OUT_OF_MEMORY = 1  # NVRTC_ERROR_OUT_OF_MEMORY
 
 
 class KernelsUnavailableError(RuntimeError):
     """The kernels cannot be used on this machine; the message says why and what to do."""
+
+
+class KernelsUnavailableNowError(KernelsUnavailableError):
+    """They cannot be used now, and perhaps later: the machine was short of memory or of open files."""
 
 
 # ---- the library
@@ -35,6 +40,10 @@ class KernelsUnavailableError(RuntimeError):
 
 class NvrtcError(RuntimeError):
     """NVRTC refused; the message has its reason and, for a source, its log."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Nvrtc:
@@ -51,7 +60,7 @@ class Nvrtc:
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._library, name)(*arguments)
         if status != 0:
-            raise NvrtcError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
+            raise NvrtcError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}", status)
 
     def version(self) -> tuple[int, int]:
         """Major and minor version."""
@@ -85,7 +94,7 @@ class Nvrtc:
             try:
                 self._call("nvrtcCompileProgram", program, len(options), flags)
             except NvrtcError as error:
-                raise NvrtcError(f"{error}\n{self._result('ProgramLog', program).decode()}") from error
+                raise NvrtcError(f"{error}\n{self._result('ProgramLog', program).decode()}", error.status) from error
             return self._result(output, program)
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
@@ -193,13 +202,16 @@ def compile_kernels(nvrtc: Nvrtc, file: str, definitions: tuple[str, ...], targe
 
     Raises:
         KernelsUnavailableError: with NVRTC's log, when it refuses the source.
+        KernelsUnavailableNowError: where it is out of memory, or the source is there and cannot be read.
     """
     folder = source_folder()
     try:
         source = (folder / "cuda" / file).read_text()
         headers = _headers(folder)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise KernelsUnavailableError(f"the source of its kernels is missing ({error}); install it again") from error
+    except OSError as error:
+        raise KernelsUnavailableNowError(f"the source of its kernels cannot be read ({error})") from error
     options = (*OPTIONS, f"-arch={target}", *(f"-D{definition}" for definition in definitions))
     key = hashlib.sha256(repr((nvrtc.version(), options, source, headers)).encode()).hexdigest()
     cached = _read_cache(key)
@@ -208,7 +220,8 @@ def compile_kernels(nvrtc: Nvrtc, file: str, definitions: tuple[str, ...], targe
     try:
         binary = nvrtc.compile(source, file, headers, options, "CUBIN" if target.startswith("sm_") else "PTX")
     except NvrtcError as error:
-        raise KernelsUnavailableError(f"NVRTC does not compile {file} for {target}: {error}") from error
+        kind = KernelsUnavailableNowError if error.status == _OUT_OF_MEMORY else KernelsUnavailableError
+        raise kind(f"NVRTC does not compile {file} for {target}: {error}") from error
     _write_cache(key, binary)
     return binary
 

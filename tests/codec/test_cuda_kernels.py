@@ -55,6 +55,14 @@ def test_rows_that_are_not_whole_are_refused() -> None:
             cuda.pack(x, 4, 64, SEED, columns)
 
 
+def test_a_single_column_with_gaps_is_refused() -> None:
+    """In memory order a kernel knows of no gaps between rows."""
+    x = random_tensor(1024 * 5, torch.float32).view(1024, 5)[:, :1]
+    buffer = torch.zeros(payload_format.sections(1024, 4, 128).total_bytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="contiguous"):
+        cuda.pack_out(x, 4, 128, SEED, buffer)
+
+
 def test_tensors_of_two_devices_are_refused() -> None:
     """A kernel would get the address of memory that its device does not have."""
     x, elsewhere = random_tensor(256, torch.float32), torch.device("meta")
@@ -145,3 +153,5 @@ def test_what_the_kernel_of_norms_does_not_serve_is_told() -> None:
     assert not cuda.can_normalise(x, rstd, rstd, [weight.half()])
     assert not cuda.can_normalise(x, rstd, rstd, [weight[:32]])
     assert not cuda.can_normalise(torch.ones(257)[1:].view(4, 64), rstd, rstd, [])
+    for elsewhere in ([rstd.to("meta"), rstd, []], [rstd, rstd.to("meta"), []], [rstd, rstd, [weight.to("meta")]]):
+        assert not cuda.can_normalise(x, *elsewhere)

@@ -153,6 +153,19 @@ def test_a_refused_source_is_remembered(machine: Machine) -> None:
     assert len(machine.compilations) == 1
 
 
+def test_what_may_pass_is_not_remembered(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_of_files(*_: object) -> bytes:
+        raise nvrtc.KernelsUnavailableNowError("Too many open files")
+
+    monkeypatch.setattr(driver, "compile_kernels", short_of_files)
+    assert driver.functions_of(torch.device("cuda", 0), KERNEL) is None
+    with pytest.raises(nvrtc.KernelsUnavailableError, match="Too many open files"):
+        launch()
+    monkeypatch.setattr(driver, "compile_kernels", machine.compile)
+    launch()
+    assert launched() in machine.fake.calls()
+
+
 def test_other_errors_of_the_driver_are_not_remembered(machine: Machine) -> None:
     machine.fake.fail_loads(719)
     with pytest.raises(driver.DriverError, match=r"the driver refused cuModuleLoadData: unknown error \(719\)"):

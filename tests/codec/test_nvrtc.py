@@ -135,7 +135,7 @@ class FakeNvrtc:
         assert headers == {path.relative_to(CSRC).as_posix(): path.read_bytes() for path in CSRC.glob("c[ou]*/*.h")}
         self.compilations += 1
         if self.refused_option in options:
-            raise nvrtc.NvrtcError(f"nvrtcCompileProgram: NVRTC_ERROR_COMPILATION\n{file}(7): error: no such thing")
+            raise nvrtc.NvrtcError(f"nvrtcCompileProgram: NVRTC_ERROR_COMPILATION\n{file}(7): error: no such thing", 6)
         return b"machine code"
 
 
@@ -189,6 +189,23 @@ def test_a_refused_source_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(nvrtc.KernelsUnavailableError, match=r"(?s)masks\.cu for sm_90.*no such thing"):
         nvrtc.compile_kernels(FakeNvrtc("-ftz=false"), "masks.cu", (), "sm_90")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_passes_is_told_from_what_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    short = FakeNvrtc()
+
+    def out_of_memory(*_: object) -> bytes:
+        raise nvrtc.NvrtcError("nvrtcCompileProgram: NVRTC_ERROR_OUT_OF_MEMORY", 1)
+
+    monkeypatch.setattr(short, "compile", out_of_memory)
+    with pytest.raises(nvrtc.KernelsUnavailableNowError, match="OUT_OF_MEMORY"):
+        nvrtc.compile_kernels(short, "masks.cu", (), "sm_90")
+    for error, kind in ((OSError(24, "Too many open files"), True), (FileNotFoundError("masks.cu"), False)):
+        monkeypatch.setattr(nvrtc, "_headers", lambda _, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(nvrtc.KernelsUnavailableError) as raised:
+            nvrtc.compile_kernels(FakeNvrtc(), "masks.cu", (), "sm_90")
+        assert isinstance(raised.value, nvrtc.KernelsUnavailableNowError) == kind
 
 
 def test_the_target_is_the_device_or_ptx_for_a_newer_one() -> None:
