@@ -292,6 +292,40 @@ def test_a_loop_that_gives_no_loss_function_is_told_once_that_nothing_adapts(cap
     assert warnings_of(120, Config(policy="uniform", bits=4)) == []
 
 
+class Results:
+    """No sequence, mapping or dataclass."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+
+class WithResults(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Results(super().forward(x))
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_follow_says_once_that_it_never_sees_a_gradient(overflows, caplog):
+    model = nn.Linear(16, 16) if overflows else WithResults(16, 16)
+    gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, adapt_interval=5)).follow()
+    for _ in range(12):
+        outputs = model(torch.randn(64, 16))
+        loss = outputs.sum() * float("inf") if overflows else outputs.values.square().sum()
+        loss.backward()
+    gact.detach()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([warning for warning in warnings if "has chosen no bits in 5 steps because follow()" in warning]) == 1
+
+
+def test_follow_does_not_complain_of_what_it_has_seen(caplog):
+    model = nn.Linear(16, 16)
+    gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, adapt_interval=5)).follow()
+    for _ in range(12):
+        model(torch.randn(64, 16)).square().sum().backward()
+    gact.detach()
+    assert "has chosen no bits" not in caplog.text
+
+
 @pytest.mark.parametrize("follow", [False, True])
 @pytest.mark.parametrize("level", ["L1", "L2"])
 def test_a_step_in_inference_mode_measures_nothing_and_the_next_one_does(level, follow):

@@ -334,17 +334,17 @@ class Adapter:
         """Look at the gradient of a step's batch. loss, unit: as loss_of_whole, unit of ProbeBatch. Collective."""
         self.policy.add_draw(self._trial(loss, step, _DRAW_PASSES, unit))
 
-    def idle(self, step: int) -> None:
-        """A step was given no loss function to measure with: warn once if the job never gives one."""
+    def idle(self, step: int, why: str = "step() was given no loss function", remedy: str = _HOW_TO_ADAPT) -> None:
+        """There was nothing to measure with in a step: warn once if there never is."""
         is_time = step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval)
         if is_time and not self._hooks.plan.bits and self._is_first:
             _log.warning(
-                "policy %s has chosen no bits in %d steps because step() was given no loss function: every tensor has "
-                "%s bits; %s",
+                "policy %s has chosen no bits in %d steps because %s: every tensor has %s bits; %s",
                 self._config.policy,
                 step,
+                why,
                 self._hooks.plan.default,
-                _HOW_TO_ADAPT,
+                remedy,
             )
 
     def watch(self) -> None:

@@ -20,6 +20,8 @@ from .schedule import Schedule
 from .training_step import TrainingStep, driven_by_a_trainer, has_training_step
 
 _log = logging.getLogger(__name__)
+_UNSEEN = "follow() saw no finite gradient at what the forward returns"
+_HOW_TO_BE_SEEN = "return tensors, or tuples, mappings or dataclasses of them, or use step(loss_fn, batch)"
 
 
 class Following:
@@ -33,6 +35,7 @@ class Following:
         self._caller: nn.Module = self._model  # the module whose call is the step
         self._observation: Observation | None = None
         self._candidate: Observation | None = None
+        self._has_observed = False  # whether there ever was something to measure with
         self._asked = False  # whether an earlier forward was to be observed, as it was then on every rank
         if isinstance(self._model, torch.jit.RecursiveScriptModule):
             raise TypeError(
@@ -116,6 +119,8 @@ class Following:
         self._stop_watching_backward()
         forward = partial(module, *args, **kwargs)
         self._use_observation(forward)
+        if schedule.adapter is not None and not self._has_observed:
+            schedule.adapter.idle(schedule.step, _UNSEEN, _HOW_TO_BE_SEEN)
         if schedule.step == 1:
             schedule.start(forward)
             self._verify_first(args, kwargs)
@@ -202,7 +207,7 @@ class Following:
         if not complete or observation is None:
             self._observation = observation
             return
-        self._asked = False
+        self._asked, self._has_observed = False, True
         if schedule.hooks is not None and self._caller is self._training_step:
             schedule.hooks.given.add(observation.inputs)
         unit = observation.squared_gradient if schedule.policy.follows_gradient else None
