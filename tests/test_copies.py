@@ -165,13 +165,48 @@ def test_the_original_goes_on_with_its_own_controller(use, copied):
     assert "_call_impl" not in vars(model)
 
 
-def test_a_class_that_collects_its_own_state_gets_hooks_that_do_nothing():
-    model = WithState()
+@pytest.mark.parametrize("kind", [WithState, WithSlots])
+def test_a_class_that_collects_its_own_state_is_copied_without_hooks(kind):
+    model = kind()
     gact = followed(model)
     made = pickled(model)
     gact.detach()
     assert torch.equal(made(X), model(X))
     assert everything_in(made) == []
+    assert not made._forward_hooks
+    assert not made._forward_pre_hooks
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(16, 16)
+
+    def forward(self, x):
+        return self.rnn(x)[0].square().mean()
+
+
+def test_a_model_that_is_saved_whole_is_loaded_as_weights_only(tmp_path):
+    """As word_language_model of pytorch/examples does; nn.LSTM collects its state itself."""
+    model, x = Recurrent(), torch.randn(8, 4, 16)
+    gact = gact_dist.attach(model, level="L2").follow()
+    model(x).backward()
+    torch.save(model, tmp_path / "model.pt")
+    gact.detach()
+    with torch.serialization.safe_globals([Recurrent, nn.LSTM]):
+        made = torch.load(tmp_path / "model.pt")
+    assert torch.equal(made(x), model(x))
+
+
+def test_a_class_that_reduces_itself_is_saved_without_hooks():
+    model = torch.fx.symbolic_trace(Recurrent())
+    gact = gact_dist.attach(model, level="L2").follow()
+    x = torch.randn(8, 4, 16)
+    model(x).backward()
+    made = pickled(model)  # recursed without end, through what calls the module
+    gact.detach()
+    assert torch.equal(made(x), model(x))
+    assert not made._forward_hooks
 
 
 def test_copies_of_a_wrapper_that_collects_its_own_state_run(tmp_path):
@@ -210,16 +245,15 @@ def test_copies_can_be_dropped_in_any_order():
         assert all(torch.randn(n).isfinite().all() for n in range(1, 50))
 
 
-def test_modules_hand_out_their_state_as_torch_has_it_once_nothing_is_attached(monkeypatch):
-    before = own_hooks._module_getstate
+def test_modules_reduce_as_torch_has_it_once_nothing_is_attached(monkeypatch):
     gc.collect()  # controllers that other tests have dropped
     monkeypatch.setattr(own_hooks, "_registered", 0)
-    monkeypatch.setattr(nn.Module, "__getstate__", before)
+    monkeypatch.setattr(nn.Module, "__reduce_ex__", object.__reduce_ex__)
     gacts = [attached(Interruptible()), attached(Interruptible())]
-    assert nn.Module.__getstate__ is not before
+    assert nn.Module.__reduce_ex__ is not object.__reduce_ex__
     for gact in gacts:
         gact.detach()
-    assert nn.Module.__getstate__ is before
+    assert nn.Module.__reduce_ex__ is object.__reduce_ex__
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 [Note: copies] copy.deepcopy, pickle and torch.save take along what a module's hooks refer to: here the controller, its
 tables of weak references to storages, process groups. The copy, an average of the weights for instance, would be
-compressed by a controller that belongs to another model. So while the package has hooks on any module, nn.Module hands
-out its state without them. A class that collects its state itself gets a function that does nothing in their place.
+compressed by a controller that belongs to another model. So while the package has hooks on any module, what nn.Module
+reduces to is without them, also where a class collects its state itself, as nn.LSTM does. A class that copies itself
+gets a function that does nothing in their place.
 """
 
 from abc import ABC, abstractmethod
@@ -126,24 +127,35 @@ def _nothing() -> Callable[..., None]:
 
 
 _MODULE: Any = nn.Module
-_module_getstate = nn.Module.__getstate__
 
 
 def _count(change: int) -> None:
-    """nn.Module hands out its state without the package's hooks while there are any."""
+    """nn.Module reduces to a state without the package's hooks while there are any."""
     global _registered
     before, _registered = _registered, _registered + change
     if _registered and not before:
-        _MODULE.__getstate__ = _state_without_own_hooks
+        _MODULE.__reduce_ex__ = _reduced_without_own_hooks
     elif before and not _registered:
-        _MODULE.__getstate__ = _module_getstate
+        _MODULE.__reduce_ex__ = object.__reduce_ex__
 
 
-def _state_without_own_hooks(module: nn.Module) -> dict[str, Any]:
-    return _without_own_hooks(_module_getstate(module))
+def _reduced_without_own_hooks(module: nn.Module, protocol: Any) -> Any:
+    reduced = object.__reduce_ex__(module, protocol)
+    if not isinstance(reduced, tuple):
+        return reduced
+    made, arguments, *state = reduced
+    arguments = tuple(map(_without_own_hooks, arguments))  # where a class reduces itself, as GraphModule does
+    if state and isinstance(state[0], tuple):  # of a class with slots
+        state[0] = tuple(map(_without_own_hooks, state[0]))
+    elif state:
+        state[0] = _without_own_hooks(state[0])
+    return made, arguments, *state
 
 
-def _without_own_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
+def _without_own_hooks(attributes: Any) -> Any:
+    """attributes: of a module; anything else is returned as it is."""
+    if not isinstance(attributes, dict):
+        return attributes
     found = (attributes.get("_forward_pre_hooks") or {}, attributes.get("_forward_hooks") or {})
     own = {key for hooks in found for key, hook in hooks.items() if isinstance(hook, OwnHook)}
     call = isinstance(attributes.get(_CALL), OwnCall)
