@@ -68,7 +68,7 @@ _LEAST_INTERVAL = 10
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
 # After which a job that gives none is told so.
-_STEPS_WITHOUT_LOSS = 100
+_FEWEST_WITHOUT_LOSS, _STEPS_WITHOUT_LOSS = 5, 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _LOOKING = "finding what a step keeps"
 _OTHER = ""  # the row of bytes that belong to no compressible tensor
@@ -336,7 +336,7 @@ class Adapter:
 
     def idle(self, step: int, why: str = "step() was given no loss function", remedy: str = _HOW_TO_ADAPT) -> None:
         """There was nothing to measure with in a step: warn once if there never is."""
-        is_time = step == min(_STEPS_WITHOUT_LOSS, self._config.adapt_interval)
+        is_time = step == min(_STEPS_WITHOUT_LOSS, max(_FEWEST_WITHOUT_LOSS, self._config.adapt_interval))
         if is_time and not self._hooks.plan.bits and self._is_first:
             _log.warning(
                 "policy %s has chosen no bits in %d steps because %s: every tensor has %s bits; %s",

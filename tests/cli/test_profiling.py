@@ -197,7 +197,8 @@ def test_no_number_and_no_reason_is_cut(jobs, run, monkeypatch, columns):
     assert max(map(len, lines)) <= 80
     headings = next(line for line in lines if "backward" in line and "kept" in line)
     assert headings.split() == ["level", "peak", "forward", "backward", "optimizer", "kept", "on", "host"]
-    assert any(line.split()[:4] == ["saved", "tensor", "L1", "L2"] for line in lines)
+    # which keep the same: what ends a layer is saved in the next one, so nothing is derived
+    assert any(line.split()[:4] == ["saved", "tensor", "L1,", "L2"] for line in lines)
     text = " ".join(result.stdout.split())
     assert "exact: it has fewer than 1024 elements" in text
     assert "L2 and other levels that adapt have their average bits for every tensor, with what those" in text
@@ -250,7 +251,7 @@ def test_a_config_has_no_values_to_measure_unless_they_are_asked_for(config, run
         found = run_json("profile", config, *options, *given)
         assert ("were measured on this batch" in " ".join(found["notes"])) == measured
         widths = {tensor["bits"] for tensor in found["levels"][0]["tensors"] if tensor["codec"] == "quantised"}
-        assert (widths <= {5.0, 6.0}) != measured
+        assert (widths <= {4.0, 5.0}) != measured
 
 
 def test_what_checkpointed_blocks_recompute_is_counted(tmp_path, run_json):

@@ -234,10 +234,11 @@ def test_a_gradient_penalty_through_repeated_keys_has_the_predicted_error():
     job, draws = Job(SETTINGS, by_interleaving, by_products), 32
 
     def loss(x: Tensor) -> Tensor:
+        """A mean over examples, as parts of a batch are measured."""
         x = x.detach().requires_grad_()
-        out = job.model(x).square().mean()
-        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-        return out + gradient.square().sum() * 100.0
+        out = job.model(x).square().flatten(1).mean(1)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + gradient.square().flatten(1).sum(1).mean() * 12.5
 
     def gradient() -> Tensor:
         parts = torch.autograd.grad(loss(job.x), list(job.model.parameters()), allow_unused=True)
