@@ -67,7 +67,7 @@ _SHARES, _SHARES_OF_SHORT = 2, 3
 _LEAST_INTERVAL = 10
 # After this many forwards the hooks have learnt what there is to learn about views and block inputs.
 _WEIGHINGS = 3
-# After which a job that gives none is told so.
+# Steps after which a job that gives none is told so: one interval, within these bounds.
 _FEWEST_WITHOUT_LOSS, _STEPS_WITHOUT_LOSS = 5, 100
 _HOW_TO_ADAPT = "give step(loss_fn, batch), call calibrate(), or use follow() in place of step()"
 _LOOKING = "finding what a step keeps"

@@ -55,9 +55,9 @@ class LogSoftmaxes:
     def meets(self, tensor: Tensor, name: str) -> bool:
         """Whether log_softmax is saving its own result, over words that lie in a row of memory."""
         node: Any = tensor.grad_fn
-        if not self.may_sample or node is None or node.name() != _MAKER or type(tensor) not in PLAIN:
+        if not self.may_sample or node is None or node.name() != _MAKER:
             return False
-        if not tensor.dim():
+        if type(tensor) not in PLAIN or not tensor.dim():
             return False
         dim = node._saved_dim - 2**64 if node._saved_dim >= 2**63 else node._saved_dim
         if dim % tensor.dim() != tensor.dim() - 1 or not saves_own_result(node):

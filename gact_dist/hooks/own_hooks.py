@@ -136,11 +136,11 @@ def _count(change: int) -> None:
     if _registered and not before:
         _MODULE.__reduce_ex__ = _reduced_without_own_hooks
     elif before and not _registered:
-        _MODULE.__reduce_ex__ = object.__reduce_ex__
+        del _MODULE.__reduce_ex__
 
 
 def _reduced_without_own_hooks(module: nn.Module, protocol: Any) -> Any:
-    reduced = object.__reduce_ex__(module, protocol)
+    reduced = super(nn.Module, module).__reduce_ex__(protocol)
     if not isinstance(reduced, tuple):
         return reduced
     made, arguments, *state = reduced
