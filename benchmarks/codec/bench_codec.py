@@ -1,9 +1,9 @@
 """How fast is the codec beside a plain copy of the same tensor?
 
 Kernel to kernel: pack and unpack, with groups in memory order and by column, against copy_ into a tensor that exists
-already. API: codec.pack and codec.unpack
-against clone, which allocates its result as they do. Beside them torch's own 4-bit operators, which round to nearest.
-What is compared runs in turns, so that a change of the machine's speed meets both; medians are reported.
+already. API: codec.pack and codec.unpack against clone, which allocates its result as they do. Beside them torch's own
+4-bit operators, which round to nearest. What is compared runs in turns, so that a change of the machine's speed meets
+both; medians are reported. --isa chooses among the kernels that the processor can run.
 
 With --device cuda: pack_out and unpack_out against copy_ on the device, timed by CUDA events, as bytes moved per second
 (pack reads the tensor and writes the payload) over those of the copy in the same run.
@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--group-size", type=int, default=GROUP_SIZE, help="of the CPU's kernels")
+    parser.add_argument("--isa", choices=ops.available_isas(), default=ops.isa(), help="the CPU's kernels")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and len(arguments.mebibytes or []) > 1:
         parser.error(f"--mebibytes has {len(arguments.mebibytes)} sizes, expected one without --device cuda")
@@ -290,6 +291,8 @@ def main() -> None:
     if arguments.device == "cuda":
         result = run_on_device(arguments.mebibytes or [64, 256], arguments.rounds, arguments.bits)
     else:
+        if arguments.isa != ops.isa():
+            ops.set_isa(arguments.isa)
         size = (arguments.mebibytes or [256])[0]
         result = run_on_cpu(size, arguments.rounds, arguments.bits, arguments.group_size)
     if arguments.json:

@@ -373,11 +373,45 @@ void decode_rest(const StripRows<Isa, const u32>& words, int rows, const StripUn
   for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
 }
 
+// Past the cache where the processor has stores that do that.
+inline void write_line(void* out, const void* line) {
+#if defined(__x86_64__)
+  for (int i = 0; i < kCacheLine / 16; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(out) + i, _mm_load_si128(static_cast<const __m128i*>(line) + i));
+  }
+#else
+  std::memcpy(out, line, kCacheLine);
+#endif
+}
+
+// The rows of a block, where a strip is less than a cache line: a line that is written past the cache piece by piece
+// takes as long as several lines. Panels consist of whole lines.
+template <class Isa, class T>
+struct Lines {
+  static constexpr int kWidth = kCacheLine / sizeof(T);
+  static constexpr bool kNeeded = kStrip<Isa> < kWidth;
+
+  alignas(kCacheLine) T values[kPhiloxRows * kWidth];
+
+  // The strip in this column; rows are counted from the first one of the tile that has the block.
+  StripRows<Isa, T> strip(int column, int block) {
+    return strip_of<Isa>(values + column % kWidth - block * kPhiloxRows * kWidth, kWidth);
+  }
+
+  // When the strip in this column is there, if it is a line's last one. out: the first row's part of that strip.
+  void write_whole(T* out, i64 stride, int column) const {
+    const int before = column % kWidth;
+    if (before + kStrip<Isa> < kWidth) return;
+    for (int row = 0; row < kPhiloxRows; ++row) write_line(out + row * stride - before, values + row * kWidth);
+  }
+};
+
 // A row of blocks after the other, so that large outputs are written in the order of memory.
 template <class Isa, class T, int BITS>
 void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
   alignas(kCacheLine) DecodeArrays arrays;
   PanelNoise<Isa> pairs;
+  Lines<Isa, T> lines;
   const i64 columns = job.columns;
   read_groups<Isa, T>(job.scales + panel.first_group, job.offsets + panel.first_group, panel.width, arrays);
   if (arrays.any_dithered) make_pairs<Isa>(panel, keys, pairs);
@@ -393,7 +427,10 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
       const auto values = strip_of<Isa>(out + tile * columns + column, columns);
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
-      if (whole) {
+      if (Lines<Isa, T>::kNeeded && stream && whole) {
+        decode_blocks<Isa, BITS>(stored, groups, used, lines.strip(column, block), false, block, block + 1);
+        lines.write_whole(values.at(0, block * kPhiloxRows), columns, column);
+      } else if (whole) {
         decode_blocks<Isa, BITS>(stored, groups, used, values, stream, block, block + 1);
       } else {
         decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);

@@ -208,9 +208,9 @@ def pack(
     """
     _check_numbers(None if isinstance(bits, UnitWidths) else bits, seed, group_size)
     if type(bits) is int and type(tensor) is Tensor and tensor.dtype in PACK_DTYPES:
-        form = _form_of(tensor, group_size, by_column)
-        if form is not None:
-            return _pack_whole(tensor, form, bits, seed, group_size)
+        packer = packer_of(tensor, bits, group_size, by_column)
+        if packer is not None:
+            return packer.pack(tensor, seed)
     data = _plain(tensor)
     layout = layout_of(data)
     if data.dtype == torch.bool and bits == 1:
@@ -255,6 +255,7 @@ def pack_within(
         return packed
     flat = _flat_values(_plain(tensor), packed.layout)
     packed.limits, packed.sides = limits, ops.pack_mask(torch.cat((flat <= limits[0], flat >= limits[1])))
+    packed.packer = None  # which knows of no limits
     return packed
 
 
