@@ -860,6 +860,55 @@ def _relu(node: Any, wanted: _Making, depth: int) -> Expression:
     return Expression(torch.mul, _in_shape(payload.shape, made), mask, in_place=_multiplied, local=_OF_PRODUCT)
 
 
+def _by_one_bit(slot: str, in_place: Callable[..., Tensor], *limits: str | float) -> _Operator:
+    """in_place(x, bits, *limits), in which each element of x stays in the piece that the one bit of it tells.
+
+    slot: of what is stored in one bit, see one_bit.py. limits: or a node's names for them.
+    """
+
+    def made(node: Any, wanted: _Making, depth: int) -> Expression:
+        bits = _here(wanted.reads.saved(node, slot))
+        payload = bits.payload if isinstance(bits, Stored) else None
+        if not isinstance(payload, codec.Packed) or payload.scheme not in _ONE_BIT:
+            raise _NotDerivable
+        given = [getattr(node, f"_saved_{limit}") if isinstance(limit, str) else limit for limit in limits]
+
+        def over(x: Tensor, bits: Tensor) -> Tensor:
+            return in_place(x, bits.to(x.dtype), *given)
+
+        x = _in_shape(payload.shape, _made_by(node.next_functions[0], wanted, depth + 1))
+        local = Local(lambda _order, _first, _last, x, bits: over(x, bits), operands=2)
+        return Expression(lambda x, bits: over(x.clone(), bits), x, bits, in_place=over, local=local)
+
+    return made
+
+
+def _between(x: Tensor, bits: Tensor, low: float, high: float) -> Tensor:
+    """hardtanh"""
+    is_high = bits.ge(high).logical_or_(bits.le(low))
+    is_low = is_high.logical_and(x.le(low / 2 + high / 2))
+    return x.masked_fill_(is_high.logical_xor_(is_low), high).masked_fill_(is_low, low)
+
+
+def _hardsigmoid(x: Tensor, bits: Tensor) -> Tensor:
+    return _between(x, bits, -3.0, 3.0).div_(6.0).add_(0.5)
+
+
+def _leaky_relu(x: Tensor, bits: Tensor, slope: float) -> Tensor:
+    made: Tensor = torch.ops.aten.leaky_relu_backward.grad_input(x, bits, slope, False, grad_input=x)
+    return made
+
+
+def _of_operand(function: Callable[[Tensor], Tensor], in_place: Callable[[Tensor], Tensor]) -> _Operator:
+    """A function that saves its result alone."""
+
+    def made(node: Any, wanted: _Making, depth: int) -> Expression:
+        x = _made_by(node.next_functions[0], wanted, depth + 1)
+        return Expression(function, x, in_place=in_place, local=Local(lambda _order, _first, _last, x: in_place(x)))
+
+    return made
+
+
 def _dropout(node: Any, wanted: _Making, depth: int) -> Expression:
     """Of the fused operator of GPUs; on a CPU it is a product."""
     if wanted.is_part:
@@ -951,6 +1000,7 @@ def _product_of(node: Any, wanted: _Making, first: int, *slots: str) -> Expressi
     return Expression(torch.bmm, *operands)
 
 
+_ONE_BIT = (codec.Scheme.MASK, codec.Scheme.BINARY)
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}
 _MOVES: dict[str, Callable[[Any, int], Callable[[Tensor], Tensor]]] = {
     "CloneBackward0": lambda *_: Tensor.detach,
@@ -997,6 +1047,12 @@ _WITHOUT_OPERANDS: dict[str, _Operator] = {
     "StackBackward0": _joined,
     "ToCopyBackward0": _cast,
     "ReluBackward0": _relu,
+    "HardtanhBackward0": _by_one_bit("self", _between, "min_val", "max_val"),
+    "HardsigmoidBackward0": _by_one_bit("self", _hardsigmoid),
+    "LeakyReluBackward0": _by_one_bit("self", _leaky_relu, "negative_slope"),
+    "LeakyReluBackward1": _by_one_bit("result", _leaky_relu, "negative_slope"),
+    "TanhBackward0": _of_operand(torch.tanh, torch.tanh_),
+    "SigmoidBackward0": _of_operand(torch.sigmoid, torch.sigmoid_),
     "NativeDropoutBackward0": _dropout,
     **dict.fromkeys(SOFTMAXES, _softmax),
     **dict.fromkeys(_MOVES, _moved),

@@ -3,7 +3,9 @@
 [Note: blocks] Whatever is chosen, the numbers are the same; what changes is how much is alive at once. A block is a
 module that a job runs as one: a unit of its sharding, a module that the user names, or what a model repeats, a child of
 a ModuleList, ModuleDict or Sequential that has parts of its own. A Sequential of single layers is one block, and so is
-a model without such parts. What is left between blocks (an embedding, the final norm, a head) is a block each.
+a model without such parts, or what is repeated and has a few of such rows inside (an inverted residual: convolution,
+norm and relu6, three times): what is made in one row and read in the next is derived, as it would not be across a
+border. What is left between blocks (an embedding, the final norm, a head) is a block each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from ..distributed import units, unwrap, user_path
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_FEW_ROWS = 4
 
 
 def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
@@ -73,7 +76,10 @@ def _is_frame(module: nn.Module, repeated: bool, wanted: set[int]) -> bool:
     inner = [child for child in module.modules() if child is not module]
     if any(id(child) in wanted for child in inner):
         return True
-    if any(isinstance(part, _LISTS) and _composites(part) > 1 for part in (module, *inner)):
+    lists = [part for part in (module, *inner) if isinstance(part, _LISTS) and _composites(part) > 1]
+    if repeated and not isinstance(module, _LISTS):
+        lists = [part for part in lists if not _has_few_rows(part)]
+    if lists:
         return True
     return not repeated and _composites(module) > 1
 
@@ -82,6 +88,11 @@ def _has_parameters(module: nn.Module) -> bool:
     """Whether a module has parameters; those of a unit with one flat parameter are plain attributes in between."""
     parts = (value for part in module.modules() for value in (*part._parameters.values(), *vars(part).values()))
     return any(isinstance(value, Tensor) for value in parts)
+
+
+def _has_few_rows(module: nn.Module) -> bool:
+    """Whether what it consists of are single layers, and a few rows of such."""
+    return _composites(module) <= _FEW_ROWS and not any(map(_composites, module.children()))
 
 
 def _composites(module: nn.Module) -> int:

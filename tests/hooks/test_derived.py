@@ -82,6 +82,14 @@ OPERATORS = {
     "elu": (lambda: nn.ELU(0.5), 1),
     "selu": (nn.SELU, 1),
     "celu": (lambda: nn.CELU(0.5), 1),
+    "batch norm and relu6": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU6()), 1),
+    "batch norm and relu6 in place": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU6(True)), 1),
+    "batch norm and hardtanh": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Hardtanh(-0.5, 1.5)), 1),
+    "layer norm and hardsigmoid": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Hardsigmoid()), 1),
+    "batch norm and leaky relu": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.LeakyReLU(0.1)), 1),
+    "batch norm and leaky relu in place": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.LeakyReLU(0.1, True)), 1),
+    "layer norm and tanh": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Tanh()), 1),
+    "layer norm and sigmoid": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Sigmoid()), 1),
     "gated": (lambda: Lambda(gated, nn.Linear(WIDTH, WIDTH)), 2),
     "layer norm and the dropout of GPUs": (lambda: Lambda(dropped_as_on_gpus, nn.LayerNorm(WIDTH)), 1),
     "layer norm and dropout": (lambda: in_3d(nn.LayerNorm(WIDTH), nn.Dropout(0.5)), 1),
@@ -336,13 +344,29 @@ class ReluBlock(nn.Module):
         return x + self.a(2.0 * F.relu(self.norm(x)))
 
 
+class PiecesBlock(nn.Module):
+    """Activations that consist of pieces, of which one bit is stored, or that save their results alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        activations = {
+            "relu6": nn.Hardtanh(-0.2, 0.7, inplace=True), "leaky": nn.LeakyReLU(0.2), "tanh": nn.Tanh(),
+            "sigmoid": nn.Sigmoid(),
+        }  # fmt: skip
+        self.activation = activations[kind.split()[0]]
+
+    def forward(self, x):
+        return x + self.b(self.activation(self.norm(self.a(x))))
+
+
 class Blocks(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.last, self.kind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), kind
         kinds = {
             "attention": AttentionBlock, "probabilities": ProbabilitiesBlock, "experts": ExpertsBlock,
-            "part": PartBlock, "relu": ReluBlock,
+            "part": PartBlock, "relu": ReluBlock, **dict.fromkeys(("relu6", "leaky", "tanh", "sigmoid"), PiecesBlock),
         }  # fmt: skip
         block = kinds.get(kind.split()[0], Block)
         self.blocks = nn.ModuleList(block(kind) for _ in range(3))
@@ -361,7 +385,8 @@ class Blocks(nn.Module):
     [
         "norm first", "norm last", "in sections", "attention", "attention in sections", "leaf", "leaf in sections",
         "probabilities", "probabilities in sections", "probabilities by operators", "experts", "experts in sections",
-        "part", "part in sections", "relu", "relu in sections",
+        "part", "part in sections", "relu", "relu in sections", "relu6", "relu6 in sections", "leaky", "tanh",
+        "tanh in sections", "sigmoid",
     ],
 )  # fmt: skip
 def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch):
@@ -387,9 +412,15 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
             loss()
     found = measure(hooks, model, loss, seed=1, probes=8)
     made = hooks.state_dict()["derived"]["elements"]
-    assert len(made) == {"norm last": 3, "experts": 9, "relu": 3, "probabilities": 3}.get(
-        kind.removesuffix(" in sections"), 6
-    )
+    assert len(made) == {
+        "experts": 9,
+        "in sections": 6,
+        "norm first": 6,
+        "attention": 6,
+        "leaf": 6,
+        "part": 6,
+        "probabilities by operators": 6,
+    }.get(kind.removesuffix(" in sections"), 3)
     assert not {item.name for item in found} & set(made)
     exact = torch.autograd.grad(loss(), parameters)
     plan = {**dict.fromkeys((item.name for item in found), None), **dict.fromkeys(made, 4)}

@@ -489,7 +489,7 @@ def test_attention_in_blocks_has_the_derivative_of_its_gradient(variant, scores,
     if mask is not None and mask.dtype == torch.bool:
         added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     blind = False if added is None else (added == -torch.inf).all(-1, keepdim=True)
-    saved = torch.randn(2, 4, 6) if variant == "saved logsumexp" else None
+    saved = torch.randn(2, 4, 6) + 3.0 if variant == "saved logsumexp" else None  # probabilities of order one
     out, grad = torch.randn_like(q), torch.randn_like(q)  # as a rounded output, this is not what q, k and v would give
     learned = [mask[(None,) * (4 - mask.dim())]] if variant in LEARNED else []
     constant = None if learned else mask
