@@ -28,7 +28,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import codec
 from .._patches import replaced
-from .._torch_internals import RESPECTS_HOOKS, checkpoint_calls, inputs_of, next_sequence_number
+from .._torch_internals import (
+    RESPECTS_HOOKS,
+    checkpoint_calls,
+    inputs_of,
+    next_sequence_number,
+    storage_id,
+    storage_reference,
+)
 from ..distributed import gathered, least_of_ranks, sharding, tensor_parallel_groups, unwrap, user_path
 from ..hooks import (
     LEAVES_CHECKPOINT,
@@ -199,6 +206,7 @@ class BlockForward:
         """the gradient of the loss"""
         self.began = 0
         """next_sequence_number() before the forward"""
+        self._at_borders: dict[Any, tuple[Any, Any]] = {}  # while the forward runs: (weak reference, what is kept)
         self._aliases: list[Replayed] = []  # what lies outside of blocks in memory that something else has saved
         self._exits: dict[Any, Exit] = {}
         self._current: Visit | None = None
@@ -225,6 +233,7 @@ class BlockForward:
         recording = self._hooks.recording(self.mode, fraction, again=self._aliases)
         with recording as self.found, self._intercepted():
             result = forward()
+        self._at_borders.clear()
         self.between, self._aliases = [*_recorded(self.found), *self._aliases], []
         self.mode.on_discrete, self.mode.observes = None, False
         if not self.mode.inner_backward:  # as it has no blocks, and is measured in another way
@@ -539,7 +548,17 @@ class BlockForward:
             own = item.record.tensor
             if own.data_ptr() == tensor.data_ptr() and own.shape == tensor.shape and own.stride() == tensor.stride():
                 return item
-        return self.boundary(tensor)
+        if type(tensor) is not Tensor:
+            return self.boundary(tensor)
+        form = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        key = storage_id(tensor), tensor._version, *form
+        if key in self._at_borders:  # another block reads the same
+            _, boundary = self._at_borders[key]
+            boundary.is_shared = True
+        else:
+            boundary = self.boundary(tensor)
+            self._at_borders[key] = storage_reference(tensor), boundary
+        return boundary
 
     def boundary(self, tensor: Tensor) -> Any:
         """What stands for a tensor until value_of() gives it back."""
@@ -754,6 +773,9 @@ class _Boundary:
     little by 7. The squares of such values lie on no grid. Zeros, signs and infinities stay, and the error is much like
     that of 8 bits.
     """
+
+    is_shared = False
+    """whether several blocks read it"""
 
     def __init__(self, tensor: Tensor, bits: int | None, seed: int) -> None:
         """bits: None for exactly. seed: of the rounding."""
