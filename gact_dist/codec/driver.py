@@ -6,6 +6,7 @@ A module holds the kernels of one file for one set of definitions, and each devi
 import ctypes
 import functools
 import threading
+import time
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -166,14 +167,27 @@ def _load(device_index: int, file: str, definitions: tuple[str, ...]) -> dict[st
         raise torch.OutOfMemoryError(f"loading the kernels of {file} on GPU {device_index}: {error}") from error
 
 
+_WAITS = 20
+"""times as long as what failed took, until it is tried again: a compilation that runs out of memory takes seconds"""
+_waiting: dict[tuple[int, str, tuple[str, ...]], tuple[float, str]] = {}
+"""by module: (when it may be tried again, in seconds of time.monotonic(); why it failed)"""
+
+
 @functools.cache
 def _loaded(
     device_index: int, file: str, definitions: tuple[str, ...]
 ) -> dict[str, ctypes.c_void_p] | KernelsUnavailableError:
     """The functions; or the error where a second try would cost seconds and fail again. Others are not remembered."""
+    which = device_index, file, definitions
+    until_s, why = _waiting.get(which, (0.0, ""))
+    began_s = time.monotonic()
+    if began_s < until_s:
+        raise KernelsUnavailableNowError(why)
     try:
         return _load(device_index, file, definitions)
-    except KernelsUnavailableNowError:
+    except KernelsUnavailableNowError as error:
+        now_s = time.monotonic()
+        _waiting[which] = now_s + _WAITS * (now_s - began_s), str(error)
         raise
     except KernelsUnavailableError as error:
         return error

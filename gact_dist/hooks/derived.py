@@ -885,9 +885,9 @@ def _by_one_bit(slot: str, in_place: Callable[..., Tensor], *limits: str | float
 
 def _between(x: Tensor, bits: Tensor, low: float, high: float) -> Tensor:
     """hardtanh"""
-    is_high = bits.ge(high).logical_or_(bits.le(low))
-    is_low = is_high.logical_and(x.le(low / 2 + high / 2))
-    return x.masked_fill_(is_high.logical_xor_(is_low), high).masked_fill_(is_low, low)
+    beyond = bits.ge(high).logical_or_(bits.le(low))
+    is_low = beyond.logical_and(x.le(low / 2 + high / 2))
+    return x.masked_fill_(beyond.logical_xor_(is_low), high).masked_fill_(is_low, low)
 
 
 def _hardsigmoid(x: Tensor, bits: Tensor) -> Tensor:

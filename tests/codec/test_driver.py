@@ -65,6 +65,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     machine.fake.calls()
     yield machine
     driver._loaded.cache_clear()
+    driver._waiting.clear()
 
 
 def launch(kernel: Kernel = KERNEL, index: int = 0) -> None:
@@ -158,10 +159,31 @@ def test_what_may_pass_is_not_remembered(machine: Machine, monkeypatch: pytest.M
         raise nvrtc.KernelsUnavailableNowError("Too many open files")
 
     monkeypatch.setattr(driver, "compile_kernels", short_of_files)
+    monkeypatch.setattr(driver, "_WAITS", 0)
     assert driver.functions_of(torch.device("cuda", 0), KERNEL) is None
     with pytest.raises(nvrtc.KernelsUnavailableError, match="Too many open files"):
         launch()
     monkeypatch.setattr(driver, "compile_kernels", machine.compile)
+    launch()
+    assert launched() in machine.fake.calls()
+
+
+def test_what_may_pass_is_not_tried_at_every_launch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But once twenty times as much time has gone by as the failure took."""
+    now_s = [100.0]
+
+    def slow(*_: object) -> bytes:
+        now_s[0] += 3.0
+        raise nvrtc.KernelsUnavailableNowError("OUT_OF_MEMORY")
+
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(driver, "compile_kernels", slow)
+    for now_s[0], after_s in ((100.0, 103.0), (104.0, 104.0), (162.0, 162.0), (164.0, 167.0)):
+        with pytest.raises(nvrtc.KernelsUnavailableError, match="OUT_OF_MEMORY"):
+            launch()
+        assert now_s[0] == after_s
+    monkeypatch.setattr(driver, "compile_kernels", machine.compile)
+    now_s[0] = 300.0
     launch()
     assert launched() in machine.fake.calls()
 
