@@ -45,10 +45,21 @@ from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
 from .attention_scores import SOFTMAXES, Probabilities, added_to, has_added
-from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, is_rounded, numel_of
+from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
-from .hidden_scores import FILLS, NO_MASKS, Masks, Shown, before, is_masked_product, is_observed, masks_of, may_hide
+from .hidden_scores import (
+    FILLS,
+    NO_MASKS,
+    Masks,
+    Shown,
+    adds_number,
+    before,
+    is_masked_product,
+    is_observed,
+    masks_of,
+    may_hide,
+)
 from .naming import FORWARDING
 from .saved_edges import (
     VARIABLE,
@@ -777,12 +788,37 @@ def _sum(factors: Callable[[float], tuple[float, float]]) -> _Operator:
 
     def made(node: Any, wanted: _Making, depth: int) -> Expression:
         shape, edges, by = _check_whole(node, wanted), node.next_functions, factors(node._saved_alpha)
+        if any(below is None for below, _ in edges):
+            return _plus_number(node, wanted, depth, by)
         if _shape_of_term(edges[0]) != shape:  # what is written to has all elements
             edges, by = edges[::-1], by[::-1]
         first, second = (_term(edge, wanted, depth) for edge in edges)
         return _either(partial(_added, by), first, second)
 
     return made
+
+
+def _plus_number(node: Any, wanted: _Making, depth: int, by: tuple[float, float]) -> Expression:
+    """Of one operand with a graph; see [Note: numbers] in expressions.py."""
+    if depth or wanted.tensor is None:
+        raise _NotDerivable
+    seen = adds_number(node)
+    if seen is not None:
+        wanted.reads.masks = NO_MASKS._replace(is_number=seen)
+    is_number = wanted.masks.is_number if seen is None else seen
+    found = [(edge, factor) for edge, factor in zip(node.next_functions, by, strict=True) if edge[0] is not None]
+    if not is_number or len(found) != 1:
+        raise _NotDerivable
+    ((edge, times),) = found
+    operand = _term(edge, wanted, depth)
+    local = Local(lambda _order, _first, _last, x, number: _with_number(times, True, x, number))
+    return _either(partial(_with_number, times), operand, Number(wanted.tensor, operand, times), local=local)
+
+
+def _with_number(times: float, owns: bool, x: Tensor, number: Tensor) -> Tensor:
+    if times != 1:
+        x, owns = x.mul_(times) if owns else x.mul(times), True
+    return x.add_(number) if owns else x.add(number)
 
 
 def _added(by: tuple[float, float], owns: bool, x: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import lcm
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +15,8 @@ from .aliases import span
 from .handles import Recipe, Stored, View, base_of
 from .hidden_scores import Shown
 from .streamed import Decoded, Made, Order, Pieces, order_of
+
+_AT_ONCE = 1 << 16  # elements
 
 
 class Local(NamedTuple):
@@ -72,7 +75,7 @@ class Expression:
         """in_place, is_private, local, gelu: see Form. depth: see Recipe."""
         nbytes = deepest = 0
         for operand in operands:
-            if isinstance(operand, (Expression, Copy, Shown)):
+            if isinstance(operand, (Expression, Copy, Shown, Number)):
                 nbytes += operand.nbytes
             if not isinstance(operand, Copy):
                 deepest = max(deepest, _depth(operand))
@@ -187,6 +190,47 @@ class Copy:
 
     def restore(self) -> Tensor | None:
         return self.tensor
+
+
+class Number:
+    """What was added to all elements of a tensor, as the difference of two means: nothing else shows it later.
+
+    [Note: numbers] A sum saves neither its operands nor a number that it adds. The mean of its result is kept, and that
+    of what the number was added to is taken when it is decoded. So the number may be another one in each step, and the
+    mean of what is made is that of the forward, whatever rounding did to the mean of the operand.
+    """
+
+    __slots__ = ("_added", "_mean", "_operand", "_times", "nbytes")
+
+    def __init__(self, tensor: Tensor, operand: Any, times: float) -> None:
+        """tensor: times * operand + the number."""
+        self._mean, self._operand, self._times = _mean(tensor.detach()), operand, times
+        self._added: Tensor | None = None
+        self.nbytes = self._mean.nbytes
+
+    def restore(self) -> Tensor:
+        """Of no dimension, in float32 or float64."""
+        if self._added is None:
+            self._added, self._operand = self._mean - self._times * _mean_of(self._operand), None
+        return self._added
+
+
+def _mean_of(operand: Any) -> Tensor:
+    """Of what a handle or an expression gives, piece by piece where that can be."""
+    pieces = operand.pieces(()) if isinstance(operand, (Expression, Stored)) else None
+    if pieces is None:
+        return _mean(operand.restore())
+    step = lcm(pieces.unit, pieces.granule)
+    step *= max(1, _AT_ONCE // step)
+    total = torch.zeros((), device=pieces.device)
+    for first in range(0, pieces.numel, step):
+        piece = pieces.read(first, min(first + step, pieces.numel))
+        total = total + _mean(piece) * (piece.numel() / pieces.numel)
+    return total
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    return tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def is_rounded(handle: Any) -> bool:

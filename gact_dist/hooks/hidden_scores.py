@@ -20,6 +20,7 @@ from .. import codec
 from .._torch_internals import is_fake
 
 _HIDES = "gact_dist: hides scores"
+_ADDS_NUMBER = "gact_dist: adds a number"
 _HIDDEN = -1e4
 """a mask adds this or less to scores that are hidden"""
 FILLS = "MaskedFillBackward0"
@@ -47,9 +48,11 @@ class Masks(NamedTuple):
     """None for any"""
     are_of_all_heads: bool = False
     """whether each hides the same in all heads"""
+    is_number: bool = False
+    """of any other sum with something that has no graph: whether that is one number"""
 
 
-NO_MASKS, ANY_MASKS = Masks(0), Masks(None)
+NO_MASKS, ANY_MASKS = Masks(0), Masks(None, is_number=True)
 
 
 def note_hiding(
@@ -60,6 +63,7 @@ def note_hiding(
     tensors, numbers: among the operands of its operator. holds_mask: what is known of a tensor that has no values.
     """
     masks = [tensor for tensor in tensors if not tensor.requires_grad]
+    node.metadata[_ADDS_NUMBER] = node.name() == "AddBackward0" and bool(numbers) and not masks
     if node.name() == FILLS:
         found = len(masks) == len(numbers) == 1 and numbers[0] <= _HIDDEN
     else:
@@ -71,6 +75,12 @@ def note_hiding(
 
 def _hides(mask: Tensor) -> bool:
     return bool(((mask == 0) | (mask <= _HIDDEN)).all())
+
+
+def adds_number(node: Any) -> bool | None:
+    """Whether a sum with something that has no graph adds one number; None where no observer has seen it."""
+    found: bool | None = node.metadata.get(_ADDS_NUMBER)
+    return found
 
 
 def masks_of(masking: Sequence[Any], known: Masks) -> Masks | None:

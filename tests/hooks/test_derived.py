@@ -82,6 +82,7 @@ OPERATORS = {
     "elu": (lambda: nn.ELU(0.5), 1),
     "selu": (nn.SELU, 1),
     "celu": (lambda: nn.CELU(0.5), 1),
+    "a number more": (lambda: Lambda(lambda x, n: 1.5 + n(x), nn.LayerNorm(WIDTH, bias=False)), 1),
     "batch norm and relu6": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU6()), 1),
     "batch norm and relu6 in place": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU6(True)), 1),
     "batch norm and hardtanh": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Hardtanh(-0.5, 1.5)), 1),
@@ -360,13 +361,26 @@ class PiecesBlock(nn.Module):
         return x + self.b(self.activation(self.norm(self.a(x))))
 
 
+class NumberBlock(nn.Module):
+    """As transformers writes GELU by tanh: neither the sum nor what it adds the number to saves the number."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.a(x)
+        return x + self.b(0.5 * h * (1.0 + torch.tanh(0.8 * (h + 0.045 * torch.pow(h, 3.0)))))
+
+
 class Blocks(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.last, self.kind = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), kind
         kinds = {
             "attention": AttentionBlock, "probabilities": ProbabilitiesBlock, "experts": ExpertsBlock,
-            "part": PartBlock, "relu": ReluBlock, **dict.fromkeys(("relu6", "leaky", "tanh", "sigmoid"), PiecesBlock),
+            "part": PartBlock, "number": NumberBlock, "relu": ReluBlock,
+            **dict.fromkeys(("relu6", "leaky", "tanh", "sigmoid"), PiecesBlock),
         }  # fmt: skip
         block = kinds.get(kind.split()[0], Block)
         self.blocks = nn.ModuleList(block(kind) for _ in range(3))
@@ -385,7 +399,8 @@ class Blocks(nn.Module):
     [
         "norm first", "norm last", "in sections", "attention", "attention in sections", "leaf", "leaf in sections",
         "probabilities", "probabilities in sections", "probabilities by operators", "experts", "experts in sections",
-        "part", "part in sections", "relu", "relu in sections", "relu6", "relu6 in sections", "leaky", "tanh",
+        "part", "part in sections", "number", "number in sections",
+        "relu", "relu in sections", "relu6", "relu6 in sections", "leaky", "tanh",
         "tanh in sections", "sigmoid",
     ],
 )  # fmt: skip
@@ -419,6 +434,7 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
         "attention": 6,
         "leaf": 6,
         "part": 6,
+        "number": 9,
         "probabilities by operators": 6,
     }.get(kind.removesuffix(" in sections"), 3)
     assert not {item.name for item in found} & set(made)
@@ -490,3 +506,26 @@ def test_memory_that_something_else_reads_is_not_written_to(kind):
     made = Expression(F.gelu, handle, in_place=torch.ops.aten.gelu_).restore()
     torch.testing.assert_close(made, F.gelu(before))
     assert torch.equal(handle.restore(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_that_is_added_may_be_another_in_each_step(dtype):
+    number = [1.0]
+    job = Job(Lambda(lambda x, norm: norm(x) + number[0], nn.LayerNorm(WIDTH)))
+    job.model.to(dtype)
+    job.x = job.x.to(dtype)
+    for _ in range(5):
+        job.gradient()  # the last ones are not observed
+    sources = [row.name for row in job.rows("quantised")]
+    for number[0] in (1.0, -3.0, 0.25):
+        assert distance(job.gradient(sources), job.untouched()) < (1e-5 if dtype == torch.float32 else 2**-6)
+        assert len(job.rows("derived")) == 1
+
+
+def test_a_tensor_without_a_graph_is_no_number():
+    added = torch.linspace(-1.0, 1.0, WIDTH)
+    job = Job(Lambda(lambda x, norm: norm(x) + added, nn.LayerNorm(WIDTH)))
+    for _ in range(5):
+        job.gradient()
+    assert not job.rows("derived")
+    assert distance(job.gradient([row.name for row in job.rows("quantised")]), job.untouched()) == 0.0
