@@ -197,7 +197,8 @@ class Number:
 
     [Note: numbers] A sum saves neither its operands nor a number that it adds. The mean of its result is kept, and that
     of what the number was added to is taken when it is decoded. So the number may be another one in each step, and the
-    mean of what is made is that of the forward, whatever rounding did to the mean of the operand.
+    mean of what is made is that of the forward, whatever rounding did to the mean of the operand. One element that is
+    not finite makes all so, as it does the gradient of each weight that it reaches.
     """
 
     __slots__ = ("_added", "_mean", "_operand", "_times", "nbytes")
