@@ -185,7 +185,7 @@ class Reduced:
 
 
 class Behind(Interruptible, Reduced):
-    pass
+    """nn.Module defines no __reduce_ex__, so that of Reduced counts."""
 
 
 def test_a_base_behind_nn_module_reduces_as_it_does_alone():

@@ -552,13 +552,9 @@ class BlockForward:
             return self.boundary(tensor)
         form = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
         key = storage_id(tensor), tensor._version, *form
-        if key in self._at_borders:  # another block reads the same
-            _, boundary = self._at_borders[key]
-            boundary.is_shared = True
-        else:
-            boundary = self.boundary(tensor)
-            self._at_borders[key] = storage_reference(tensor), boundary
-        return boundary
+        if key not in self._at_borders:  # several blocks may read it; one that modifies an input cannot be cut
+            self._at_borders[key] = storage_reference(tensor), self.boundary(tensor)
+        return self._at_borders[key][1]
 
     def boundary(self, tensor: Tensor) -> Any:
         """What stands for a tensor until value_of() gives it back."""
@@ -773,9 +769,6 @@ class _Boundary:
     little by 7. The squares of such values lie on no grid. Zeros, signs and infinities stay, and the error is much like
     that of 8 bits.
     """
-
-    is_shared = False
-    """whether several blocks read it"""
 
     def __init__(self, tensor: Tensor, bits: int | None, seed: int) -> None:
         """bits: None for exactly. seed: of the rounding."""

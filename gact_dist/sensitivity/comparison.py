@@ -100,12 +100,9 @@ class _ExactBoundaries(BlockForward):
 class _Copy:
     """A tensor at the border of a block, which what follows may modify in place."""
 
-    is_shared = False
-    """whether several blocks read it, of which one may modify what it gets"""
-
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach().clone()
 
     def value(self) -> Tensor:
         """The tensor as it was."""
-        return self._tensor.clone() if self.is_shared else self._tensor
+        return self._tensor
