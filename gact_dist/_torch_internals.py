@@ -513,6 +513,13 @@ ORIGINAL_MODULE = "_orig_mod"
 """the attribute under which the result of torch.compile holds the module it was given"""
 
 
+def run_by(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """(name, value) of the attribute that a call of a module runs: its forward, or once its compile() was called what
+    that has made of its hooks and forward."""
+    compiled = module._compiled_call_impl
+    return ("forward", module.forward) if compiled is None else ("_compiled_call_impl", compiled)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was given to torch.compile, or its compile() was called."""
     return module._compiled_call_impl is not None or ORIGINAL_MODULE in module._modules

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from .._patches import replaced
+from .._torch_internals import run_by
 from .collectives import all_ranks
 from .framework import Framework, cast_floating
 from .wrappers import FRAMEWORKS, sharding, unwrap
@@ -72,13 +73,12 @@ def gathered_in_turn(model: nn.Module, parts: Sequence[nn.Module]) -> Iterator[N
     """bypassed(), with each part gathered for every forward of its own, and for no longer: no backward can follow."""
     with bypassed(model, parts), ExitStack() as stack:
         for part in parts:
-            stack.enter_context(replaced(part, "forward", _with_gathering(part)))
+            name, function = run_by(part)
+            stack.enter_context(replaced(part, name, _with_gathering(part, function)))
         yield
 
 
-def _with_gathering(part: nn.Module) -> Callable[..., Any]:
-    forward = part.forward
-
+def _with_gathering(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def gathering(*inputs: Any, **kwargs: Any) -> Any:
         with gathered(part):

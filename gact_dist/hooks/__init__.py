@@ -13,7 +13,7 @@ from .engine import LearntNames, SavedTensorHooks, kept_exactly, nothing_kept, r
 from .function_calls import GivenToFunction, given_to_functions
 from .handles import Content, Noted, Recorded, Replaceable, ReplayError, Stored, View, decoded, stored_of
 from .inlined import check_inlined
-from .naming import LEAVES_CHECKPOINT, RECOMPUTED, WORKSPACE, origin, producer
+from .naming import LEAVES_CHECKPOINT, RECOMPUTED, WORKSPACE, edge_to, origin, producer
 from .own_hooks import Calling, Registration, after_forward, before_forward, on_interrupt
 from .parameters import made_from_parameters
 from .read_once import ReadOnce
@@ -60,6 +60,7 @@ __all__ = [
     "before_forward",
     "check_inlined",
     "decoded",
+    "edge_to",
     "exponent_of",
     "firsts_of",
     "fixes_rows",

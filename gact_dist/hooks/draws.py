@@ -64,6 +64,7 @@ class Draw:
         with self._keys():
             whole = None if graph is tensor else graph
             stored = sink.take(Captured(tensor, name, role, StorageRecord(tensor), whole, first.limits))
+        stored.keeps_gaps = isinstance(first, Noted) and first.keeps_gaps
         sink.after(tensor.grad_fn)
         return stored
 

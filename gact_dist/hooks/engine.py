@@ -378,15 +378,20 @@ class SavedTensorHooks:
             if observer is not None:
                 observer.readers = None
 
+    @property
+    def packs_in_graphs(self) -> bool:
+        """Whether the graphs of compiled regions pack what they save themselves."""
+        return self.config.compile_hooks == "inlined"
+
     @contextmanager
     def _saved_tensors_hooks(self) -> Iterator[None]:
         served: AbstractContextManager[None] = nullcontext()
         restore = self._storages.restore
         hooks: tuple[Any, Any] = self._pack_hook, Unpacking(restore).unpack if IS_BUILT else restore
-        if self._namer.scope.compiled and self.config.compile_hooks == "inlined":
+        if self._namer.scope.compiled and self.packs_in_graphs:
             served, hooks = inlined.serving(self._pack, self._pack_in_graph), inlined.hooks()
-        elif self._namer.scope.compiled:  # where a graph breaks the compiler would compile the hooks as well
-            hooks = torch.compiler.disable(self._pack), torch.compiler.disable(self._storages.restore)
+        elif self._namer.scope.compiled:
+            hooks = _uncompiled(self._pack), _uncompiled(self._storages.restore)
         self._thread = threading.get_ident()
         if self.clock is not None and not self._namer.scope.compiled:  # a graph holds those hooks as they are
             hooks = hooks[0], self.clock.timed(hooks[1])
@@ -511,17 +516,24 @@ class SavedTensorHooks:
         self._again = record.recomputed or self._again
 
     @contextmanager
-    def noting(self, outcomes: list[Any], recomputed: bool = False) -> Iterator[None]:
+    def noting(
+        self,
+        outcomes: list[Any],
+        recomputed: bool = False,
+        on_noted: Callable[[Noted, Tensor], None] | None = None,
+    ) -> Iterator[None]:
         """Within the context, which is inside recording(), what autograd saves is named and classified but not kept.
 
         outcomes: receives for each saved tensor, in order, what replay.Replay needs to recognise it again. recomputed:
-        whether a checkpoint recomputes it.
+        whether a checkpoint recomputes it. on_noted: told of what is noted and, while it is there, of the tensor.
         """
 
         def pack(tensor: Tensor) -> Any:
             frame = caller()
             with without_modes():
                 handle = self._namer.scope.within(frame, self._pack_from, tensor)
+                if on_noted is not None and isinstance(handle, Noted):
+                    on_noted(handle, tensor)
             outcomes.append(outcome_of(handle))
             return handle
 
@@ -534,7 +546,7 @@ class SavedTensorHooks:
         if recomputed:  # it will be stored in other memory than that of the forward, where others save its results
             self._storages = StorageRecords()
         try:
-            with _hooked(pack, _unpack):
+            with _hooked(_uncompiled(pack) if self._namer.scope.compiled else pack, _unpack):
                 yield
         finally:
             record.notes, record.block, self._namer.recomputed = before
@@ -748,7 +760,7 @@ class SavedTensorHooks:
             tensor, name, Role.ACTIVATION, call, self._namer.place(site, function), self._sink.records
         )
         stored = self._sink.take(Captured(tensor, name, role, record))
-        if isinstance(stored, Stored):
+        if isinstance(stored, (Stored, Noted)):
             stored.keeps_gaps = True  # as in _pack_new()
         note_stored(tensor, record, stored)
         return stored
@@ -878,7 +890,7 @@ class SavedTensorHooks:
             captured = captured._replace(recipe=self._mask_again(target, name))
         stored: Any = sink.hold(captured) if captured.role is Role.UNREAD else sink.take(captured)
         handle = stored
-        if isinstance(stored, Stored) and not (site.region is site.function is None):
+        if isinstance(stored, (Stored, Noted)) and not (site.region is site.function is None):
             stored.keeps_gaps = True  # code that was made for these strides, or that may be
         if self._log_softmaxes.is_one(name) and isinstance(stored, Stored) and isinstance(sink, Store):
             self._log_softmaxes.watch(stored, tensor.nbytes, sink.account, role is Role.UNREAD)
@@ -1050,11 +1062,16 @@ def _unpack(handle: Any) -> Tensor:
         return handle.restore()
 
 
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook around compiled regions: where a graph breaks the compiler would compile it as well."""
+    return torch.compiler.disable(hook)
+
+
 @contextmanager
-def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
+def replaying(replay: Replay, whole: bool = True, compiled: bool = False) -> Iterator[None]:
     """Within the context a block runs again. Raises ReplayError if it does not save what it did at first.
 
-    whole: false for a checkpoint in a block that runs again.
+    whole: false for a checkpoint in a block that runs again. compiled: whether it runs compiled regions.
     """
     # the graph holds its pack hook, and a replay holds nodes of the graph: a cycle that the collector does not see
     running: Any = WeakMethod(replay.pack)
@@ -1063,7 +1080,9 @@ def replaying(replay: Replay, whole: bool = True) -> Iterator[None]:
         with without_modes():
             return running()(tensor)
 
-    with attention_calls(), _hooked(pack, _unpack):
+    # what is compiled would be so anew for another function in the place of attention
+    calls = nullcontext() if compiled else attention_calls()
+    with calls, _hooked(_uncompiled(pack) if compiled else pack, _unpack):
         yield
     if whole:
         replay.check_complete()

@@ -525,6 +525,8 @@ class Noted:
     """whether others of its block are computed from it once more, as it is stored"""
     has_graph: bool = True
     """as in Recorded"""
+    keeps_gaps: bool = False
+    """see Stored"""
 
     @property
     def compressible(self) -> bool:

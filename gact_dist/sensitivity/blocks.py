@@ -33,6 +33,7 @@ from .._torch_internals import (
     checkpoint_calls,
     inputs_of,
     next_sequence_number,
+    run_by,
     storage_id,
     storage_reference,
 )
@@ -67,7 +68,7 @@ from ..hooks import (
     told_of_checkpoints,
 )
 from .autograd_graph import scalar
-from .measuring_mode import MeasuringMode
+from .measuring_mode import MeasuringMode, NoMode
 from .parts import Part
 from .surroundings import Generators, Surroundings, copied
 
@@ -230,7 +231,8 @@ class BlockForward:
 
     def _recorded(self, forward: Callable[[], Any], fraction: float) -> Tensor:
         """Run forward(); its loss."""
-        recording = self._hooks.recording(self.mode, fraction, again=self._aliases)
+        observer = None if self._runs_compiled else self.mode
+        recording = self._hooks.recording(observer, fraction, again=self._aliases)
         with recording as self.found, self._intercepted():
             result = forward()
         self._at_borders.clear()
@@ -248,6 +250,12 @@ class BlockForward:
             if record.compressible and not record.has_graph and size < least:
                 record.keep_exactly()
                 self._hooks.keep_exactly(record.name)
+
+    def _see(self, noted: Noted, tensor: Tensor) -> None:
+        """What a block saves, while it is there."""
+
+    def _leave_block(self) -> None:
+        """A block has run, and its graph is still there."""
 
     def _cut_between(self, root: GradientEdge) -> None:
         self.last = self._part_before([root])
@@ -286,14 +294,21 @@ class BlockForward:
     def _intercepted(self) -> Iterator[None]:
         with ExitStack() as stack:
             for block in self._blocks:
-                stack.enter_context(replaced(block, "forward", self._at_block(block)))
+                stack.enter_context(replaced(block, *self._entry_of(block)))
             if self._blocks or self._hooks.compresses_results:
                 stack.enter_context(checkpoint_calls(self._at_checkpoint))
             yield
 
-    def _at_block(self, block: nn.Module) -> Callable[..., Any]:
-        forward = block.forward
+    @property
+    def _runs_compiled(self) -> bool:
+        return isinstance(self.mode, NoMode)
 
+    def _entry_of(self, block: nn.Module) -> tuple[str, Callable[..., Any]]:
+        """The attribute that runs a block, and what cuts the forward there."""
+        name, function = run_by(block) if self._runs_compiled else ("forward", block.forward)
+        return name, self._at_block(block, function)
+
+    def _at_block(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def visit(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -443,7 +458,7 @@ class BlockForward:
                 return checkpoint(function if mode is None else running_with(mode, function), *args, **kw)
             hooks: AbstractContextManager[None] = exactly() if mode is None else exactly_with(mode)
             if recomputed:
-                hooks = replaying(replay, whole=False)
+                hooks = replaying(replay, whole=False, compiled=self._runs_compiled)
             outputs = self._checkpoint_inside(hooks, calls, checkpoint, function, *args, looks=recomputed, **kw)
             return map_tensors(outputs, lambda tensor: _Leaves.apply(tensor) if tensor.requires_grad else tensor)
 
@@ -497,10 +512,11 @@ class BlockForward:
                 known = len(self.found)
                 self._current = visit
                 started = next_sequence_number()
-                hooks = nothing_kept() if opaque else self._hooks.noting(visit.outcomes, recomputed=checkpointed)
-                with hooks, self._passed() if checkpointed else nullcontext():
+                noting = self._hooks.noting(visit.outcomes, checkpointed, self._see)
+                with nothing_kept() if opaque else noting, self._passed() if checkpointed else nullcontext():
                     outputs = function(*args, **kwargs)
                 self._note_graph(visit, outputs, list(starts.values()), started)
+                self._leave_block()
                 for number, start in starts.items():
                     note_saved_in_block(start, chosen[number])
             finally:
@@ -628,7 +644,7 @@ class BlockForward:
             stack.enter_context(visit.surroundings.again())
             stack.enter_context(self._hooks.functions_again.block(visit.checkpointed))
             if replay is not None:
-                stack.enter_context(replaying(replay))
+                stack.enter_context(replaying(replay, compiled=self._runs_compiled))
                 if visit.checkpointed:
                     stack.enter_context(self._passed())
                 elif opens or self._hooks.compresses_recomputed or taking:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import codec
-from ..hooks import Encoder, Recorded
+from ..hooks import Encoder, Noted, Recorded
 
 _SAMPLED = 2048
 _LARGEST_ERROR = 0.02
@@ -69,21 +69,46 @@ class Saved(NamedTuple):
         return path if re.match(r"Compiled\d+D", label) else None
 
 
-def seen(record: Recorded, encoder: Encoder) -> Saved:
+def seen(record: Recorded | Noted, tensor: Tensor, encoder: Encoder) -> Saved:
     """What is kept of a tensor that a model with compiled regions saves."""
-    columns = encoder.examples.columns_of(record.tensor) if record.compressible else 1
+    columns = encoder.examples.columns_of(tensor) if record.compressible else 1
     form = record.numel, record.itemsize_bits, record.compressible
-    return Saved(record.name, *form, columns, _sample(record.tensor))
+    return Saved(record.name, *form, columns, _sample(tensor))
+
+
+class EagerTensor(NamedTuple):
+    """A tensor that a model saves where nothing is compiled, without its memory."""
+
+    name: str
+    numel: int
+    compressible: bool
+    sample: _Sample | None
+    node: Any
+    """that made it; None without a graph"""
+
+    @classmethod
+    def of(cls, record: Recorded | Noted, tensor: Tensor, node: Any) -> EagerTensor:
+        """What is kept of a tensor."""
+        return cls(record.name, record.numel, record.compressible, _sample(tensor), node)
 
 
 class EagerTensors:
     """What a model saves where nothing is compiled, without its memory. Tensors are known by their numbers."""
 
-    def __init__(self, records: Sequence[Recorded]) -> None:
-        self._names = [record.name for record in records]
-        self._compressible = [record.compressible for record in records]
-        self._samples = [_sample(record.tensor) for record in records]
-        self._sources = _sources(records)
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._numels: list[int] = []
+        self._compressible: list[bool] = []
+        self._samples: list[_Sample | None] = []
+        self._sources: list[list[int] | None] = []
+
+    def add(self, found: Sequence[EagerTensor]) -> None:
+        """What a part of the model saves, whose graph is still there."""
+        self._sources += _sources(found, len(self._names))
+        self._names += [item.name for item in found]
+        self._numels += [item.numel for item in found]
+        self._compressible += [item.compressible for item in found]
+        self._samples += [item.sample for item in found]
 
     def partners(self, saved: Sequence[Saved]) -> dict[str, str]:
         """{name: name without the compiler} of the compressible tensors whose effect is the same in both."""
@@ -96,6 +121,7 @@ class EagerTensors:
         for place, numbers in ours.items():
             item, number = saved[place], numbers[0]
             single = len(numbers) == 1 and len(theirs[number]) == 1 and number not in doubtful
+            single = single and item.numel == self._numels[number]
             if single and item.compressible and self._compressible[number] and item.region not in regions:
                 found[item.name] = self._names[number]
         return found
@@ -139,13 +165,16 @@ class EagerTensors:
         return not region or path == region or path.startswith(region + ".")
 
 
-def _sources(records: Sequence[Recorded]) -> list[list[int] | None]:
-    """For each tensor the nearest ones in the graph from which it was computed; None for one without a graph."""
+def _sources(found: Sequence[EagerTensor], start: int) -> list[list[int] | None]:
+    """For each tensor the nearest ones in the graph from which it was computed; None for one without a graph.
+
+    start: the number of the first.
+    """
     owners = defaultdict(list)
-    for number, record in enumerate(records):
-        if record.node is not None:
-            owners[record.node].append(number)
-    return [None if record.node is None else _owned_above(record.node, owners) for record in records]
+    for number, item in enumerate(found, start):
+        if item.node is not None:
+            owners[item.node].append(number)
+    return [None if item.node is None else _owned_above(item.node, owners) for item in found]
 
 
 def _owned_above(node: Any, owners: dict[Any, list[int]]) -> list[int]:

@@ -29,12 +29,23 @@ from torch.autograd.graph import GradientEdge
 from .._errors import first_line, is_out_of_memory
 from .._torch_internals import in_backward, next_sequence_number
 from ..hooks import BACKWARDS, Recorded, SavedTensorHooks
-from .autograd_graph import gradients_of_parameters, name_of, nodes_below, parameters_among, scalar, watched
+from .autograd_graph import (
+    ExamplesRefusedError,
+    MeasurementError,
+    gradients_of_parameters,
+    name_of,
+    nodes_below,
+    parameters_among,
+    scalar,
+    watched,
+)
+from .blocks import BlockForward
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
 from .parts import seen_through
 from .perturbation import from_change, square_distance, widest_inexact
+from .surroundings import Generators
 
 _log = logging.getLogger(__name__)
 _VIEWS = frozenset(
@@ -50,6 +61,43 @@ _FORWARD, _OUTER = 0, -1
 
 Edge = tuple[Any, int]
 """a node of an autograd graph and the number of its output"""
+
+
+class InnerBackwardError(Exception):
+    """The forward that is to be cut at blocks runs a backward, which goes through all of it."""
+
+    def __str__(self) -> str:
+        return "the forward runs a backward with create_graph=True, which is measured with the whole model at once"
+
+
+@contextmanager
+def run_alone_in_blocks(
+    cut: BlockForward,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    forward: Callable[[], Any],
+    fraction: float,
+    generators: Generators | None = None,
+) -> Iterator[None]:
+    """Within the context a forward that is cut at blocks has run, with the job left untouched.
+
+    forward, fraction: as for BlockForward.run. generators: of the random numbers it is to draw, by default those that
+    come next. What a backward within the forward raises at the border of a block is an InnerBackwardError: a probe
+    batch takes it for examples that the model does not run on.
+    """
+    mode = cut.mode
+    try:
+        with untouched(model, blocks), measurable(mode):
+            if generators is not None:
+                generators.restore()
+            with cut.run(forward, fraction):
+                if mode.inner_backward:
+                    raise InnerBackwardError
+                yield
+    except (RuntimeError, ExamplesRefusedError, MeasurementError) as error:
+        if mode.inner_backward and not is_out_of_memory(error):
+            raise InnerBackwardError from error
+        raise
 
 
 class InnerBackwards(MeasuringMode):

@@ -74,3 +74,13 @@ class MeasuringMode(OperatorObserver):
             return root
         # a closure may end in backward(create_graph=True), as for AdaHessian
         return result if isinstance(result, Tensor) or inner is None else inner
+
+
+class NoMode(MeasuringMode):
+    """For a model with compiled regions, which would be compiled anew under a mode: entered, it sees nothing."""
+
+    def __enter__(self) -> "NoMode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None

@@ -33,22 +33,29 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import codec
-from .._errors import is_out_of_memory
 from .._torch_internals import has_compiled_parts
 from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
-from .autograd_graph import BackwardError, ExamplesRefusedError, MeasurementError, backward, scalar
+from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError, bytes_of
 from .by_differences import given_noted
 from .checkpoint import measurable
-from .compiled_match import EagerTensors, seen
+from .compiled_blocks import CompiledBlocks, Result
+from .compiled_match import EagerTensor, EagerTensors, seen
 from .compressed_perturbation import CompressedPerturbation
 from .halfway import Halfway, ResumeError, stop_of
-from .inner_backward import InnerBackwards, Reruns, perturb_by_rerun, squared_products
+from .inner_backward import (
+    InnerBackwardError,
+    InnerBackwards,
+    Reruns,
+    perturb_by_rerun,
+    run_alone_in_blocks,
+    squared_products,
+)
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
-from .partition import blocks_of, parts_of_block
+from .partition import blocks_as_run, blocks_of, may_not_be_whole, parts_of_block
 from .parts import OpaqueError
 from .perturbation import CompiledRuns, RecordedGraph, measure_by_rerun, own_bits, perturb, rounding_of
 from .sections import MOST
@@ -69,13 +76,6 @@ _LEAST_BYTES, _MOST_TENSORS = 32 << 20, 24
 
 class TooLargeError(Exception):
     """One pass would hold more than the untouched job. See [Note: compressed perturbation]."""
-
-
-class InnerBackwardError(Exception):
-    """The forward that is to be cut at blocks runs a backward, which goes through all of it."""
-
-    def __str__(self) -> str:
-        return "the forward runs a backward with create_graph=True, which is measured with the whole model at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,15 @@ def measure(
     Raises ValueError when forward gives no scalar that depends on a parameter, torch.OutOfMemoryError where a smaller
     fraction might fit, MeasurementError where it would take a whole model whose parameters are sharded.
     """
-    if has_compiled_parts(model):
-        matches = estimator == "one-pass" and sharding(model) is None  # where all ranks must run the same forwards
-        return _of_compiled(hooks, model, forward, seed, fraction, probes, matches)
     blocks = blocks_of(model, hooks.config.blocks)
-    whole = not blocks or _may_be_whole(model)
+    whole = not blocks or not may_not_be_whole(model)
+    if has_compiled_parts(model):
+        one_pass = estimator == "one-pass"
+        found = _of_compiled_blocks(hooks, model, forward, seed, fraction, probes, one_pass, whole)
+        if found is None:
+            matches = one_pass and sharding(model) is None  # where all ranks must run the same forwards
+            found = _of_compiled(hooks, model, forward, seed, fraction, probes, matches)
+        return found
     way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")
     too_large = in_parts = False
     while estimator == "one-pass" or not whole:
@@ -204,22 +208,48 @@ def measure(
     return _with_inner_backward(hooks, Reruns(hooks, model, forward, fraction), seed, 0)
 
 
-@contextmanager
-def refusing_inner_backward(mode: MeasuringMode) -> Iterator[None]:
-    """Within the context checkpoints can be measured, and what a backward within the forward raises at the border of a
-    block is an InnerBackwardError: a probe batch takes it for examples that the model does not run on."""
+def _of_compiled_blocks(
+    hooks: SavedTensorHooks,
+    model: nn.Module,
+    forward: Callable[[], Tensor | None],
+    seed: int,
+    fraction: float,
+    probes: int,
+    matches: bool,
+    whole: bool,
+) -> list[Sensitivity] | None:
+    """As _of_compiled(), block by block; None where the model can only be measured as a whole.
+
+    whole: whether it may be. See [Note: compiled blocks] in compiled_blocks.py.
+    """
+    blocks = blocks_as_run(model, hooks.config.blocks, hooks.packs_in_graphs)
+    if not blocks or sharding(model) == TENSOR_PARALLELISM:
+        return None
     try:
-        with measurable(mode):
-            yield
-    except (RuntimeError, ExamplesRefusedError, MeasurementError) as error:
-        if mode.inner_backward and not is_out_of_memory(error):
-            raise InnerBackwardError from error
-        raise
+        regions = CompiledBlocks(
+            hooks, model, blocks, forward, fraction, matches=matches, boundary_bits=BOUNDARY_BITS, seed=seed
+        )
+        way = _ByWalk(hooks, model, seed, fraction, probes, columns=regions.columns, regions=regions)
+        with torch.compiler.set_stance("force_eager"):
+            found = {item.name: item for item in way.measured(blocks, forward)}
+    except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
+        if not whole:
+            raise MeasurementError(str(error)) from error
+        _log.debug("%s: measuring compiled regions with what is around them", error)
+        return None
+    return [item for result in regions.results() if (item := _of_region(result, found)) is not None]
 
 
-def _may_be_whole(model: nn.Module) -> bool:
-    """Whether all parameters of a model may be there at once."""
-    return sharding(model) in (None, TENSOR_PARALLELISM)
+def _of_region(result: Result, found: Mapping[str, Sensitivity]) -> Sensitivity | None:
+    """found: by name, where nothing is compiled. None where nothing is known."""
+    saved, name = result.saved, result.saved.name
+    if result.elsewhere is not None:
+        item = found.get(result.elsewhere)
+        return None if item is None else replace(item, name=name, examples=None)
+    by_perturbation, variance = result.perturbed is not None, result.perturbed
+    if variance is None:  # the loss does not depend on it
+        variance = torch.zeros(8, dtype=torch.float64, device="cpu")
+    return Sensitivity(name, saved.numel, saved.itemsize_bits, variance, by_perturbation)
 
 
 def _of_compiled(
@@ -237,9 +267,10 @@ def _of_compiled(
     """
     runs = CompiledRuns(hooks, model, forward, fraction)
     with runs.isolated():
-        eager = EagerTensors(runs.eager())
+        eager = EagerTensors()
+        eager.add([EagerTensor.of(record, record.tensor, record.node) for record in runs.eager()])
         records = runs.compiled()
-        saved = [seen(record, hooks.encoder) for record in records]
+        saved = [seen(record, record.tensor, hooks.encoder) for record in records]
         partners = eager.partners(saved) if matches else {}
         roundings = _roundings(hooks, records, partners)
         del records
@@ -247,7 +278,6 @@ def _of_compiled(
     columns = {partner: compressible[name].columns for name, partner in partners.items()}
     found = _without_compiler(hooks, model, forward, seed, fraction, probes, columns) if partners else {}
     known = {name: found[partner] for name, partner in partners.items() if partner in found}
-    known = {name: item for name, item in known.items() if item.numel == compressible[name].numel}
     if partners.keys() - known:
         with runs.isolated():
             roundings = _roundings(hooks, runs.compiled(), known)
@@ -309,6 +339,8 @@ class _ByWalk:
     perturbs: bool = False
     columns: Mapping[str, int] | None = None
     """for a model with compiled regions, by which these group some of the tensors, by name"""
+    regions: CompiledBlocks | None = None
+    """of one whose regions lie in blocks"""
 
     def measured(self, blocks: list[nn.Module], forward: Callable[[], Tensor | None]) -> list[Sensitivity]:
         """As measure(), at once."""
@@ -371,15 +403,14 @@ class _ByWalk:
         self, blocks: list[nn.Module], forward: Callable[[], Tensor | None], generators: Generators | None = None
     ) -> Iterator[tuple[BlockForward, Walk]]:
         """Within the context the forward has run, by default with the random numbers that come next."""
-        mode = MeasuringMode(fits=self.columns is None)
+        mode, beside = MeasuringMode(fits=self.columns is None), None
         cut = BlockForward(self.hooks, self.model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=self.seed)
-        with untouched(self.model, blocks), refusing_inner_backward(mode), given_noted():
-            if generators is not None:
-                generators.restore()
-            with cut.run(forward, self.fraction):
-                if mode.inner_backward:
-                    raise InnerBackwardError
-                yield cut, Walk(self.hooks, cut, seed=self.seed, directions=self.probes, perturbs=self.perturbs)
+        with given_noted(), run_alone_in_blocks(cut, self.model, blocks, forward, self.fraction, generators):
+            if self.regions is not None:
+                self.regions.begin(cut)
+                beside = self.regions.perturb
+            directions, perturbs = self.probes, self.perturbs
+            yield cut, Walk(self.hooks, cut, seed=self.seed, directions=directions, perturbs=perturbs, beside=beside)
 
     def _noted(self, walked: Iterable[Measured], cut: BlockForward, found: _Found) -> _Found:
         """What was found before, and what a walk finds now."""

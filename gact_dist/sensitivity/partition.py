@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ..distributed import units, unwrap, user_path
+from .._torch_internals import is_compiled
+from ..distributed import TENSOR_PARALLELISM, sharding, units, unwrap, user_path
+from .autograd_graph import MeasurementError
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW_ROWS = 4
@@ -28,6 +30,35 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
     if not wanted and not _is_frame(model, False, wanted):
         return []
     return list(_below(model, wanted))
+
+
+def blocks_as_run(model: nn.Module, named: Sequence[str] = (), inlined: bool = False) -> list[nn.Module]:
+    """The blocks of a model as it runs, compiled regions and all; none where it can only be measured as a whole.
+
+    A region with blocks inside is one block. Of a region the module is its own, or that which torch.compile put around
+    it. named: as for blocks_of(). inlined: whether the graphs of regions pack what they save themselves.
+    Raises MeasurementError where none is left and the parameters are sharded.
+    """
+    blocks = blocks_of(model, named)
+    regions: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # outer ones first
+        if is_compiled(module):
+            for inner in module.modules():
+                regions.setdefault(inner, module)
+    is_one = unwrap(model) in regions
+    if is_one and blocks and may_not_be_whole(model):
+        raise MeasurementError(
+            "the model is compiled as a whole and its parameters are sharded: all of them would be gathered at once; "
+            "compile block by block, as with `for block in model.blocks: block.compile()`"
+        )
+    if is_one or (regions and inlined):
+        return []
+    return list(dict.fromkeys(regions.get(block, block) for block in blocks))
+
+
+def may_not_be_whole(model: nn.Module) -> bool:
+    """Whether the parameters of a model must not be there all at once."""
+    return sharding(model) not in (None, TENSOR_PARALLELISM)
 
 
 def parts_of_block(model: nn.Module) -> list[nn.Module]:

@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from .._torch_internals import has_compiled_parts, next_sequence_number
-from ..distributed import TENSOR_PARALLELISM, sharding
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks
 from ..policies import Moments, Plan
 from .autograd_graph import BackwardError, MeasurementError, gradients_of_parameters, scalar
 from .blocks import BlockForward, CutError
 from .checkpoint import measurable
+from .inner_backward import InnerBackwardError, run_alone_in_blocks
 from .isolation import untouched
-from .measuring_mode import MeasuringMode
-from .one_pass import BOUNDARY_BITS, InnerBackwardError, refusing_inner_backward
-from .partition import blocks_of
+from .measuring_mode import MeasuringMode, NoMode
+from .one_pass import BOUNDARY_BITS
+from .partition import blocks_as_run, may_not_be_whole
 from .rounded_walk import GradientMoments, RoundedWalk
 
 _log = logging.getLogger(__name__)
@@ -82,15 +82,13 @@ def walked(
     fraction: of a step's examples that forward sees. kind: of the forward that is cut.
     Raises MeasurementError where it would take a whole model whose parameters are sharded, or no backward runs.
     """
-    blocks = [] if has_compiled_parts(model) else blocks_of(model, hooks.config.blocks)
-    whole = not blocks or sharding(model) in (None, TENSOR_PARALLELISM)  # whether all parameters may be there at once
+    blocks, compiled = blocks_as_run(model, hooks.config.blocks, hooks.packs_in_graphs), has_compiled_parts(model)
+    whole = not blocks or not may_not_be_whole(model)
     while blocks:
-        mode = MeasuringMode(differentiable=False)
+        mode = NoMode() if compiled else MeasuringMode(differentiable=False)
         cut = kind(hooks, model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=seed)
         try:
-            with untouched(model, blocks), refusing_inner_backward(mode), cut.run(forward, fraction):
-                if mode.inner_backward:
-                    raise InnerBackwardError
+            with run_alone_in_blocks(cut, model, blocks, forward, fraction):
                 return by_walk(cut)
         except (CutError, ReplayError, InnerBackwardError, BackwardError) as error:
             if not whole:

@@ -66,6 +66,13 @@ from .surroundings import copied
 _log = logging.getLogger(__name__)
 
 
+Distance = Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], float]
+"""of two gradients at a block's inputs and of its parameters: what squared difference of those of all parameters they
+make"""
+Beside = Callable[[Visit, Sequence[Tensor | None], Distance], None]
+"""is given a visit of a block, the gradients at its exits, and a Distance"""
+
+
 class Measured(NamedTuple):
     """What the second walk found of one compressible tensor."""
 
@@ -164,12 +171,21 @@ class Walk:
     """The two walks over the blocks of one forward. See [Note: block by block]."""
 
     def __init__(
-        self, hooks: SavedTensorHooks, forward: BlockForward, *, seed: int, directions: int, perturbs: bool = False
+        self,
+        hooks: SavedTensorHooks,
+        forward: BlockForward,
+        *,
+        seed: int,
+        directions: int,
+        perturbs: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         """forward: that has run and has its graph. directions: random ones, to average over.
 
-        perturbs: directions serve the tangents alone, and every saved tensor is rounded anew in its own block.
+        perturbs: directions serve the tangents alone, and every saved tensor is rounded anew in its own block. beside:
+        is called in the second walk, in each block that a gradient reaches.
         """
+        self._beside = beside
         self._hooks, self._forward = hooks, forward
         self._seed, self._directions, self._perturbs = seed, directions, perturbs
         self._tallies: dict[Any, Tally] = {}
@@ -235,7 +251,7 @@ class Walk:
         if not exact:
             return Replaceable(tensor if rounded is None else codec.unpack(rounded))
         handle = Replaceable(tensor)
-        handle.replacement, handle.leaves_gaps = rounded, False
+        handle.replacement, handle.leaves_gaps = rounded, isinstance(first, Noted) and first.keeps_gaps
         return handle
 
     def _name_of(self, key: Any) -> str:
@@ -399,6 +415,8 @@ class Walk:
             del part, replay, found, through, inputs
             visit.made = []
             yield from self._rounded_in_block_again(visit, gradients, tangents)
+            if self._beside is not None:
+                self._beside(visit, gradients, partial(self._distance, tangents=tangents))
         visit.inputs, visit.made, visit.held, self._inputs = [], [], {}, set()
 
     def _rounded_in_block_again(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.distributed import bypass
 
 WIDTH, LAYERS, FEWER_LAYERS, STEPS = 16, 24, 6, 2
 GATHERINGS = ("all_gather", "all_gather_into_tensor", "_all_gather_base")
@@ -56,6 +58,20 @@ class Watch:
         finally:
             handle.remove()
 
+    @contextmanager
+    def watching_gatherings(self) -> Iterator[None]:
+        """The same where a hook on modules would be compiled: what is whole whenever the package has gathered more."""
+        gathering = bypass._gathered
+
+        @contextmanager
+        def then_look(modules: Sequence[nn.Module]) -> Iterator[None]:
+            with gathering(modules):
+                self.look()
+                yield
+
+        with patch.object(bypass, "_gathered", then_look):
+            yield
+
     def _then_look(self, gather: Any) -> Any:
         def gathering(*args: Any, **options: Any) -> Any:
             found = gather(*args, **options)
@@ -65,9 +81,9 @@ class Watch:
         return gathering
 
 
-def started(row: str, layers: int) -> Job:
+def started(row: str, layers: int, execution: str) -> Job:
     deeper = type("Deeper", (ROWS[row],), {"build": lambda _: TinyGPT(37, width=WIDTH, layers=layers, dropout=0.1)})
-    return deeper(Cell(row, "none", "fp32", "eager"), adamw)
+    return deeper(Cell(row, "none", "fp32", execution), adamw)
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -93,12 +109,14 @@ def train(job: Job, gact: gact_dist.Controller, follows: bool) -> None:
         job.update()
 
 
-def adapted(row: str, layers: int, config: str, follows: bool) -> tuple[list[str], set[str], set[str], int]:
+def adapted(
+    row: str, layers: int, config: str, follows: bool, execution: str = "eager"
+) -> tuple[list[str], set[str], set[str], int]:
     """(most blocks that were whole at once, all that were, blocks whose tensors got bits, adaptations)."""
-    job = started(row, layers)
+    job = started(row, layers, execution)
     gact = gact_dist.attach(job.model, config=Config(policy="gact", min_numel=0, **CONFIGS[config]))
     watch = Watch(job.model, gact)
-    with watch.watching():
+    with watch.watching() if execution == "eager" else watch.watching_gatherings():
         train(job, gact, follows)
     planned = {name.split(":")[0].split(".")[1] for name in gact.plan if name.startswith("blocks.")}
     found = watch.most, watch.seen, planned, len(gact.history)
@@ -145,3 +163,39 @@ def test_24_layers_adapt_one_unit_at_a_time(ranks, row, config, follows):
 def test_so_do_other_shardings(ranks, row, follows):
     found = ranks(adapted, row, FEWER_LAYERS, "bits", follows, world_size=ROWS[row].world_size)
     check(found, FEWER_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("row", "config"),
+    [
+        ("FSDP2", "bits"),
+        ("ZeRO-3", "bits"),
+        pytest.param("FSDP1 use_orig_params", "bits", marks=large),
+        pytest.param("FSDP2", "retained bytes", marks=large),
+    ],
+)
+def test_so_do_compiled_blocks(ranks, row, config):
+    check(ranks(adapted, row, FEWER_LAYERS, config, False, "compile"), FEWER_LAYERS)
+
+
+def compiled_whole() -> tuple[str, int, list[bool]]:
+    """(the warnings, adaptations, whether the parameters of a step are finite) of a model that is one region."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gact_dist").addHandler(handler)
+    job = started("FSDP2", 2, "eager")
+    job.model.compile(backend="aot_eager")
+    gact = gact_dist.attach(job.model, config=Config(policy="gact", bits=4, min_numel=0))
+    train(job, gact, False)
+    finite = [bool(weight.isfinite().all()) for weight in job.weights().values()]
+    gact.detach()
+    job.close()
+    logging.getLogger("gact_dist").removeHandler(handler)
+    return "\n".join(messages), len(gact.history), finite
+
+
+def test_a_sharded_model_that_is_one_region_is_not_gathered_and_the_job_goes_on(ranks):
+    for messages, _, finite in ranks(compiled_whole):
+        assert "compile block by block" in messages
+        assert all(finite)

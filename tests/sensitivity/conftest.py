@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gact_dist.sensitivity import second_moment
 from gact_dist.sensitivity.blocks import BlockForward, Visit
 
 
@@ -19,3 +20,9 @@ def visited(monkeypatch) -> list[Visit]:
 
     monkeypatch.setattr(BlockForward, "again", watched)
     return found
+
+
+@pytest.fixture
+def exact_boundaries(monkeypatch) -> None:
+    """What is kept at the borders of blocks is not rounded."""
+    monkeypatch.setattr(second_moment, "BOUNDARY_BITS", None)

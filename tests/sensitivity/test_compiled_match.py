@@ -13,7 +13,7 @@ from gact_dist.hooks import OperatorObserver, Recorded, SavedTensorHooks
 from gact_dist.hooks.given import Given
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure, one_pass
-from gact_dist.sensitivity.compiled_match import EagerTensors, seen
+from gact_dist.sensitivity.compiled_match import EagerTensor, EagerTensors, seen
 from gact_dist.sensitivity.differentiable_attention import ScaledDotProductAttention
 from gact_dist.sensitivity.measuring_mode import MeasuringMode
 from gact_dist.sensitivity.parts import OpaqueError
@@ -45,7 +45,7 @@ class Job:
 def test_each_tensor_agrees_with_the_procedure_of_gact():
     job = Job("blocks", dropout=0.1)
     rows = []
-    for estimator, probes in (("one-pass", 4), ("perturbation", 1)):
+    for estimator, probes in (("one-pass", 4), ("perturbation", 4)):
         draws = [job.measured(estimator, 1000 * draw, probes) for draw in range(8)]
         tensors = list(zip(*draws, strict=True))
         rows.append({items[0].name: [item.variance[PROBE_BITS - 1] for item in items] for items in tensors})
@@ -54,8 +54,9 @@ def test_each_tensor_agrees_with_the_procedure_of_gact():
     assert list(rows[0]) == list(rows[1])
     for name, found in rows[0].items():
         ours, theirs = torch.stack(found), torch.stack(rows[1][name])
-        # a single squared difference of gradients has a relative standard deviation of up to 0.3
-        error = (0.3**2 * theirs.mean() ** 2 / 8 + ours.var() / 8) ** 0.5
+        # a single squared difference of gradients has a relative standard deviation of up to 0.3 in a block's own
+        # parameters, more in those before it, which are seen along four directions
+        error = ((0.3**2 * theirs.mean() ** 2 + theirs.var() + ours.var()) / 8) ** 0.5
         assert abs(ours.mean() - theirs.mean()) < 3 * error, name
 
 
@@ -98,12 +99,14 @@ def _as_region(records, without=(), twice=(), strange=False):
     """{name without the compiler: its partner} where a region saves what the model would, but for a few tensors."""
     model, _ = mlp()
     encoder = SavedTensorHooks(model, Config(min_numel=16), 0).encoder
-    kept = [seen(r, encoder) for r in records if r.name not in without]
-    kept += [seen(r, encoder) for r in records if r.name in twice]
+    kept = [seen(r, r.tensor, encoder) for r in records if r.name not in without]
+    kept += [seen(r, r.tensor, encoder) for r in records if r.name in twice]
     if strange:
         kept.append(kept[0]._replace(sample=kept[0].sample._replace(values=kept[0].sample.values.flip(0))))
     saved = [item._replace(name=f":Compiled2D{item.name}#{number}") for number, item in enumerate(kept)]
-    partners = EagerTensors(records).partners(saved)
+    eager = EagerTensors()
+    eager.add([EagerTensor.of(record, record.tensor, record.node) for record in records])
+    partners = eager.partners(saved)
     assert all(name.startswith(f":Compiled2D{partner}#") for name, partner in partners.items())
     return set(partners.values())
 

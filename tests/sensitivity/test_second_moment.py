@@ -145,13 +145,14 @@ JOBS: dict[str, Job] = {
 class Measured:
     """A job whose hooks have learnt what there is to learn, in two forwards."""
 
-    def __init__(self, job: Job, bits: int) -> None:
+    def __init__(self, job: Job, bits: int, compiled: bool = False) -> None:
+        """compiled: whether it has regions, which would be compiled anew for an observer."""
         build, blocks = job
         self.model, self.batch = build()
         self.hooks = SavedTensorHooks(self.model, Config(policy="uniform", bits=bits, min_numel=64, blocks=blocks), 0)
         self.loss_fn = small_models.loss_of(self.model)
         for _ in range(2):
-            with self.hooks.recording(OperatorObserver()):
+            with self.hooks.recording(None if compiled else OperatorObserver()):
                 self.loss()
 
     def loss(self) -> Tensor:
@@ -173,11 +174,6 @@ class Measured:
         mean = torch.stack(gradients).mean(0)
         noise = sum(float((gradient - mean).square().sum()) for gradient in gradients) / (passes - 1)
         return Moments(noise, float(mean.square().sum()) - noise / passes)
-
-
-@pytest.fixture
-def exact_boundaries(monkeypatch):
-    monkeypatch.setattr(second_moment, "BOUNDARY_BITS", None)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
