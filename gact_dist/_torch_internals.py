@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from inspect import signature
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -70,6 +70,7 @@ NEEDED = (
     "torch.nn.modules.module._global_backward_hooks",
     "torch.nn.modules.module._global_backward_pre_hooks",
     "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.nn.functional._max_pool2d",
     "torch.nn.functional._verify_batch_size",
     "torch.nn.init._no_grad_trunc_normal_",
     # checkpoint
@@ -509,6 +510,12 @@ def number_of(node: Any) -> int:
 
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm
 """the base class of all batch normalisation modules"""
+POOLING: list[tuple[CodeType, int]] = [
+    (function.__code__, int(name.split("max_pool")[1][0]))
+    for name, function in vars(nn.functional).items()
+    if "max_pool" in name and (name[0] == "_" or name.endswith("_with_indices"))  # the others choose between these
+]
+"""(code, number of dimensions) of the functions that find the largest of some elements; their operand is `input`"""
 ORIGINAL_MODULE = "_orig_mod"
 """the attribute under which the result of torch.compile holds the module it was given"""
 

@@ -602,20 +602,21 @@ _WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)  # torch finds 
 _NARROW_TYPES = ((torch.uint8, 0, 255), (torch.int16, -(2**15), 2**15 - 1), (torch.int32, -(2**31), 2**31 - 1))
 
 
-def pack_narrow(tensor: Tensor) -> Packed | None:
+def pack_narrow(tensor: Tensor, count: int | None = None) -> Packed | None:
     """Store integers exactly in the smallest type that holds them (the indices of max pooling, of a gather).
 
-    None where that saves nothing; on an accelerator, where finding their range would wait for the device; and of a fake
-    tensor, which has no values.
+    count: where it is known that all of them are from 0 to count - 1; by default they are looked at.
+    None where that saves nothing. To look at them would wait for an accelerator, so it is None there without a count,
+    and of a fake tensor, which has no values.
     """
     data = _plain(tensor)
     layout = layout_of(data)
-    if data.device.type != "cpu" or is_fake(data) or data.numel() == 0 or layout.fill is Fill.TANGLED:
+    if data.numel() == 0 or layout.fill is Fill.TANGLED or data.dtype in _WITHOUT_ARITHMETIC:
         return None
-    if data.dtype in _WITHOUT_ARITHMETIC:
+    if count is None and (data.device.type != "cpu" or is_fake(data)):
         return None
     flat = _flat_values(data, layout)
-    low, high = (int(bound) for bound in flat.aminmax())
+    low, high = (int(bound) for bound in flat.aminmax()) if count is None else (0, count - 1)
     for narrow, least, most in _NARROW_TYPES:
         if narrow.itemsize < data.dtype.itemsize and least <= low and high <= most:
             bits = 8 * narrow.itemsize

@@ -18,7 +18,7 @@ from ..config import Config
 from ..offload import PackStream
 from ..policies import Bits, Plan, Policy, one_width
 from .log_softmax import LogSoftmaxes
-from .one_bit import OneBit, Read
+from .one_bit import Below, Limits, OneBit, Read
 from .per_example import Examples
 from .roles import Role
 
@@ -111,7 +111,8 @@ class Encoder:
         if isinstance(read, OneBit):
             return read.pack(tensor) or codec.exact(tensor)
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            return codec.pack_narrow(tensor) or codec.exact(tensor)
+            count = read.bound if isinstance(read, Below) else None
+            return codec.pack_narrow(tensor, count) or codec.exact(tensor)
         if role is Role.BINARY:
             return codec.pack_binary(tensor)
         if role is Role.LOG_SOFTMAX:
@@ -119,7 +120,7 @@ class Encoder:
         bits = plan.bits_of(name) if role is Role.ACTIVATION else None
         if bits is None:
             return codec.exact(tensor)
-        return self.pack(tensor, bits, self.keys.seed(name), read)
+        return self.pack(tensor, bits, self.keys.seed(name), read if isinstance(read, Limits) else None)
 
     def _sampled(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packed | None:
         """None where a log-softmax is to be exact. A plan may say so too: its bits are None then."""

@@ -79,7 +79,7 @@ from .handles import (
 )
 from .known_roles import KnownRoles, LearntRoles, Place
 from .naming import RECOMPUTED, Entry, ModuleScope, Namer
-from .one_bit import Read, read_by, role_of_read
+from .one_bit import Below, Read, read_by, role_of_read
 from .own_hooks import Registration
 from .parameters import ParameterRecognition, is_parameter_or_view
 from .read_once import ReadOnce
@@ -721,9 +721,7 @@ class SavedTensorHooks:
                 return self._pack_block_input(tensor, record, site, site.checkpoint)
         else:
             self._roles.latest_call = None
-        read = read_by(frame)
-        if read is not None and not sink.wants_role(tensor):
-            read = None  # it is exact anyway
+        read = read_by(frame, tensor, sink.wants_role(tensor))
         sign_only = rounds and tensor._version not in record.relu_versions and is_own_relu_save(tensor)
         if sign_only:
             record.relu_versions |= {tensor._version}
@@ -898,7 +896,7 @@ class SavedTensorHooks:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)
         else:
-            if role is not Role.SIGN and read is None:
+            if role is not Role.SIGN and (read is None or isinstance(read, Below)):
                 note_stored(target, record, stored)
             if target is not tensor:
                 offset = int(tensor.storage_offset() - target.storage_offset())
@@ -1001,7 +999,7 @@ class SavedTensorHooks:
         if tensor.grad_fn is None and self.given.holds(local):
             return Kept(tensor)
         record = self._storages.of(local)
-        read = None if frame is None or not self._sink.wants_role(local) else read_by(frame)
+        read = None if frame is None else read_by(frame, local, self._sink.wants_role(local))
         alias, again = None if read is not None else alias_of(local, record), distributed_again(tensor)
         if alias is not None:
             return Distributed(self._pack_alias(local, record, site, alias, tensor), again, layout_of(tensor))

@@ -1,4 +1,5 @@
-"""Operators whose backward reads one bit of each element that they saved, or on which side of two limits it lies.
+"""Operators whose frame shows what is read of what they saved: one bit of each element, or on which side of two limits
+it lies; and of indices below which number they are.
 
 [Note: one bit] The gradient of hardtanh passes between its limits and nowhere else; that of leaky_relu has one of two
 slopes. One bit says which. It is stored with two values in the tensor's own type, one for each case, and the backward
@@ -15,6 +16,7 @@ of both limits on which it was. The error has the variance that is predicted for
 elements are moved back to a limit. What is decoded serves to make the operator's result again, too.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import codec
+from .._torch_internals import POOLING
 from .roles import OWN, Role, role_of_itself
 
 _aten = torch.ops.aten
@@ -58,13 +61,26 @@ class OneBit(NamedTuple):
         return codec.pack_flags(tensor, is_set, one)
 
 
-Read = OneBit | Limits
+class Below(NamedTuple):
+    """Of indices: from zero up to, and without, a number that shapes tell. All of them is read."""
+
+    bound: int
 
 
-def read_by(frame: FrameType) -> Read | None:
-    """What is read of a tensor that is being saved; None if it may be all of it. frame: of the pack hook's caller."""
+Read = OneBit | Limits | Below
+
+
+def read_by(frame: FrameType, tensor: Tensor, rounds: bool) -> Read | None:
+    """What is known of a tensor that is being saved from what reads it; None if nothing makes a difference.
+
+    frame: of the pack hook's caller. rounds: whether the tensor may be rounded.
+    """
     found = _READS.get(id(frame.f_code))
-    return None if found is None else found[1](frame)
+    if found is None:
+        return None
+    read = found[1](frame)
+    is_index = tensor.dtype == torch.int64
+    return read if (is_index if isinstance(read, Below) else rounds) else None
 
 
 def shows_reads(frame: FrameType) -> bool:
@@ -76,6 +92,8 @@ def role_of_read(tensor: Tensor, read: Read) -> Role:
     """The role of a tensor of which less than all is read."""
     if isinstance(read, OneBit):
         return Role.ONE_BIT
+    if isinstance(read, Below):
+        return Role.STATISTIC
     return Role.STATISTIC if role_of_itself(tensor) is Role.STATISTIC else Role.ACTIVATION
 
 
@@ -120,7 +138,14 @@ def _of_shrinking(slope: Callable[..., Tensor]) -> Callable[[FrameType], OneBit 
 
 
 def _of_caller(frame: FrameType) -> Read | None:
-    return None if frame.f_back is None else read_by(frame.f_back)
+    caller = frame.f_back
+    found = None if caller is None else _READS.get(id(caller.f_code))
+    return None if caller is None or found is None else found[1](caller)
+
+
+def _of_pooling(dimensions: int) -> Callable[[FrameType], Below]:
+    """A max pooling saves for each result where in its input's plane, line or space it was."""
+    return lambda frame: Below(math.prod(frame.f_locals["input"].shape[-dimensions:]))
 
 
 def _by_code(reads: Iterable[tuple[CodeType, Callable[[FrameType], Read | None]]]) -> dict[int, tuple[CodeType, Any]]:
@@ -137,6 +162,7 @@ _READS: dict[int, tuple[CodeType, Callable[[FrameType], Read | None]]] = _by_cod
         (nn.Hardshrink.forward.__code__, _of_shrinking(_hardshrink)),
         (nn.Softshrink.forward.__code__, _of_shrinking(_softshrink)),
         (F.hardswish.__code__, lambda _: Limits(-3.0, 3.0)),
+        *((code, _of_pooling(dimensions)) for code, dimensions in POOLING),
         *((code, _of_caller) for code in OWN),
     )
 )

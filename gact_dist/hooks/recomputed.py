@@ -145,7 +145,7 @@ class BlockAgain:
         site, record = site_in_checkpoint(frame, tensor), self._storages.of(tensor)
         floating = self._encoder.rounds(tensor)
         sign = floating and is_own_relu_save(tensor)
-        read = read_by(frame) if floating and not sign else None
+        read = None if sign else read_by(frame, tensor, floating)
         alias = None if sign or read is not None else alias_of(tensor, record)
         derives = floating and self._encoder.may_derive
         if alias is not None and not self._may_have(alias.base, tensor, site):

@@ -6,6 +6,7 @@ And hardswish, which reads a number between two limits and one bit for each of t
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, codec
 from gact_dist.hooks import SavedTensorHooks
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure
@@ -222,3 +223,70 @@ def test_the_next_tensor_of_the_same_name_is_not_stored_in_one_bit(one_bit):
         (found,) = torch.autograd.grad(loss, model.linear.bias)
         assert (found - exact).norm() < 0.02 * exact.norm()
     gact.detach()
+
+
+POOLINGS = {
+    "max_pool1d": ((4, 3, 600), lambda h: F.max_pool1d(h, 2)),
+    "max_pool2d": ((4, 3, 30, 20), lambda h: F.max_pool2d(h, 2)),
+    "max_pool2d, padded": ((3, 30, 20), lambda h: F.max_pool2d(h, 3, stride=2, padding=1, dilation=2, ceil_mode=True)),
+    "max_pool3d": ((4, 3, 10, 10, 6), lambda h: F.max_pool3d(h, 2)),
+    "MaxPool2d with indices": ((4, 3, 30, 20), lambda h: nn.MaxPool2d(2, return_indices=True)(h)[0]),
+    "adaptive_max_pool1d": ((4, 3, 600), lambda h: F.adaptive_max_pool1d(h, 7)),
+    "adaptive_max_pool2d": ((4, 3, 30, 20), lambda h: F.adaptive_max_pool2d(h, (7, 5))),
+    "AdaptiveMaxPool3d": ((4, 3, 10, 10, 6), lambda h: nn.AdaptiveMaxPool3d(3)(h)),
+    "fractional_max_pool2d": ((4, 3, 30, 20), lambda h: F.fractional_max_pool2d(h, 3, output_size=(9, 8))),
+    "FractionalMaxPool3d": ((4, 3, 10, 10, 6), lambda h: nn.FractionalMaxPool3d(2, output_size=3)(h)),
+}
+
+
+@pytest.fixture
+def no_values(monkeypatch):
+    """Nobody may look at the values of integers, as on an accelerator, where that would wait."""
+
+    def refuse(*_):
+        raise AssertionError("the range of integers was looked for")
+
+    monkeypatch.setattr(torch.Tensor, "aminmax", refuse)
+
+
+def pooled(name, gact=None):
+    """(The gradient, what was kept of indices by name: bits) of three steps."""
+    shape, operator = POOLINGS[name]
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(shape, requires_grad=True)
+        with nullcontext() if gact is None else gact.step():
+            y = operator(x)
+        (y * y).sum().backward()
+        found.append(x.grad)
+    return found
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_indices_of_a_pooling_are_as_narrow_as_its_input_allows(name, no_values):
+    gact = gact_dist.attach(nn.Identity(), config=Config(policy="uniform", bits=8, min_numel=0))
+    found = pooled(name, gact)
+    rows = [row for row in gact.report().rows if row.dtype == torch.int64]
+    assert {(row.codec, row.bits) for row in rows} == {("narrow", 16)}  # 600 places
+    gact.detach()
+    assert all(torch.equal(a != 0, b != 0) for a, b in zip(found, pooled(name), strict=True))
+
+
+def test_indices_that_are_read_again_are_kept_once():
+    gact = attached()
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    with gact.step():
+        y, places = F.max_pool2d(x, 2, return_indices=True)
+        back = F.max_unpool2d(y.exp(), places, 2)
+    assert [row.codec for row in gact.report().rows if row.dtype == torch.int64] == ["narrow"]
+    back.sum().backward()
+    assert torch.equal(x.grad != 0, back != 0)
+
+
+def test_more_places_than_a_type_holds():
+    for count, bits in ((256, 8), (257, 16), (2**15, 16), (2**15 + 1, 32), (2**31, 32)):
+        packed = codec.pack_narrow(torch.tensor([0, count - 1, 3]), count)
+        assert packed.bits == bits
+        assert codec.unpack(packed).tolist() == [0, count - 1, 3]
+    assert codec.pack_narrow(torch.tensor([0, 3]), 2**31 + 1) is None
