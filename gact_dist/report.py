@@ -111,4 +111,5 @@ def _line(row: ReportRow) -> str:
     sensitivity = "" if row.sensitivity is None else f"{row.sensitivity:.3e}"
     dtype = str(row.dtype).removeprefix("torch.")
     sizes = f"{row.bytes / 1024:9.1f} {row.host_bytes / 1024:9.1f}"
-    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {sizes} {sensitivity:>11s}"
+    source = f"  from {', '.join(row.made_from)}" if row.made_from else ""
+    return f"{name:58s} {shape:>22s} {dtype:>9s} {row.codec:>9s} {row.bits:5.3g} {sizes} {sensitivity:>11s}{source}"

@@ -62,6 +62,8 @@ class ReportRow:
     """of the bytes, those in pinned host memory"""
     one_width_bytes: int = 0
     """with compressor error-bounded, what the tensor would take at one width with the same error; else 0"""
+    made_from: tuple[str, ...] = ()
+    """of one that is derived, the names of what it is made from, as far as that is stored under a name"""
 
 
 LOG_SOFTMAX = ":LogSoftmax"
@@ -184,11 +186,11 @@ class Account:
             self.exact_bytes += new_bytes
         else:
             new_bytes = 0
-        kind, one_width = "exact", 0
+        kind, one_width, sources = "exact", 0, ()
         if isinstance(payload, Packed):
             kind, bits, retained, one_width = payload.described()
         elif isinstance(payload, Recipe):
-            kind, retained, bits = "derived", payload.nbytes, 0.0
+            kind, retained, bits, sources = "derived", payload.nbytes, 0.0, payload.sources
         elif host_bytes:
             retained, bits = host_bytes, 8.0 * tensor.element_size()
         else:
@@ -200,7 +202,7 @@ class Account:
             else:  # what was seen before may have been encoded
                 retained = new_bytes if record.aliased else min(whole, own)
             record.aliased |= repeated is None
-        row = name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, None, host_bytes, one_width
+        row = name, tuple(tensor.shape), tensor.dtype, kind, bits, retained, None, host_bytes, one_width, sources
         if reserved is None:
             self._rows.append(row)
         else:
@@ -233,13 +235,13 @@ class Account:
         self.exact_bytes += new_bytes
         self._rows.append((name, tuple(tensor.shape), tensor.dtype, "derived", 0.0, 0))
 
-    def derive(self, name: str) -> None:
-        """A tensor is made from others instead of being kept exactly, as it was noted if it was."""
+    def derive(self, name: str, sources: tuple[str, ...]) -> None:
+        """A tensor is made from others, with these names, instead of being kept exactly, as it was noted if it was."""
         number = next((i for i in reversed(range(len(self._rows))) if self._rows[i][0] == name), None)
         if number is None:
             return
         about, retained = self._rows[number][:3], self._rows[number][_BYTES]
-        self._rows[number] = *about, "derived", 0.0, 0
+        self._rows[number] = *about, "derived", 0.0, 0, None, 0, 0, sources
         if self._footprint is not None:
             self._footprint.other_bytes -= retained
 

@@ -72,16 +72,16 @@ def _is_made_of(mask: Tensor, tensor: Tensor) -> bool:
 class MaskAgain:
     """In a recipe: what attention made of a boolean mask."""
 
-    __slots__ = ("_handle", "_shape")
+    __slots__ = ("_shape", "operands")
     nbytes = 0
 
     def __init__(self, handle: Any, tensor: Tensor) -> None:
         """handle: of the boolean mask. tensor: what was made."""
-        self._handle, self._shape = handle, tensor.shape
+        self.operands, self._shape = (handle,), tensor.shape
 
     def restore(self) -> Tensor:
         """Of the type that zeros have by default: a recipe converts it, without a loss."""
-        mask: Tensor = self._handle.restore()
+        mask: Tensor = self.operands[0].restore()
         return as_added(mask, torch.get_default_dtype()).expand(self._shape)
 
 

@@ -76,11 +76,11 @@ OPERATORS = {
 class AttentionAgain:
     """One fused attention once more, on what is kept of its operands, when its backward needs it."""
 
-    __slots__ = ("_handles", "_left", "_made", "_run")
+    __slots__ = ("_left", "_made", "_run", "handles")
 
     def __init__(self, node: Any, handles: list[Any]) -> None:
         """handles: of what the node saved, by which its queries, keys and values are kept."""
-        self._handles = handles
+        self.handles = handles
         for handle in handles[:3]:
             count_reader(base_of(handle))
         self._run = partial(OPERATORS[node.name()].run, causal=node._saved_is_causal, scale=node._saved_scale)
@@ -89,7 +89,7 @@ class AttentionAgain:
 
     def is_of(self, node: Any) -> bool:
         """Whether it has the operands of a node, and so its results."""
-        return all(map(is_, self._handles, _handles_of(node)))
+        return all(map(is_, self.handles, _handles_of(node)))
 
     def output(self) -> Tensor:
         """As the rounded operands give it."""
@@ -103,7 +103,7 @@ class AttentionAgain:
         """Both results are kept until the backward of the attention itself has asked for both."""
         made = self._made
         if made is None:
-            *qkv, mask = self._handles
+            *qkv, mask = self.handles
             bias = None if mask is None else mask.restore()
             made = self._made = self._run(restored_together(qkv), bias)
         reader = node_in_backward()
@@ -123,6 +123,11 @@ class AttentionResult:
 
     def __init__(self, again: AttentionAgain, restore: Callable[[], Tensor]) -> None:
         self.again, self.restore = again, restore
+
+    @property
+    def operands(self) -> list[Any]:
+        """The handles of query, key, value and mask."""
+        return self.again.handles
 
 
 def output_again(node: Any) -> AttentionResult | None:

@@ -60,7 +60,7 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("depth", "dtype", "expression", "nbytes", "shape", "strides")
+    __slots__ = ("depth", "dtype", "expression", "nbytes", "shape", "sources", "strides")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
@@ -69,12 +69,14 @@ class Recipe:
         """operators in a row, those of other recipes that it needs among them"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
+        self.sources = _sources_of(expression)
+        """names of what it is made from"""
 
     def of(self, expression: Any) -> "Recipe":
         """The same with another expression, of others that are like those of its own."""
         made = Recipe.__new__(Recipe)
         made.expression, made.depth, made.nbytes = expression, self.depth, self.nbytes
-        made.dtype, made.shape, made.strides = self.dtype, self.shape, self.strides
+        made.dtype, made.shape, made.strides, made.sources = self.dtype, self.shape, self.strides, self.sources
         return made
 
     @property
@@ -120,6 +122,19 @@ def decoded(content: Content, gaps: bool = True) -> Tensor:
     if isinstance(content, codec.Packed):
         return codec.unpack(content) if gaps or not content.is_rounded else codec.unpack_without_gaps(content)
     return content.make() if isinstance(content, Recipe) else content.detach()
+
+
+def _sources_of(expression: Any) -> tuple[str, ...]:
+    """The names of what an expression restores, in its order. What it keeps itself has none."""
+    found: dict[str, None] = {}
+    pending = [expression]
+    while pending:
+        base = stored_of(pending.pop())
+        if isinstance(base, Stored):
+            found[base.name] = None
+        else:
+            pending += reversed(getattr(base, "operands", ()))
+    return tuple(found)
 
 
 def _pieces_of(content: Content, order: Order) -> Pieces | None:

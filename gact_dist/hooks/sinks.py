@@ -303,7 +303,7 @@ class Store(Sink):
         """See Sink.after."""
         made = None if node is None else self._logsumexp.after(node)
         if made is not None:
-            self.account.derive(made.name)
+            self.account.derive(made.name, made.payload.sources)
 
     def forget_step(self) -> None:
         """See Sink.forget_step."""

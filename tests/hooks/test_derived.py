@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from derived_jobs import TOKENS, WIDTH, Job, Lambda, check_made_again, distance
 from live_storages import StorageCount
+from small_models import gpt, loss_of
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -529,3 +530,22 @@ def test_a_tensor_without_a_graph_is_no_number():
         job.gradient()
     assert not job.rows("derived")
     assert distance(job.gradient([row.name for row in job.rows("quantised")]), job.untouched()) == 0.0
+
+
+def test_the_report_says_what_a_tensor_is_made_from():
+    model, batch = gpt()
+    gact = gact_dist.attach(model, config=Config.from_level("L2", min_numel=16))
+    for _ in range(4):  # settled ones among them
+        with gact.step(loss_of(model), batch):
+            loss = loss_of(model)(batch)
+        loss.backward()
+    report = gact.report()
+    sources = {row.name: row.made_from for row in report.rows}
+    assert sources["blocks.0.down:Gelu@4"] == ("blocks.0:Addmm@8",)
+    qkv = {f"blocks.1:Addmm@6{number}" for number in ("", "#1", "#2")}
+    assert set(sources["blocks.1:ScaledDotProductAttention@6"]) == set(sources["blocks.1:Input@6"]) == qkv
+    for row in report.rows:
+        assert bool(row.made_from) is (row.codec == "derived")
+        assert sources.keys() >= set(row.made_from)
+        if row.made_from:
+            assert f"from {', '.join(row.made_from)}" in str(report)
