@@ -186,7 +186,8 @@ class Account:
             self.exact_bytes += new_bytes
         else:
             new_bytes = 0
-        kind, one_width, sources = "exact", 0, ()
+        kind, one_width = "exact", 0
+        sources: tuple[str, ...] = ()
         if isinstance(payload, Packed):
             kind, bits, retained, one_width = payload.described()
         elif isinstance(payload, Recipe):

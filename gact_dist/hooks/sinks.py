@@ -302,7 +302,7 @@ class Store(Sink):
     def after(self, node: Any) -> None:
         """See Sink.after."""
         made = None if node is None else self._logsumexp.after(node)
-        if made is not None:
+        if made is not None and isinstance(made.payload, Recipe):
             self.account.derive(made.name, made.payload.sources)
 
     def forget_step(self) -> None:
