@@ -11,6 +11,7 @@ import argparse
 import datetime
 import json
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,9 @@ from gact_dist.sensitivity.one_pass import measure
 SETTINGS = [("uniform", 2), ("uniform", 4), ("uniform", 8), ("gact", 2), ("gact", 3), ("gact", 4), ("gact", 6)]
 
 
-def trained(name: str, steps: int):
+def trained(name: str, steps: int, overrides: Iterable[str] = ()):
     """The model of a configuration after `steps` untouched steps, and the loss function and batch to measure with."""
-    config = load_config(name)
+    config = load_config(name, overrides)
     torch.manual_seed(0)
     task = build_task(config, torch.device("cpu"))
 

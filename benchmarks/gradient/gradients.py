@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,13 +62,7 @@ class Point:
         state: of a controller whose plan is to be used; without it policies that adapt do so here.
         """
         with torch.random.fork_rng():
-            gact = gact_dist.attach(self._model, config=config)
-            if state is not None:
-                gact.load_state_dict(state)
-            elif policy_of(config).adapts:
-                self._adapt(gact)
-            with gact.step(batch=self._batches[0]):  # the first step only learns which tensors are what
-                self.loss(0)
+            gact = self._attached(config, state)
             measured, reports = 0.0, []
             for number in range(len(self._batches)):
                 measured += self._distance(gact, number, draws)
@@ -84,6 +78,31 @@ class Point:
             exact_bytes=report.exact_bytes,
         )
 
+    def errors(self, config: gact_dist.Config, *, draws: int) -> Iterator[Tensor]:
+        """Rounded gradients of the first batch less the exact one, some draws of the rounding under one plan."""
+        with torch.random.fork_rng():
+            gact = self._attached(config, None)
+            for _ in range(draws):
+                yield self._error(gact, 0)
+            gact.detach()
+
+    def _attached(self, config: gact_dist.Config, state: dict[str, str] | None) -> gact_dist.Controller:
+        """A controller with a plan. state: as for noise()."""
+        gact = gact_dist.attach(self._model, config=config)
+        if state is not None:
+            gact.load_state_dict(state)
+        elif policy_of(config).adapts:
+            self._adapt(gact)
+        with gact.step(batch=self._batches[0]):  # the first step only learns which tensors are what
+            self.loss(0)
+        return gact
+
+    def _error(self, gact: gact_dist.Controller, number: int) -> Tensor:
+        """A rounded gradient of one batch less the exact one."""
+        with gact.step(batch=self._batches[number], sample_index=self._indices[number]):
+            loss = self.loss(number)
+        return gradient(self._model, loss) - self._exact[number]
+
     def _adapt(self, gact: gact_dist.Controller) -> None:
         """Twice, for the second adaptation measures where the first plan has led; between them draws of the gradient
         for an error bound, as a job takes them."""
@@ -98,9 +117,7 @@ class Point:
         """Mean squared distance of rounded from exact gradients of one batch. Nothing is learnt of its samples."""
         total, known = 0.0, sample_sizes(gact)
         for _ in range(draws):
-            with gact.step(batch=self._batches[number], sample_index=self._indices[number]):
-                loss = self.loss(number)
-            total += float((gradient(self._model, loss) - self._exact[number]).square().sum())
+            total += float(self._error(gact, number).square().sum())
             sample_gradients(gact).sizes = None if known is None else known.clone()
         return total / draws
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ from torch.utils._pytree import tree_iter
 
 import gact_dist
 from gact_dist import Config
+from gact_dist.adaptation import adapter
 from gact_dist.hooks import Noted, Replay, SavedTensorHooks
 from gact_dist.hooks.roles import Role
 from gact_dist.sensitivity import blocks as blocks_room
@@ -251,6 +253,65 @@ def test_an_adapting_step_holds_five_times_the_largest_block_more(name, monkeypa
     assert adapting <= later + 5 * largest
     assert adapting < untouched
     assert largest < measuring <= adapting
+
+
+ACGC = {"policy": "acgc", "error": 0.1}
+ACTNN = {"policy": "actnn", "bits": 3}
+large = pytest.mark.large
+
+
+@pytest.mark.parametrize(
+    ("follows", "options"),
+    [
+        pytest.param(False, {"bits": 4}, id="step", marks=large),
+        pytest.param(True, {"bits": 4}, id="follow", marks=large),
+        pytest.param(False, ACGC, id="acgc-step", marks=large),
+        pytest.param(True, ACGC, id="acgc-follow", marks=large),
+        pytest.param(False, ACTNN, id="actnn-step", marks=large),
+        pytest.param(True, ACTNN, id="actnn-follow"),
+        pytest.param(False, {"retained_bytes": 1_250_000}, id="retained bytes", marks=large),
+    ],
+)
+def test_so_it_does_whatever_adapts_it_and_when(follows, options, monkeypatch):
+    """In its first adaptation and in a later one, and in all steps between them. A later one measures larger parts of
+    so small a batch, as most of its time is Python's."""
+    monkeypatch.setattr(sections, "LEAST_BYTES", 1 << 16)
+    fractions = []
+
+    def measured(*args: Any, fraction: float, **options: Any) -> Any:
+        fractions.append(fraction)
+        return one_pass.measure(*args, fraction=fraction, **options)
+
+    monkeypatch.setattr(adapter, "measure", measured)
+    model, blocks, batch = gpt(layers=6)
+    loss_fn = loss_of(model)
+
+    def untouched() -> None:
+        loss_fn(batch).backward()
+        model.zero_grad()
+
+    untouched()
+    before = peak_of(untouched)
+    gact = gact_dist.attach(model, config=Config(min_numel=0, adapt_interval=6, adapt_tolerance=0.0, **options))
+    if follows:
+        gact.follow()
+
+    def compressed() -> None:
+        with nullcontext() if follows else gact.step(loss_fn, batch):
+            loss = loss_fn(batch)
+        loss.backward()
+        model.zero_grad()
+
+    found = []
+    while len(gact.history) < 2:
+        found.append(peak_of(compressed))
+        assert len(found) < 40
+    gact.detach()
+    assert max(fractions) <= 0.5
+    largest = max(exact_bytes_of_blocks(model, blocks, batch[0][: int(EXAMPLES * max(fractions))]))
+    later = min(found[1:])
+    assert later < max(found) <= later + 5 * largest
+    assert max(found) < before
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
