@@ -12,13 +12,16 @@ For the choices, in which every tensor may take one of several formats: for each
 it) the share of its elements that did not take the format in use, and the variance of an allocation over the tensors of
 this kind alone, again divided by that of the format in use.
 
-Last, about what the better candidates would take to pack and unpack (format_times.py).
+Then the variance of groups that lie far from zero, in units of their range, where an offset of one byte does not reach:
+divided by that of the format in use at the same payload. Last, about what the better candidates would take to pack and
+unpack (format_times.py). With --formats only these are measured, and take the place of their rows in the file.
 """
 
 import argparse
 import datetime
 import json
 import platform
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -62,6 +65,9 @@ FORMATS = {
     "offset one byte, groups of 64": partial(_group, size=64, offset=formats.OFFSET_BYTE),
     "scale e4m3, offset one byte": partial(_group, **_one_byte),
     "scale e4m3, offset one byte, groups of 64": partial(_group, size=64, **_one_byte),
+    "scale e4m3 of any exponent, offset one byte, groups of 64": partial(
+        _group, size=64, scale=formats.SCALE_E4M3_ANY, offset=formats.OFFSET_BYTE
+    ),
     "2 outliers apart": formats.outlier_format,
     "squared levels": formats.squared_format,
     **{
@@ -92,6 +98,10 @@ CHOICES["any of memory order, rotated, squared, outliers"] = [
     name for choice in ("memory order", "rotated by 64", "rotated by 256", "squared levels", "2 outliers apart")
     for name in CHOICES[choice]
 ]  # fmt: skip
+
+DISTANCES = (0, 1, 2, 4, 8, 16, 64, 1000)  # of the smallest element of a group from zero, in ranges of the group
+FAR_BITS = (2, 4, 8)
+FAR = {"offset one byte": {"offset": formats.OFFSET_BYTE}, "scale e4m3, offset one byte": _one_byte}
 
 # Without allocation and metadata, every tensor at the same width: one step for each group, and one for the tensor.
 _memory_order = {"size": 256, "order": "memory", "dither": False}
@@ -144,13 +154,32 @@ def kinds_of_choice(
     return found
 
 
-def rows_of(model: str, tensors: list[Saved]):
-    """One row a format and choice, printed as it is found."""
+def far_from_zero() -> list[dict]:
+    """For each of FAR and FAR_BITS: the variance of normal groups at DISTANCES, to that of the format in use there."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4096, 128, generator=generator)
+    values = (values - values.amin(1, True)) / (values.amax(1, True) - values.amin(1, True))
+    weights = torch.ones_like(values)
+    in_use = {"scale": formats.SCALE_IN_USE, "offset": formats.OFFSET_IN_USE}
+    rows = []
+    for name, types in FAR.items():
+        for bits in FAR_BITS:
+            ratios = []
+            for distance in DISTANCES:
+                moved, levels = values + distance, formats.same_levels(values, bits)
+                found = [formats.grid_variance(moved, weights, levels, **chosen) for chosen in (in_use | types, in_use)]
+                ratios.append(found[0] / found[1])
+            rows.append({"format": name, "bits": bits, "distances": DISTANCES, "ratio": ratios})
+    return rows
+
+
+def rows_of(model: str, tensors: list[Saved], names: Sequence[str]):
+    """One row a format and, where all formats are there, a choice, printed as it is found."""
     sizes = np.array([saved.values.numel() for saved in tensors], dtype=float)
     kinds = [saved.kind for saved in tensors]
     print(f"{model}: {len(tensors)} tensors; variance at {', '.join(map(str, BUDGETS))} bits an element, all counted")
-    options = {name: [form(saved) for saved in tensors] for name, form in FORMATS.items()}
-    for choice, others in CHOICES.items():
+    options = {name: [form(saved) for saved in tensors] for name, form in FORMATS.items() if name in (IN_USE, *names)}
+    for choice, others in CHOICES.items() if len(options) == len(FORMATS) else ():
         both = zip(*(options[name] for name in (IN_USE, *others)), strict=True)
         options[f"in use or {choice}"] = [formats.either(found) for found in both]
     first = [allocated(options[IN_USE], sizes, budget).variance for budget in BUDGETS]
@@ -181,13 +210,17 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", default=["text", "image", "language", "graph"])
     parser.add_argument("--steps", type=int, default=20, help="untouched training steps before measuring")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="FORMAT", help="these only")
     options = parser.parse_args()
     rows, gains = [], []
     for model in options.models:
         tensors = saved_tensors(model, options.steps)
-        rows += rows_of(model, tensors)
-        gains += gains_of_one_step(model, tensors)
-    times = format_times.measured()
+        rows += rows_of(model, tensors, options.formats or list(FORMATS))
+        gains += [] if options.formats else gains_of_one_step(model, tensors)
+    far = far_from_zero()
+    for row in far:
+        print(f"{row['format']:30s} {row['bits']} bits" + "".join(f"{ratio:10.2f}" for ratio in row["ratio"]))
+    times = [] if options.formats else format_times.measured()
     print(f"pack and unpack of float32 {list(format_times.SHAPE)} at {format_times.BITS} bits, one thread")
     for row in times:
         print(f"  {row['kernels']:10s} {row['candidate']:20s} {row['ms']:8.1f} ms {row['to_in_use']:6.2f}")
@@ -198,9 +231,17 @@ def main():
             "torch": torch.__version__,
             "budgets": BUDGETS,
         }
-        options.json.write_text(
-            json.dumps(facts | {"rows": rows, "one_step_at_equal_payload": gains, "times": times}, indent=1) + "\n"
-        )
+        found = facts | {"rows": rows, "one_step_at_equal_payload": gains, "far_from_zero": far, "times": times}
+        if options.formats:
+            found = with_rows(json.loads(options.json.read_text()), rows, far, facts["date"])
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def with_rows(held: dict, rows: list[dict], far: list[dict], date: str) -> dict:
+    """What a file holds, with some rows in place of those of the same model and format, but for the format in use."""
+    new = {(row["model"], row["format"]): row | {"date": date} for row in rows if row["format"] != IN_USE}
+    kept = [row for row in held["rows"] if (row["model"], row["format"]) not in new]
+    return held | {"rows": [*kept, *new.values()], "far_from_zero": far}
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def _covering_byte(low: Tensor, spread: Tensor, levels: Tensor) -> Tensor:
 
 SCALE_IN_USE = Scale(16, 6)
 SCALE_FLOAT16, SCALE_FLOAT32 = Scale(16, 9, exponents=29), Scale(32, 22)
+SCALE_E4M3_ANY = Scale(8, 3)  # of any exponent: what one that counts from a block's largest scale can reach at best
 SCALE_E5M3, SCALE_E4M3, SCALE_E8M0 = Scale(9, 3, exponents=31), Scale(8, 3, exponents=15), Scale(9, 0)
 
 OFFSET_IN_USE = Offset(16, lambda low, step, levels: floor_offset(low, step, torch.float32)[1], _widened(2.0**-10))

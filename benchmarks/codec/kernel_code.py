@@ -240,6 +240,13 @@ def counts(
     """Of pack and of unpack."""
     definitions = codec_kernel("pack", dtype, bits, group_size, LAYOUTS[layout]).definitions
     binary = nvrtc.compile_kernels(nvrtc.find_nvrtc(), "codec.cu", definitions, f"sm_{architecture}")
+    return counts_of(binary, dtype, bits, layout, architecture, group_size)
+
+
+def counts_of(
+    binary: bytes, dtype: torch.dtype, bits: int, layout: str, architecture: int, group_size: int
+) -> list[Count]:
+    """Of each kernel in machine code."""
     registers = registers_of(binary)
     found = []
     for name, code in sorted(functions_of(listing(binary)).items()):

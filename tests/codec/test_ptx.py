@@ -3,6 +3,9 @@
 `python -m tools.ptx.check_kernels` does the same for every group size and removes every barrier.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ from tools.ptx.cases import (
     norm_differences,
     variance_differences,
 )
-from tools.ptx.check_kernels import Mutations, check_barriers, run
+from tools.ptx.check_kernels import Mutations, Report, check_barriers, keep, run
 from tools.ptx.machine import Loaded, Machine, MachineError
 from tools.ptx.program import Program, PtxError, programs_of
 
@@ -221,3 +224,10 @@ def test_what_a_gpu_would_not_do_is_an_error(body: str, message: str) -> None:
 def test_registers_and_memory_hold_garbage_until_they_are_written() -> None:
     assert result_of("mov.u32 %r9, %r7;")[0] == [0xA5A5A5A5] * 32
     assert result_of("ld.shared.u32 %r9, [memory+8];")[0] == [0xA5A5A5A5] * 32
+
+
+def test_a_report_takes_the_place_of_that_of_its_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "ptx.json"
+    for architecture, kernels in ((100, 1), (80, 2), (100, 3)):
+        keep(Report(nvrtc="13.0", architecture=architecture, kernels=kernels), path)
+    assert [(row["architecture"], row["kernels"]) for row in json.loads(path.read_text())] == [(80, 2), (100, 3)]

@@ -1,12 +1,13 @@
 """Every CUDA kernel from its PTX on a CPU: bytes, races, and whether removed barriers are noticed.
 
-    python -m tools.ptx.check_kernels --json benchmarks/results/ptx.json
+    python -m tools.ptx.check_kernels --architectures 80 90 100 --json benchmarks/results/ptx.json
     python -m tools.ptx.check_kernels --group-sizes 128 --bits 4
 
 NVRTC (the wheel nvidia-cuda-nvrtc) compiles each kernel to PTX, machine.cpp runs it on the cases of cases.py, and what
 it writes is held to the reference's bytes. Only bar.sync and bar.warp.sync order accesses to memory, anything else that
 two threads do to one byte is a race. Then each barrier is removed in turn: the run must report a race. All of it takes
-some minutes of one core.
+some minutes of one core for an architecture. The file has a report for each; those of architectures that did not run
+stay.
 """
 
 from __future__ import annotations
@@ -115,27 +116,45 @@ def checks(group_sizes: tuple[int, ...], bits: tuple[int, ...]) -> Iterator[tupl
             yield f"variance of {dtype}, groups of {size}", partial(variance_differences, dtype, size)
 
 
+def checked(architecture: int, group_sizes: tuple[int, ...], bits: tuple[int, ...], mutate: bool) -> Report:
+    """All checks of the PTX for one architecture."""
+    report = Report(nvrtc=".".join(map(str, nvrtc.find_nvrtc().version())), architecture=architecture)
+    start = time.monotonic()
+    for name, check in checks(group_sizes, bits):
+        add(report, architecture, check, mutate)
+        found = f"{len(report.differences)} differences, {report.races} races in all"
+        print(f"sm_{architecture}, {name}: {found}", flush=True)
+    report.seconds = round(time.monotonic() - start, 1)
+    return report
+
+
+def keep(report: Report, path: Path) -> None:
+    """Write a report to the file, in place of the one that it has of this architecture."""
+    held = json.loads(path.read_text()) if path.exists() else []
+    others = [row for row in held if row["architecture"] != report.architecture]
+    rows = sorted([*others, asdict(report)], key=lambda row: row["architecture"])
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if anything differs, races, or goes unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--architecture", type=int, default=90, help="compute capability x 10, of the PTX")
+    parser.add_argument(
+        "--architectures", type=int, nargs="+", default=[90], help="compute capability x 10, of the PTX"
+    )
     parser.add_argument("--group-sizes", type=int, nargs="+", default=list(payload_format.GROUP_SIZES))
     parser.add_argument("--bits", type=int, nargs="+", default=list(range(1, 9)))
     parser.add_argument("--no-mutations", action="store_true", help="run the kernels as they are only")
-    parser.add_argument("--json", type=Path, help="write the report there")
+    parser.add_argument("--json", type=Path, help="write the reports there")
     options = parser.parse_args(arguments)
-    version = ".".join(map(str, nvrtc.find_nvrtc().version()))
-    report = Report(nvrtc=version, architecture=options.architecture)
-    start = time.monotonic()
-    for name, check in checks(tuple(options.group_sizes), tuple(options.bits)):
-        add(report, options.architecture, check, not options.no_mutations)
-        print(f"{name}: {len(report.differences)} differences, {report.races} races in all", flush=True)
-    report.seconds = round(time.monotonic() - start, 1)
-    text = json.dumps(asdict(report), indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
-    return int(bool(report.differences or report.races or report.mutations.missed))
+    failed = False
+    for architecture in options.architectures:
+        report = checked(architecture, tuple(options.group_sizes), tuple(options.bits), not options.no_mutations)
+        print(json.dumps(asdict(report), indent=1), flush=True)
+        if options.json:
+            keep(report, options.json)
+        failed |= bool(report.differences or report.races or report.mutations.missed)
+    return int(failed)
 
 
 if __name__ == "__main__":
