@@ -38,7 +38,7 @@ from .encoder import Encoder
 from .handles import Stored, View
 from .known_roles import KnownRoles
 from .naming import ModuleScope, Namer
-from .one_bit import read_by, role_of_read
+from .one_bit import Limits, read_by, role_of_read
 from .repeated import Repeated
 from .roles import Role, is_own_relu_save
 from .saved_edges import note_saved
@@ -161,7 +161,7 @@ class BlockAgain:
             return self._sink.take(Captured(tensor, name, Role.SIGN, record))
         if read is not None:
             role = role_of_read(tensor, read)
-            if role is not Role.ONE_BIT and self._bits(tensor, name) is None:
+            if isinstance(read, Limits) and self._bits(tensor, name) is None:
                 return _as_it_is(name, tensor)
             return self._sink.take(Captured(tensor, name, role, record, None, read))
         if derives:

@@ -265,8 +265,7 @@ class BlockForward:
     @property
     def runs_collectives(self) -> bool:
         """Whether a block that runs again may wait for other ranks to do the same."""
-        synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in self._model.modules())
-        return self._renews_parameters or synchronised or bool(self.groups)
+        return self._renews_parameters or synchronises(self._model) or bool(self.groups)
 
     def leave_to_graph(self) -> None:
         """From now on the graph alone holds what was saved between blocks, and what is known of it is forgotten."""
@@ -682,6 +681,11 @@ class BlockForward:
             if first not in visit.held and isinstance(handle, Replaceable) and handle.replacement is not None:
                 handle.tensor = tensor.clone()  # as it is
             tensor.copy_(value)
+
+
+def synchronises(model: nn.Module) -> bool:
+    """Whether ranks wait for each other in a forward of the model, and so have to run as many."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def _without_contexts(kw: dict[str, Any]) -> dict[str, Any]:

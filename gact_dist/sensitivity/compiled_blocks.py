@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import codec
+from .._torch_internals import has_compiled_parts
 from ..hooks import Noted, Recorded, Replaceable, ReplayError, SavedTensorHooks, edge_to, origin
 from .blocks import Between, BlockForward, Visit
 from .compiled_match import EagerTensor, EagerTensors, Saved, seen
@@ -126,10 +127,18 @@ class CompiledBlocks:
             tensors = eager.tensors
         for _ in range(2):
             with running(_CompiledForward, NoMode()) as self._forward:
-                self._saved = [self._forward.seen[record] for record in self._forward.found]
+                known = self._forward.seen  # all but results that a selective checkpoint keeps
+                self._saved = [known[record] for record in self._forward.found if record in known]
                 self._inside = {noted.name for visit in self._forward.visits for noted in visit.own}
+                # without the compiler a block derives others, or under other names: sources would count too little
+                hooks.store(self._derived_beside_regions())
                 self._forward.forget()
         self._partners = tensors.partners(self._saved) if matches else {}
+
+    def _derived_beside_regions(self) -> list[str]:
+        """Names of what is derived in blocks that have regions."""
+        visits = [visit for visit in self._forward.visits if any(map(has_compiled_parts, visit.modules))]
+        return [noted.name for visit in visits for noted in visit.own if noted.derived]
 
     def begin(self, cut: BlockForward) -> None:
         """A walk begins. cut: a forward without the compiler. Raises ReplayError if it has other blocks."""

@@ -38,7 +38,7 @@ from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, shardi
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
-from .blocks import BlockForward, CutError, bytes_of
+from .blocks import BlockForward, CutError, bytes_of, synchronises
 from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_blocks import CompiledBlocks, Result
@@ -154,10 +154,10 @@ def measure(
     blocks = blocks_of(model, hooks.config.blocks)
     whole = not blocks or not may_not_be_whole(model)
     if has_compiled_parts(model):
-        one_pass = estimator == "one-pass"
-        found = _of_compiled_blocks(hooks, model, forward, seed, fraction, probes, one_pass, whole)
+        matches = estimator == "one-pass" and not synchronises(model)  # what is left to perturb may differ by rank
+        found = _of_compiled_blocks(hooks, model, forward, seed, fraction, probes, matches, whole)
         if found is None:
-            matches = one_pass and sharding(model) is None  # where all ranks must run the same forwards
+            matches = matches and sharding(model) is None
             found = _of_compiled(hooks, model, forward, seed, fraction, probes, matches)
         return found
     way = _ByWalk(hooks, model, seed, fraction, probes, perturbs=estimator == "perturbation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from test_second_moment import Measured
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from gact_dist.policies import Plan
 from gact_dist.sensitivity import measure
@@ -58,12 +59,12 @@ def inner(model: nn.Module) -> None:
 class Checkpointed(nn.Module):
     """A compiled block in a checkpoint."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.options = block, options
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
+        return checkpoint(self.block, x, use_reentrant=False, **self.options)
 
 
 def checkpointed(model: nn.Module) -> None:
@@ -73,7 +74,15 @@ def checkpointed(model: nn.Module) -> None:
         model.blocks[number] = Checkpointed(block)
 
 
-HOW = {how.__name__: how for how in (in_place, wrapped, inner, checkpointed)}
+def selective(model: nn.Module) -> None:
+    """Each in a checkpoint that keeps the results of matrix products."""
+    in_place(model)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = Checkpointed(block, context_fn=contexts)
+
+
+HOW = {how.__name__: how for how in (in_place, wrapped, inner, checkpointed, selective)}
 
 
 @pytest.fixture(scope="module", params=HOW.values(), ids=HOW)
