@@ -38,7 +38,7 @@ from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, shardi
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
-from .blocks import BlockForward, CutError, bytes_of, synchronises
+from .blocks import BlockForward, CutError, SelectiveError, bytes_of, synchronises
 from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_blocks import CompiledBlocks, Result
@@ -232,6 +232,9 @@ def _of_compiled_blocks(
         way = _ByWalk(hooks, model, seed, fraction, probes, columns=regions.columns, regions=regions)
         with torch.compiler.set_stance("force_eager"):
             found = {item.name: item for item in way.measured(blocks, forward)}
+    except SelectiveError as error:
+        _log.debug("%s", error)
+        return None
     except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
         if not whole:
             raise MeasurementError(str(error)) from error

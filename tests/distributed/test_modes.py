@@ -14,7 +14,7 @@ COMPILED = [
     Cell("FSDP1 use_orig_params", "none", "fp32", "compile"),  # its parameters are views
     Cell("FSDP1", "none", "fp32", "compile"),  # whose blocks run without the compiler, and derive
     Cell("FSDP2", "none", "bf16", "compile"),
-    Cell("FSDP2", "selective", "fp32", "compile"),
+    Cell("FSDP1 use_orig_params", "selective", "bf16", "compile"),
     Cell("ZeRO-3", "reentrant", "bf16", "compile"),
     Cell("TP", "non-reentrant", "bf16", "compile"),
     Cell("PP", "selective", "bf16", "compile"),
