@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from .._torch_internals import has_compiled_parts
-from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
+from ..distributed import fingerprint, ranks_sharing, sharding, tensor_parallel_groups
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
@@ -223,7 +223,7 @@ def _of_compiled_blocks(
     whole: whether it may be. See [Note: compiled blocks] in compiled_blocks.py.
     """
     blocks = blocks_as_run(model, hooks.config.blocks, hooks.packs_in_graphs)
-    if not blocks or sharding(model) == TENSOR_PARALLELISM:
+    if not blocks or tensor_parallel_groups(model):
         return None
     try:
         regions = CompiledBlocks(
