@@ -39,15 +39,14 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import gact_dist
 from benchmarks.codec.bench_formats import saved_tensors
 from benchmarks.codec.formats import Saved
 from benchmarks.fidelity.run import MODELS
+from benchmarks.gradient.bench_variance import trained
 from benchmarks.gradient.gradients import Point, gradient
 from examples.train.config import ROOT, load_config
-from examples.train.tasks import batch_rows, build_task, select
 from gact_dist import codec
 from gact_dist.codec import ops, packed, reference
 from gact_dist.codec.format import DEFAULT_GROUP_SIZE
@@ -131,25 +130,9 @@ def in_place_of_ours(before: Any) -> Iterator[Counter[str]]:
 
 def point_of(name: str) -> Point:
     """A model after a third of its steps, and its next batch."""
-    config = load_config(name, MODELS[name])
-    torch.manual_seed(0)
-    task = build_task(config, torch.device("cpu"))
-    sizes = {"examples": len(task.train["labels"]), "batch_size": config.batch_size}
-    steps = round(config.steps / 3)
-
-    def loss_fn(batch: Any) -> Tensor:
-        return functional.cross_entropy(task.logits(task.model, batch), batch["labels"])
-
-    def batch_of(step: int) -> Any:
-        return select(task.train, batch_rows(step, seed=0, rank=0, world_size=1, **sizes))
-
-    task.model.train()
-    optimizer = torch.optim.AdamW(task.model.parameters(), min(config.learning_rate, 1e-3))
-    for step in range(steps):
-        loss_fn(batch_of(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return Point(task.model, loss_fn, [batch_of(steps)])
+    steps = round(load_config(name, MODELS[name]).steps / 3)
+    model, loss_fn, batch = trained(name, steps, MODELS[name])
+    return Point(model, loss_fn, [batch])
 
 
 class Kept(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from messages import Messages
 from modes import ROWS, Cell, Job, adamw, loss_of
 from small_models import TinyGPT
 from test_units import stripped, whole
@@ -178,24 +178,22 @@ def test_so_do_compiled_blocks(ranks, row, config):
     check(ranks(adapted, row, FEWER_LAYERS, config, False, "compile"), FEWER_LAYERS)
 
 
-def compiled_whole() -> tuple[str, int, list[bool]]:
-    """(the warnings, adaptations, whether the parameters of a step are finite) of a model that is one region."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gact_dist").addHandler(handler)
+def compiled_whole() -> tuple[list[str], set[str], list[bool]]:
+    """(messages, blocks that were gathered, whether weights are finite) of a model that is one region."""
     job = started("FSDP2", 2, "eager")
     job.model.compile(backend="aot_eager")
     gact = gact_dist.attach(job.model, config=Config(policy="gact", bits=4, min_numel=0))
-    train(job, gact, False)
+    watch = Watch(job.model, gact)
+    with Messages() as messages, watch.watching_gatherings():
+        train(job, gact, False)
     finite = [bool(weight.isfinite().all()) for weight in job.weights().values()]
     gact.detach()
     job.close()
-    logging.getLogger("gact_dist").removeHandler(handler)
-    return "\n".join(messages), len(gact.history), finite
+    return messages.texts, watch.seen, finite
 
 
 def test_a_sharded_model_that_is_one_region_is_not_gathered_and_the_job_goes_on(ranks):
-    for messages, _, finite in ranks(compiled_whole):
-        assert "compile block by block" in messages
+    for messages, gathered, finite in ranks(compiled_whole):
+        assert any("compile block by block" in message for message in messages)
+        assert gathered == set()
         assert all(finite)
