@@ -75,7 +75,7 @@ class Draw:
         fit = LogsumexpFit()
         for item in between:
             handle, (name, role) = item.record.handle, self._names.get(item.first, (None, None))
-            payload: Content = handle.tensor
+            payload: Content = handle.content
             if name is not None and self.plan.bits_of(name) is not None:
                 derives = (
                     role is Role.ACTIVATION

@@ -496,16 +496,19 @@ class SavedTensorHooks:
         fraction: float = 1.0,
         rounded: Mapping[str, tuple[int, int]] | None = None,
         again: list[Replayed] | None = None,
+        packs_bits: bool = False,
     ) -> Iterator[list[Recorded | Noted]]:
         """Keep what autograd saves exactly, and record it under the names that a step would use.
 
         fraction: of a step's examples that the recorded forward sees; min_numel refers to all of them.
         rounded: name -> (bits, seed) of tensors that backward sees rounded.
         again: given where a graph is differentiated part by part; receives what is saved a second time outside of the
-        block that was noted to save it; see noting().
+        block that was noted to save it; see noting(). packs_bits: whether what is kept in one bit of each element is
+        held so; what the tensor was is lost then.
         """
         least = self.config.min_numel * fraction
         record = Record(self.encoder, least, rounded or {}, self._roles.derived, self._log_softmaxes)
+        record.packs_bits = packs_bits
         if again is not None:
             record.again, record.by_parts = again, True
         with self._instead_of_a_step(record, 0):

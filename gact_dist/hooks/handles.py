@@ -397,18 +397,20 @@ class Replaceable:
 
     __slots__ = (
         "__weakref__",
+        "content",
         "is_block_input",
         "leaves_gaps",
         "limits",
         "name",
         "on_restore",
         "replacement",
-        "tensor",
     )
 
-    def __init__(self, tensor: Tensor, name: str = "", limits: Limits | None = None) -> None:
-        """limits: on whose sides its elements stay where a step rounds it."""
-        self.tensor, self.name, self.limits = tensor.detach(), name, limits
+    def __init__(self, content: Tensor | codec.Packed, name: str = "", limits: Limits | None = None) -> None:
+        """content: the tensor; packed where one bit of each element is all that is read of it. limits: on whose sides
+        its elements stay where a step rounds it."""
+        self.content = content.detach() if isinstance(content, Tensor) else content
+        self.name, self.limits = name, limits
         self.is_block_input = False
         """whether a checkpoint makes its block again from it"""
         self.leaves_gaps = True
@@ -418,13 +420,25 @@ class Replaceable:
         """told of every use"""
 
     @property
+    def tensor(self) -> Tensor:
+        return codec.unpack(self.content) if isinstance(self.content, codec.Packed) else self.content
+
+    @property
     def restores_private(self) -> bool:
         """See Stored.restores_private."""
-        return self.replacement is not None
+        return self.replacement is not None or isinstance(self.content, codec.Packed)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.content.shape
 
     @property
     def numel(self) -> int:
-        return self.tensor.numel()
+        return self.content.shape.numel()
+
+    @property
+    def element_bytes(self) -> int:
+        return self.content.dtype.itemsize
 
     def replace(self, tensor: Tensor) -> None:
         """Hand out another tensor in its place."""
@@ -443,7 +457,7 @@ class Replaceable:
             self.on_restore()
         if isinstance(self.replacement, codec.Packed):
             return codec.unpack(self.replacement)
-        return (self.tensor if self.replacement is None else self.replacement).detach()
+        return self.tensor.detach() if self.replacement is None else self.replacement.detach()
 
 
 @dataclass(eq=False)
@@ -456,8 +470,8 @@ class Recorded:
 
     name: str
     handle: Replaceable
-    origin: Tensor
-    """the tensor whose storage it views; shape and strides of the edge's gradient"""
+    whole: Tensor | None
+    """the tensor whose storage it views; None where it is packed, and views no other"""
     node: Any
     """autograd node that produced origin, or accumulates the gradient of a leaf; None without a graph"""
     output_number: int
@@ -492,12 +506,26 @@ class Recorded:
         return self.handle.tensor
 
     @property
+    def origin(self) -> Tensor:
+        """The tensor whose storage it views; shape and strides of the edge's gradient."""
+        return self.tensor if self.whole is None else self.whole
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.handle.shape
+
+    @property
     def numel(self) -> int:
-        return self.tensor.numel()
+        return self.handle.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor as it is."""
+        return self.handle.numel * self.handle.element_bytes
 
     @property
     def itemsize_bits(self) -> int:
-        return 8 * self.tensor.element_size()
+        return 8 * self.handle.element_bytes
 
     @property
     def replacement(self) -> Tensor | codec.Packed | None:
@@ -560,6 +588,11 @@ class Noted:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """See Recorded."""
+        return self.numel * self.itemsize_bits // 8
 
     def store(self) -> None:
         """See Recorded."""

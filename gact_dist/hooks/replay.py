@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import codec
 from .._torch_internals import in_backward
 from ..distributed import distributed_again, layout_of, own_part
 from .handles import (
@@ -63,8 +64,10 @@ class Replayed:
 def recorded(handle: Replaceable, tensor: Tensor, repeats: Repeats | None = None) -> Recorded:
     """What is recorded of a saved tensor. tensor: that has its graph. repeats: how that one repeats what is saved."""
     source = origin(tensor)
-    stands = source.detach() if repeats is None else repeats.expanded(handle.tensor)
-    return Recorded(handle.name, handle, stands, *edge_to(source), True)
+    whole: Tensor | None = None
+    if not isinstance(handle.content, codec.Packed):
+        whole = source.detach() if repeats is None else repeats.expanded(handle.tensor)
+    return Recorded(handle.name, handle, whole, *edge_to(source), True)
 
 
 def recorded_in(view: View, tensor: Tensor, whole: Tensor | None) -> tuple[Any, Replayed]:

@@ -360,6 +360,8 @@ class Record(Sink):
         self._encoder, self._min_numel, self._rounded = encoder, min_numel, rounded
         self.by_parts = False
         """whether the graph is differentiated twice, part by part: then what is derived moves what it is made of"""
+        self.packs_bits = False
+        """whether what a step keeps in one bit of each element is held so"""
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""
@@ -376,7 +378,7 @@ class Record(Sink):
             if derived:
                 self._made[noted] = self.block, noted
             return noted
-        handle = Replaceable(tensor, name, captured.limits)
+        handle = Replaceable(self._content_of(captured), name, captured.limits)
         if name in self._rounded:
             handle.replacement = codec.unpack(self._encoder.pack(tensor, *self._rounded[name], captured.limits))
         rounded, derived = captured.role is Role.ACTIVATION, self._is_derived(name, captured.graph)
@@ -388,6 +390,18 @@ class Record(Sink):
         if record.derived:
             self._made[handle] = self.block, record
         return handle
+
+    def _content_of(self, captured: Captured) -> Tensor | codec.Packed:
+        """What is held of a tensor: one bit of each element where a step keeps no more, and that is exact."""
+        tensor, role = captured.tensor, captured.role
+        is_alone = captured.whole is None and (captured.read is not None or not tensor._is_view())
+        has_bits = tensor.dtype is torch.bool or role is Role.BINARY or (role is not None and role.is_one_bit)
+        if self.packs_bits and is_alone and has_bits:
+            with torch.no_grad():
+                packed = self._encoder.encode(tensor, captured.name, role, Plan(), captured.read)
+            if isinstance(packed, codec.Packed) and packed.bits == 1:
+                return packed
+        return tensor
 
     def _store_if_read_elsewhere(self, view: View) -> None:
         """What another block reads as well moves what it is made of through that block, too, which is not measured: it

@@ -178,6 +178,9 @@ class Visit:
 class BlockForward:
     """One forward of a model, cut at its blocks. See [Note: cuts]."""
 
+    _matches_values = False
+    """whether what is saved is recognised elsewhere by its values"""
+
     def __init__(
         self,
         hooks: SavedTensorHooks,
@@ -239,7 +242,8 @@ class BlockForward:
     def _recorded(self, forward: Callable[[], Any], fraction: float) -> Tensor:
         """Run forward(); its loss."""
         observer = None if self._runs_compiled else self.mode
-        recording = self._hooks.recording(observer, fraction, again=self._aliases)
+        packs = not self._matches_values
+        recording = self._hooks.recording(observer, fraction, again=self._aliases, packs_bits=packs)
         with recording as self.found, self._intercepted():
             result = forward()
         self._at_borders.clear()
@@ -251,7 +255,7 @@ class BlockForward:
 
     def _keep_small_constants(self, fraction: float) -> None:
         """What has no graph can only be perturbed, which takes two backwards of each block that reads it."""
-        sizes = list(map(bytes_of, self.found))
+        sizes = [record.nbytes for record in self.found]
         least = least_of_ranks(sum(sizes) / fraction / _WORTH_MEASURING, self.groups)
         for record, size in zip(self.found, sizes, strict=True):
             if record.compressible and not record.has_graph and size < least:
@@ -688,7 +692,7 @@ class BlockForward:
         value = handle.restore_memory() if isinstance(handle, Replaceable) else handle.restore()
         if value.data_ptr() != tensor.data_ptr():
             if first not in visit.held and isinstance(handle, Replaceable) and handle.replacement is not None:
-                handle.tensor = tensor.clone()  # as it is
+                handle.content = tensor.clone()  # as it is
             tensor.copy_(value)
 
 
@@ -848,10 +852,6 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 def _memory(tensor: Tensor) -> Tensor:
     """All that a tensor's storage holds, in one dimension."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-
-
-def bytes_of(record: Any) -> int:
-    return int(record.numel * record.itemsize_bits // 8)
 
 
 def substituted(structure: Any, tensors: dict[int, Tensor]) -> Any:

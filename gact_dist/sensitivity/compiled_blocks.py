@@ -44,6 +44,8 @@ class Result(NamedTuple):
 class _EagerForward(BlockForward):
     """A forward without the compiler, which keeps of what is saved no more than a match takes."""
 
+    _matches_values = True
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.tensors = EagerTensors()
@@ -64,6 +66,8 @@ class _EagerForward(BlockForward):
 
 class _CompiledForward(BlockForward):
     """The same of a forward as it runs."""
+
+    _matches_values = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..hooks import Replayed
 from .autograd_graph import ExamplesRefusedError
-from .blocks import BlockForward, bytes_of
+from .blocks import BlockForward
 from .perturbation import Shown
 
 _FIRST_WALK = 0.3
@@ -80,7 +80,7 @@ class Halfway:
 def form_of(forward: BlockForward) -> tuple[Any, ...]:
     """What two forwards must have in common, so that what is known at the borders of blocks holds for both."""
     blocks = tuple((tuple(map(id, visit.modules)), tuple(visit.shapes)) for visit in forward.visits)
-    return blocks, tuple((item.record.name, item.record.tensor.shape) for item in saved_between(forward))
+    return blocks, tuple((item.record.name, item.record.shape) for item in saved_between(forward))
 
 
 def saved_between(forward: BlockForward) -> list[Replayed]:
@@ -97,8 +97,8 @@ def stop_of(forward: BlockForward, alike: bool, done: float, start: int = 0) -> 
     the same one. Otherwise they count as much as they save, unless it is not known of one: what a checkpoint recomputes
     is not.
     """
-    weights = [sum(bytes_of(record) for record in visit.own) for visit in forward.visits]
-    last = sum(bytes_of(item.record) for item in forward.between)
+    weights = [sum(record.nbytes for record in visit.own) for visit in forward.visits]
+    last = sum(item.record.nbytes for item in forward.between)
     if len(weights) < 2 or start >= len(weights):
         return None
     if alike or 0 in weights:

@@ -38,7 +38,7 @@ from ..distributed import fingerprint, ranks_sharing, sharding, tensor_parallel_
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
-from .blocks import BlockForward, CutError, SelectiveError, bytes_of, synchronises
+from .blocks import BlockForward, CutError, SelectiveError, synchronises
 from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_blocks import CompiledBlocks, Result
@@ -383,12 +383,12 @@ class _ByWalk:
         is_split = cut.groups or sharding(self.model) is not None
         if self.perturbs or self.columns is not None or is_split or self.hooks.policy.example_columns:
             return
-        saved = sum(bytes_of(record) for record in cut.found)
+        saved = sum(record.nbytes for record in cut.found)
         tensors = sum(record.compressible for record in cut.found)
         if saved < _LEAST_BYTES or tensors > _MOST_TENSORS:
             return
-        blocks = [[bytes_of(record) for record in visit.own] for visit in cut.visits]
-        blocks.append([bytes_of(item.record) for item in cut.between])
+        blocks = [[record.nbytes for record in visit.own] for visit in cut.visits]
+        blocks.append([item.record.nbytes for item in cut.between])
         needed = max((sum(b) + _SECOND_DERIVATIVE * max(*b, sum(b) // MOST) for b in blocks if b), default=0)
         gradients = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         if needed > saved / self.fraction + 2 * gradients:

@@ -45,8 +45,8 @@ def pieces_of_blocks(forward: BlockForward, fraction: float) -> dict[Visit, list
     """
     if forward.runs_collectives:
         return {}
-    sizes = {visit: sum(map(_nbytes_of, visit.own)) for visit in forward.visits}
-    outside = sum(item.record.tensor.nbytes for item in forward.between if item.view is None)
+    sizes = {visit: sum(record.nbytes for record in visit.own) for visit in forward.visits}
+    outside = sum(item.record.nbytes for item in forward.between if item.view is None)
     saved = (sum(sizes.values()) + outside) / fraction
     counts = {visit: ceil(size / (LARGEST * saved)) for visit, size in sizes.items() if size > LEAST_BYTES}
     pieces = {visit: _pieces_of(visit.outcomes, count) for visit, count in counts.items() if count > 1}
@@ -56,19 +56,14 @@ def pieces_of_blocks(forward: BlockForward, fraction: float) -> dict[Visit, list
 def _pieces_of(outcomes: Sequence[Any], count: int) -> list[set[Any]]:
     """Shares of about equal size, in the order of saving. outcomes: of the run that was noted, see Visit."""
     firsts = firsts_of(outcomes)
-    sizes = {first: _nbytes_of(first) for first in firsts}
+    sizes = {first: first.nbytes if isinstance(first, Noted) else 0 for first in firsts}  # 0: in another's memory
     total, before = sum(sizes.values()), 0.0
     pieces: list[set[Any]] = [set() for _ in range(count)]
     for first in firsts:
-        size = sizes.pop(first, 0.0)  # what is saved again holds nothing more
+        size = sizes.pop(first, 0)  # what is saved again holds nothing more
         pieces[min(count - 1, int((before + size / 2) * count / total))].add(first)
         before += size
     return [piece for piece in pieces if piece]
-
-
-def _nbytes_of(first: Any) -> float:
-    """Of a tensor that a block stored; none where it lies in the memory of another."""
-    return first.numel * first.itemsize_bits / 8 if isinstance(first, Noted) else 0.0
 
 
 class _Kept:

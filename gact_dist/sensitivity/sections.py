@@ -64,7 +64,7 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     found: what its nodes saved; if it is not known of one of these which nodes these are, there is one section.
     derived: what they saved that steps make from others, with which it shares a section.
     """
-    count = min(MOST, sum(item.record.tensor.nbytes for item in found) // max(1, LEAST_BYTES))
+    count = min(MOST, sum(item.record.nbytes for item in found) // max(1, LEAST_BYTES))
     if count < 2:
         return []
     readers = _readers(part.nodes, found)
@@ -76,7 +76,7 @@ def divided(part: Part, found: Sequence[Replayed], derived: Sequence[Replayed] =
     readers = {first: [node for node in nodes if node in reached] for first, nodes in readers.items()}
     if not any(readers.values()):
         return []
-    sizes = {item.first: item.record.tensor.nbytes for item in found}
+    sizes = {item.first: item.record.nbytes for item in found}
     place = _places(order, {first: (sizes[first], nodes) for first, nodes in readers.items()}, count, together)
     sections = _connected(part, order, place, count)
     for item in found:
@@ -133,9 +133,11 @@ def divided_open(part: Part) -> list[Section]:
     read: dict[int, tuple[int, list[Any]]] = {}
     for node in part.nodes:
         for _, handle in saved_handles(node):
-            if isinstance(handle, Replaceable) and storage_id(handle.tensor) not in own:
-                nbytes = handle.tensor.untyped_storage().nbytes()
-                read.setdefault(storage_id(handle.tensor), (nbytes, []))[1].append(node)
+            if isinstance(handle, Replaceable) and isinstance(handle.content, Tensor):
+                held = storage_id(handle.content)
+                if held not in own:
+                    nbytes = handle.content.untyped_storage().nbytes()
+                    read.setdefault(held, (nbytes, []))[1].append(node)
     count = min(MOST, sum(nbytes for nbytes, _ in read.values()) // max(1, LEAST_BYTES))
     if count < 2:
         return []

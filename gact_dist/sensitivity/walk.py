@@ -344,8 +344,9 @@ class Walk:
         yield from self._second_from(halfway.stop, stop)
 
     def _between_blocks(self) -> dict[Any, Tensor]:
-        """What was saved whole between blocks, by what stands for it."""
-        return {item.first: item.record.tensor for item in self._forward.between if item.view is None}
+        """What was saved whole between blocks and may be rounded, by what stands for it."""
+        whole = [item for item in self._forward.between if item.view is None and item.first in self._forward.numbers]
+        return {item.first: item.record.tensor for item in whole}
 
     def _count_uses(self, start: int) -> None:
         """start: the first block that is still to be visited."""

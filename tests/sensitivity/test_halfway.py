@@ -19,7 +19,7 @@ from torch import nn
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import Paused, halfway, kept, one_pass, probe, sections
+from gact_dist.sensitivity import Paused, kept, one_pass, probe, sections
 from gact_dist.sensitivity.blocks import BlockForward
 from gact_dist.sensitivity.halfway import ResumeError
 from gact_dist.sensitivity.one_pass import Sensitivity, measure
@@ -171,8 +171,8 @@ def test_the_first_half_ends_where_about_a_third_of_the_second_walk_is_done():
         paused(on_rows(Stack(*(Layer() for _ in range(20)))))
     (forward,) = forwards
     stop = stop_of(forward, False, 0.5)
-    done = sum(halfway.bytes_of(record) for visit in forward.visits[:stop] for record in visit.own)
-    assert done / sum(map(halfway.bytes_of, forward.found)) == pytest.approx(0.35, abs=0.03)
+    done = sum(record.nbytes for visit in forward.visits[:stop] for record in visit.own)
+    assert done / sum(record.nbytes for record in forward.found) == pytest.approx(0.35, abs=0.03)
     assert stop < stop_of(forward, False, 2 / 3, stop) < len(forward.visits)
     assert stop_of(forward, False, 2 / 3, len(forward.visits)) is None
     assert stop_of(forward, True, 0.5) == round(
