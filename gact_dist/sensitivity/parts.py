@@ -66,15 +66,14 @@ class Part:
             with derivable[0], derivable[1], watched(self.nodes, opaque), read_once() as held:
                 try:
                     with refused():
-                        gradients = self.gradients(entering, create_graph=True)
-                        found = [_without_values(gradient) for gradient in gradients]
-                        del gradients
+                        found = list(map(_without_values, self.gradients(entering, create_graph=True)))
                 except OpaqueError as refusal:
                     error = refusal
             if not learn(functions, opaque, error):
                 break
         if error is not None:
-            raise error
+            reason, error = str(error), None  # whose traceback leads back here, and so would keep all that is here
+            raise OpaqueError(reason)
         if any_rank([bool(opaque)], groups)[0]:
             names = ", ".join(sorted(set(map(name_of, opaque)))) or "an operator on another rank"
             raise OpaqueError(f"backward of {names} has no derivative")
@@ -93,8 +92,10 @@ def _without_values(gradient: Tensor | None) -> Gradient | None:
     if gradient is None or not gradient.requires_grad:
         return None
     is_plain = type(gradient) is Tensor
-    like = gradient.new_empty(()).expand(gradient.shape) if is_plain else gradient.detach()
-    return Gradient(get_gradient_edge(gradient), like)
+    if not is_plain:
+        return Gradient(get_gradient_edge(gradient), gradient.detach())
+    like = torch.empty((), dtype=gradient.dtype, device=gradient.device)  # strided, as a sparse one cannot be expanded
+    return Gradient(get_gradient_edge(gradient), like.expand(gradient.shape))
 
 
 def present(heads: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor] | None]:

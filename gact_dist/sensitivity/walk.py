@@ -374,10 +374,10 @@ class Walk:
                 end.tangents = None
         used = [item for item in self._forward.between if item in between.used]
 
-        def fallback(error: OpaqueError) -> list[Any]:
+        def fallback(reason: str) -> list[Any]:
             if between is not self._forward.last or not self._forward.visits:
-                raise error  # the blocks after it need its tangents; or the whole model is one part
-            _log.debug("%s: what the loss saves is measured by perturbation", error)
+                raise OpaqueError(reason)  # the blocks after it need its tangents; or the whole model is one part
+            _log.debug("%s: what the loss saves is measured by perturbation", reason)
             return []
 
         entered = iter((yield from self._differentiated(part, entering, tangents, used, fallback)))
@@ -405,8 +405,8 @@ class Walk:
             else:
                 found += visit.made
 
-            def fallback(error: OpaqueError) -> list[Any]:
-                _log.debug("%s: what its block saves is measured by perturbation", error)
+            def fallback(reason: str) -> list[Any]:
+                _log.debug("%s: what its block saves is measured by perturbation", reason)
                 return self._by_difference(visit, gradients, tangents)
 
             entered = yield from self._differentiated(part, entering, tangents, found, fallback, through)
@@ -448,12 +448,12 @@ class Walk:
         entering: Sequence[Tensor] | None,
         tangents: Sequence[list[Tensor] | None],
         found: Sequence[Replayed],
-        fallback: Callable[[OpaqueError], list[Any]],
+        fallback: Callable[[str], list[Any]],
         through: Sequence[Replayed] = (),
     ) -> Generator[Measured, None, list[Any]]:
         """What is complete with a part, in sections where it is large; returns the tangents at its heads.
 
-        fallback: gives these tangents where the part's backward cannot be differentiated. through: as for
+        fallback: gives these tangents where the part's backward cannot be differentiated, for a reason. through: as for
         _transposed().
         """
         derived = [item for item in found if item.first in self._forward.derived]
@@ -466,19 +466,21 @@ class Walk:
                 sections = [] if derived else divided_open(part)
             elif not through:
                 sections = divided(part, found, derived)
+        refusal: str | None = None
+        entered: list[Any] = []
         try:
             if part.is_open and len(sections) > 1:
-                entered: list[Any] = self._in_open_sections(sections, part, entering, tangents, found, through)
+                entered = self._in_open_sections(sections, part, entering, tangents, found, through)
             elif len(sections) < 2:
                 entered = self._transposed(part, entering, tangents, found, through)
             else:
                 entered = yield from self._in_sections(sections, part, entering, tangents, left)
         except OpaqueError as error:
+            refusal = str(error)  # and no more of it, which holds what has been differentiated so far
+        if refusal is not None:
             self._hooks.store(item.first.name for item in derived)
-            entered = fallback(error)
-            yield from self._completed(part, entering, tangents, left, True)
-        else:
-            yield from self._completed(part, entering, tangents, left, False)
+            entered = fallback(refusal)
+        yield from self._completed(part, entering, tangents, left, refusal is not None)
         return entered
 
     def _in_sections(

@@ -1,16 +1,19 @@
 """Blocks whose backward cannot be differentiated, beside blocks whose backward can."""
 
+import gc
 import logging
+from typing import Any
 
 import block_models
 import pytest
 import torch
 from gradients import variance_of_gradient
+from torch import Tensor, nn
 
 import gact_dist
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
-from gact_dist.sensitivity import sections
+from gact_dist.sensitivity import parts, sections
 from gact_dist.sensitivity.one_pass import measure
 
 BITS, DIRECTIONS, DRAWS = 6, 16, 16
@@ -58,3 +61,66 @@ def test_of_a_model_without_blocks_the_other_modules_have_products():
     gact = gact_dist.attach(case.model, config=Config(policy="uniform", bits=BITS, min_numel=0))
     measured = variance_of_gradient(case.model, case.loss_fn, case.batch, gact, draws=DRAWS)
     assert predicted == pytest.approx(measured, rel=0.25)
+
+
+class Words(nn.Module):
+    """kind: of what embeds words outside of all blocks, with gradients of rows or of the whole table."""
+
+    def __init__(self, kind: type[nn.Module], sparse: bool) -> None:
+        super().__init__()
+        self.embedding = kind(50, block_models.WIDTH, sparse=sparse)
+        self.layers, self.head = nn.ModuleList(block_models.layers(2)), nn.Linear(block_models.WIDTH, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = torch.tanh(self.embedding(words))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def measured_of(kind: type[nn.Module], sparse: bool, model: Words | None = None) -> dict[str, tuple[bool, Tensor]]:
+    torch.manual_seed(0)
+    own, words = Words(kind, sparse), torch.randint(50, (8, 6))
+    model = model or own
+    hooks = SavedTensorHooks(model, Config(min_numel=0, bits=BITS), 0)
+    found = measure(hooks, model, lambda: model(words).square().mean(), seed=1)
+    hooks.close()
+    return {item.name: (item.by_perturbation, item.variance) for item in found}
+
+
+def test_a_sparse_gradient_is_differentiated_as_a_dense_one(caplog):
+    with caplog.at_level(logging.DEBUG, logger="gact_dist"):
+        dense, sparse = (measured_of(nn.Embedding, is_sparse) for is_sparse in (False, True))
+    assert "no one-pass" not in caplog.text
+    assert dense.keys() == sparse.keys()
+    for name, (by_perturbation, variance) in dense.items():
+        assert not by_perturbation
+        assert not sparse[name][0]
+        torch.testing.assert_close(sparse[name][1], variance, rtol=1e-5, atol=0.0)
+
+
+def test_nothing_of_a_refused_derivative_waits_for_the_collector(monkeypatch, caplog):
+    """Its traceback leads to all that has been differentiated until then, which a step would hold beside its own."""
+    without_values = parts._without_values
+
+    def refuse(gradient: Tensor | None) -> Any:
+        if gradient is not None and gradient.shape == (50, block_models.WIDTH):
+            raise RuntimeError("this operator has no second derivative")
+        return without_values(gradient)
+
+    monkeypatch.setattr(parts, "_without_values", refuse)
+    model = Words(nn.Embedding, False)
+    measured_of(nn.Embedding, False, model)  # what is made once is made now
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        with caplog.at_level(logging.DEBUG, logger="gact_dist"):
+            measured_of(nn.Embedding, False, model)
+        gc.collect()
+        assert "this operator has no second derivative" in caplog.text
+        assert not [left for left in gc.garbage if isinstance(left, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
