@@ -70,6 +70,7 @@ from .saved_edges import (
     saved_at,
     vector_of_parameter,
 )
+from .saved_later import Unsaved
 from .streamed import Order
 from .way import Way, find_way
 
@@ -117,6 +118,19 @@ def _passed_through(edge: _Edge) -> Iterator[_Edge]:
 def _repeats_nothing(node: Any) -> bool:
     """Of an expansion to the shape that its operand has."""
     return tuple(node._saved_self_sym_sizes) == tuple(node._input_metadata[0].shape)
+
+
+class InGraph(NamedTuple):
+    """What a recipe is looked for by: how the graph gives the tensor."""
+
+    edge: _Edge
+    is_part: bool
+    """whether the edge gives a distributed tensor, whose part on this rank it is"""
+
+
+def in_graph(graph: Tensor) -> InGraph:
+    """graph: the tensor, or the distributed one whose part on this rank it is."""
+    return InGraph(_edge_of(graph), type(graph) not in PLAIN)
 
 
 class Origins(NamedTuple):
@@ -254,40 +268,51 @@ class Derived:
         name: str,
         tensor: Tensor,
         fraction: float,
-        graph: Tensor,
+        graph: InGraph,
         has_bits: bool = False,
         reads: Reads | None = None,
-    ) -> Recipe | None:
+    ) -> Recipe | Unsaved | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction, reads: as for _recipe_of().
-        graph: the tensor, or the distributed one whose part on this rank it is. has_bits: whether a measurement of it,
-        as stored, has chosen some: then it is stored until the next."""
-        names, found = self.names, None
+        has_bits: whether a measurement of it, as stored, has chosen some: then it is stored until the next. tensor: may
+        be a meta tensor that is like it, which only learns whether there is a recipe."""
+        names = self.names
         self._without_recipe.pop(name, None)
         waits = has_bits and name not in names.made
+        found = None
         if not (self.stores(name) if waits else name in names.stored_anyway):
             found = self._search(name, tensor, fraction, graph, reads)
-            if found is None:
+            if isinstance(found, Unsaved) and found.is_expected:
+                return found
+            if not isinstance(found, Recipe):
                 names.again.pop(name, None)
-        if found is None:
+        if not isinstance(found, Recipe):
             names.made.pop(name, None)
-            return None
+            return found
         (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
         return None if waits else found
 
-    def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
+    def _search(
+        self, name: str, tensor: Tensor, fraction: float, graph: InGraph, reads: Reads | None
+    ) -> Recipe | Unsaved | None:
         """A recipe; where an operator has none, the way to it is remembered."""
         reads = Reads() if reads is None else reads
         try:
-            return _recipe_of(
-                tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads, self.masks.get(name, NO_MASKS)
-            )
+            return _recipe_of(tensor, graph.edge, fraction, graph.is_part, reads, self.masks.get(name, NO_MASKS))
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
-                self._without_recipe[name] = _way_to(refused.node, graph.grad_fn, reads)
-            return None
+                self._without_recipe[name] = _way_to(refused.node, graph.edge[0], reads)
+            return self._unsaved(name, reads)
         finally:
             if reads.masks is not None:
                 self.masks[name] = reads.masks
+
+    def _unsaved(self, name: str, reads: Reads) -> Unsaved | None:
+        edges = [(node, output) for node, output, handle in reads.handles if handle is None and type(output) is int]
+        return Unsaved(tuple(edges), name in self.names.made) if edges else None
+
+    def forget(self, name: str) -> None:
+        """A forward has not made a tensor that others had made."""
+        self.names.made.pop(name, None)
 
     def stores(self, name: str) -> bool:
         """Whether a tensor is stored, for good or until the next measurement, though it could be made."""
@@ -297,16 +322,29 @@ class Derived:
         """Where a tensor is stored, whatever else is, that recipe() has met: its way to an operator without recipe."""
         return self._without_recipe.get(name)
 
-    def recipe_again(self, tensor: Tensor, name: str, graph: Tensor) -> Recipe | None:
+    def recipe_again(self, name: str, tensor: Tensor, graph: InGraph) -> Recipe | Unsaved | None:
         """The same in a block that runs again in a backward, for what a measurement of that block derived."""
+        reads = Reads()
         if name not in self.names.made:
             return None
-        return recipe_of(tensor, _edge_of(graph), is_part=type(graph) not in PLAIN)
+        try:
+            return _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+        except _NotDerivable:
+            return self._unsaved(name, reads)
 
-    def note_again(self, tensor: Tensor, name: str) -> None:
-        """A block saves a tensor while it runs again in a backward of the job."""
-        if name not in self.names.again:
-            self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
+    def note_again(self, name: str, tensor: Tensor, graph: InGraph, anew: bool = False) -> Unsaved | None:
+        """A block saves a tensor while it runs again in a backward of the job. tensor: as for recipe(). anew: whether
+        more is saved than when it was noted before."""
+        reads = Reads()
+        if name in self.names.again and not anew:
+            return None
+        try:
+            found = _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+            self.names.again[name] = 0 if found is None else tensor.numel()
+        except _NotDerivable:
+            self.names.again[name] = 0
+            return self._unsaved(name, reads)
+        return None
 
     def begin(self) -> None:
         """A measurement begins whose bits are those of a new plan: it derives what may be derived from then on."""
@@ -381,7 +419,8 @@ def _recipe_of(
     """As recipe_of(). reads: notes what is read of the graph. Raises _NotDerivable."""
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         raise _NoRecipe(edge[0])
-    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=tensor, masks=masks)
+    itself = None if tensor.is_meta else tensor
+    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=itself, masks=masks)
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
     return recipe if recipe.depth <= _DEEPEST else None
 
