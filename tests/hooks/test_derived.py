@@ -447,7 +447,7 @@ def test_the_sensitivity_of_a_source_counts_what_is_made_of_it(kind, monkeypatch
         "attention": 6,
         "leaf": 6,
         "part": 6,
-        "number": 9,
+        "number": 12,
         "probabilities by operators": 6,
         "swish": 6,
     }.get(kind.removesuffix(" in sections"), 3)
