@@ -141,7 +141,6 @@ def test_a_chain_of_two_tensors_is_as_short_as_ever():
     assert not [row for row in job.rows("derived") if ":Tanh" in row.name]
 
 
-@pytest.mark.large
 def test_the_peak_of_a_step_is_no_higher(monkeypatch):
     """Than where tanh's result is stored, at the same bits: what is made again is kept for no longer than that would
     be there decoded."""
