@@ -8,7 +8,9 @@ rounded, so a job whose tensors are all stored exactly is bitwise the untouched 
 
 Sums, cat, views and casts save none of their operands, and a product with a number saves the number: what is saved of
 those is found by the edge that gives it ([Note: edges] in saved_edges.py). A recipe counts the operators that it needs,
-with those of the recipes that it is made of: each reader of a long chain would make all of it again.
+with those of the recipes that it is made of: each reader of a long chain would make all of it again. An activation that
+is written in operators may have more of them: [Note: shared] in expressions.py. What is saved only after what is made
+of it counts as well: [Note: saved later] in saved_later.py.
 
 Statistics (mean, reciprocal standard deviation) and relu's mask are those of the forward: what is made is then linear
 in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias of second order.
@@ -45,7 +47,7 @@ from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
 from .attention_scores import SOFTMAXES, Probabilities, added_to, has_added
-from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, is_rounded, numel_of
+from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, Shared, is_of_one, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
 from .hidden_scores import (
@@ -70,6 +72,7 @@ from .saved_edges import (
     saved_at,
     vector_of_parameter,
 )
+from .saved_later import Unsaved
 from .streamed import Order
 from .way import Way, find_way
 
@@ -79,6 +82,8 @@ _WHOLE_FRACTION = 4
 """what is a part is made from a whole of at most this many times its elements"""
 _DEEPEST = 4
 """operators in a row, reshaping ones not counted"""
+_DEEPEST_OF_ONE = 8
+"""the same where each element follows from the one at its place in a single tensor that is stored"""
 _IN_THE_SAME_MEMORY = frozenset((
     *RESHAPES, *CONVERSIONS, "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
     "AliasBackward0",
@@ -117,6 +122,19 @@ def _passed_through(edge: _Edge) -> Iterator[_Edge]:
 def _repeats_nothing(node: Any) -> bool:
     """Of an expansion to the shape that its operand has."""
     return tuple(node._saved_self_sym_sizes) == tuple(node._input_metadata[0].shape)
+
+
+class InGraph(NamedTuple):
+    """What a recipe is looked for by: how the graph gives the tensor."""
+
+    edge: _Edge
+    is_part: bool
+    """whether the edge gives a distributed tensor, whose part on this rank it is"""
+
+
+def in_graph(graph: Tensor) -> InGraph:
+    """graph: the tensor, or the distributed one whose part on this rank it is."""
+    return InGraph(_edge_of(graph), type(graph) not in PLAIN)
 
 
 class Origins(NamedTuple):
@@ -158,7 +176,7 @@ def _find_origins(
             if in_part is None or not in_part(passed):
                 return True
         node = passed[0]
-    if node is None or hasattr(node, STARTS) or depth > _DEEPEST:
+    if node is None or hasattr(node, STARTS) or depth > _DEEPEST_OF_ONE:
         return False
     if hasattr(node, "variable"):
         return bool(depth) and isinstance(node.variable, nn.Parameter)
@@ -254,40 +272,51 @@ class Derived:
         name: str,
         tensor: Tensor,
         fraction: float,
-        graph: Tensor,
+        graph: InGraph,
         has_bits: bool = False,
         reads: Reads | None = None,
-    ) -> Recipe | None:
+    ) -> Recipe | Unsaved | None:
         """How to make a tensor that is saved in a step, None if it is stored. fraction, reads: as for _recipe_of().
-        graph: the tensor, or the distributed one whose part on this rank it is. has_bits: whether a measurement of it,
-        as stored, has chosen some: then it is stored until the next."""
-        names, found = self.names, None
+        has_bits: whether a measurement of it, as stored, has chosen some: then it is stored until the next. tensor: may
+        be a meta tensor that is like it, which only learns whether there is a recipe."""
+        names = self.names
         self._without_recipe.pop(name, None)
         waits = has_bits and name not in names.made
+        found = None
         if not (self.stores(name) if waits else name in names.stored_anyway):
             found = self._search(name, tensor, fraction, graph, reads)
-            if found is None:
+            if isinstance(found, Unsaved) and found.is_expected:
+                return found
+            if not isinstance(found, Recipe):
                 names.again.pop(name, None)
-        if found is None:
+        if not isinstance(found, Recipe):
             names.made.pop(name, None)
-            return None
+            return found
         (names.again if waits else names.made)[name] = round(tensor.numel() / fraction)
         return None if waits else found
 
-    def _search(self, name: str, tensor: Tensor, fraction: float, graph: Tensor, reads: Reads | None) -> Recipe | None:
+    def _search(
+        self, name: str, tensor: Tensor, fraction: float, graph: InGraph, reads: Reads | None
+    ) -> Recipe | Unsaved | None:
         """A recipe; where an operator has none, the way to it is remembered."""
         reads = Reads() if reads is None else reads
         try:
-            return _recipe_of(
-                tensor, _edge_of(graph), fraction, type(graph) not in PLAIN, reads, self.masks.get(name, NO_MASKS)
-            )
+            return _recipe_of(tensor, graph.edge, fraction, graph.is_part, reads, self.masks.get(name, NO_MASKS))
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
-                self._without_recipe[name] = _way_to(refused.node, graph.grad_fn, reads)
-            return None
+                self._without_recipe[name] = _way_to(refused.node, graph.edge[0], reads)
+            return self._unsaved(name, reads)
         finally:
             if reads.masks is not None:
                 self.masks[name] = reads.masks
+
+    def _unsaved(self, name: str, reads: Reads) -> Unsaved | None:
+        edges = [(node, output) for node, output, handle in reads.handles if handle is None and type(output) is int]
+        return Unsaved(tuple(edges), name in self.names.made) if edges else None
+
+    def forget(self, name: str) -> None:
+        """A forward has not made a tensor that others had made."""
+        self.names.made.pop(name, None)
 
     def stores(self, name: str) -> bool:
         """Whether a tensor is stored, for good or until the next measurement, though it could be made."""
@@ -297,16 +326,29 @@ class Derived:
         """Where a tensor is stored, whatever else is, that recipe() has met: its way to an operator without recipe."""
         return self._without_recipe.get(name)
 
-    def recipe_again(self, tensor: Tensor, name: str, graph: Tensor) -> Recipe | None:
+    def recipe_again(self, name: str, tensor: Tensor, graph: InGraph) -> Recipe | Unsaved | None:
         """The same in a block that runs again in a backward, for what a measurement of that block derived."""
+        reads = Reads()
         if name not in self.names.made:
             return None
-        return recipe_of(tensor, _edge_of(graph), is_part=type(graph) not in PLAIN)
+        try:
+            return _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+        except _NotDerivable:
+            return self._unsaved(name, reads)
 
-    def note_again(self, tensor: Tensor, name: str) -> None:
-        """A block saves a tensor while it runs again in a backward of the job."""
-        if name not in self.names.again:
-            self.names.again[name] = tensor.numel() if recipe_of(tensor, _edge_of(tensor)) else 0
+    def note_again(self, name: str, tensor: Tensor, graph: InGraph, anew: bool = False) -> Unsaved | None:
+        """A block saves a tensor while it runs again in a backward of the job. tensor: as for recipe(). anew: whether
+        more is saved than when it was noted before."""
+        reads = Reads()
+        if name in self.names.again and not anew:
+            return None
+        try:
+            found = _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+            self.names.again[name] = 0 if found is None else tensor.numel()
+        except _NotDerivable:
+            self.names.again[name] = 0
+            return self._unsaved(name, reads)
+        return None
 
     def begin(self) -> None:
         """A measurement begins whose bits are those of a new plan: it derives what may be derived from then on."""
@@ -381,9 +423,11 @@ def _recipe_of(
     """As recipe_of(). reads: notes what is read of the graph. Raises _NotDerivable."""
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         raise _NoRecipe(edge[0])
-    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=tensor, masks=masks)
+    itself = None if tensor.is_meta else tensor
+    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=itself, masks=masks)
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
-    return recipe if recipe.depth <= _DEEPEST else None
+    is_short = recipe.depth <= _DEEPEST or (recipe.depth <= _DEEPEST_OF_ONE and is_of_one(recipe.expression))
+    return recipe if is_short else None
 
 
 def _way_to(end: Any, node: Any, reads: Reads) -> Way | None:
@@ -431,7 +475,7 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
     make = _OPERATORS.get(name)
     if make is None or (wanted.is_of_scores and name not in _OF_SCORES):
         raise _NoRecipe(node)
-    if depth >= _DEEPEST or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
+    if depth >= _DEEPEST_OF_ONE or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
     return make(node, wanted._replace(is_part=is_part, number=number), depth)
 
@@ -689,7 +733,10 @@ def _product(node: Any, wanted: _Making, depth: int) -> Expression:
         isinstance(factor, Expression) or (_is_stored(factor) and numel_of(factor) == wanted.numel)
         for factor in factors
     )
+    numbers = [isinstance(factor, Copy) and factor.tensor is not None and not factor.tensor.dim() for factor in factors]
     factors = [_in_shape(shape, factor) for factor in factors]
+    if numbers == [False, True] and not wanted.is_part:
+        return Expression(torch.mul, *factors, in_place=_multiplied, local=_BY_NUMBER)
     return Expression(torch.mul, *factors, in_place=_multiplied, local=_OF_PRODUCT if are_whole else None)
 
 
@@ -700,6 +747,14 @@ def _quotient(node: Any, wanted: _Making, depth: int) -> Expression:
         raise _NotDerivable
     number = wanted.reads.copied(Copy(divisor), node, "other")
     return Expression(torch.div, _term(node.next_functions[0], wanted, depth), number)
+
+
+def _power(node: Any, wanted: _Making, depth: int) -> Expression | AttentionResult:
+    """By a whole number: others have poles, or are not there of what rounding has made negative."""
+    exponent = node._saved_exponent
+    if not isinstance(exponent, (int, float)) or exponent != int(exponent) or exponent < 1:
+        raise _NotDerivable
+    return _whole_power(node, wanted, depth)
 
 
 def _multiplied(x: Tensor, y: Tensor) -> Tensor:
@@ -715,6 +770,7 @@ def _takes(x: Tensor, y: Tensor) -> bool:
     return not sizes or sizes == x.shape or x.shape == torch.broadcast_shapes(x.shape, sizes)
 
 
+_BY_NUMBER = Local(lambda _order, _first, _last, x, number: _multiplied(x, number))
 _OF_PRODUCT = Local(lambda _order, _first, _last, x, y: _multiplied(x, y), operands=2)
 
 
@@ -793,7 +849,9 @@ def _sum(factors: Callable[[float], tuple[float, float]]) -> _Operator:
         if _shape_of_term(edges[0]) != shape:  # what is written to has all elements
             edges, by = edges[::-1], by[::-1]
         first, second = (_term(edge, wanted, depth) for edge in edges)
-        return _either(partial(_added, by), first, second)
+        is_local = not wanted.is_part and all(_shape_of_term(edge) == shape for edge in edges)
+        local = Local(lambda _order, _first, _last, x, y: _added(by, True, x, y), operands=2) if is_local else None
+        return _either(partial(_added, by), first, second, local=local)
 
     return made
 
@@ -940,7 +998,10 @@ def _of_operand(function: Callable[[Tensor], Tensor], in_place: Callable[[Tensor
 
     def made(node: Any, wanted: _Making, depth: int) -> Expression:
         x = _made_by(node.next_functions[0], wanted, depth + 1)
-        return Expression(function, x, in_place=in_place, local=Local(lambda _order, _first, _last, x: in_place(x)))
+        local = Local(lambda _order, _first, _last, x: in_place(x))
+        if not depth and isinstance(x, Expression) and x.depth >= _DEEPEST:
+            return Shared(function, x, in_place=in_place, local=local, reader=node.name())
+        return Expression(function, x, in_place=in_place, local=local)
 
     return made
 
@@ -1036,6 +1097,7 @@ def _product_of(node: Any, wanted: _Making, first: int, *slots: str) -> Expressi
     return Expression(torch.bmm, *operands)
 
 
+_whole_power = _pointwise(torch.pow, torch.ops.aten.pow_, exponent="exponent")
 _ONE_BIT = (codec.Scheme.MASK, codec.Scheme.BINARY)
 _ELU = {name: name for name in ("alpha", "scale", "input_scale")}
 _MOVES: dict[str, Callable[[Any, int], Callable[[Tensor], Tensor]]] = {
@@ -1070,6 +1132,7 @@ _OPERATORS: dict[str, _Operator] = {
     "HardswishBackward0": _pointwise(F.hardswish, torch.ops.aten.hardswish_),
     "EluBackward0": _pointwise(torch.ops.aten.elu, torch.ops.aten.elu_, **_ELU),
     "CeluBackward0": _pointwise(torch.celu, torch.celu_, alpha="alpha"),
+    "PowBackward0": _power,
     "MulBackward0": _product,
     "DivBackward0": _quotient,
     "BmmBackward0": _matrix_product,

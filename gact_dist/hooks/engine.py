@@ -438,6 +438,7 @@ class SavedTensorHooks:
                 yield
         finally:
             stack[:] = before
+            block.finish()
 
     def keep_result(self, tensor: Tensor, operator: Any, way: Way) -> Any:
         """What is kept of a result that a selective checkpoint keeps, in a forward of the job or a recorded one."""
@@ -653,6 +654,9 @@ class SavedTensorHooks:
         reads = Reads(partial(self._note_mask, name=expected.name))
         captured = Captured(tensor, expected.name, expected.role, record, reads=reads)
         handle = self._job.take(captured)
+        if expected.mark is not None and tensor.grad_fn is not None:
+            note_saved(tensor, handle)
+            self._job.look_back()
         if expected.is_sign:
             record.relu_versions |= {tensor._version}
         elif expected.span is not None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import lcm
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import codec
+from .._torch_internals import node_in_backward
 from .aliases import span
 from .handles import Recipe, Stored, View, base_of
 from .hidden_scores import Shown
-from .streamed import Decoded, Made, Order, Pieces, order_of
-
-_AT_ONCE = 1 << 16  # elements
+from .streamed import Decoded, Made, Order, Pieces, Whole, order_of, small_pieces
 
 
 class Local(NamedTuple):
@@ -176,6 +174,61 @@ class Joined(Expression):
         return joined
 
 
+class Shared(Expression):
+    """The result of a long chain of operators, made once for all that read it in a backward.
+
+    [Note: shared] Of GELU by tanh, written in operators, what tanh saves is read by its own backward and by what is
+    made of it: one more than that, and the product that a linear layer has saved. Each would make the chain again. So
+    the first keeps it until tanh's own backward has read it, which is the last, or until the graph is gone. All
+    operators of the chain work on a piece before the next piece, where that can be, and need no tensor in between.
+    """
+
+    __slots__ = ("_made", "_reader")
+    keeps_what_it_made = True
+
+    def __init__(self, *arguments: Any, reader: str, **options: Any) -> None:
+        """reader: the name of the node that reads it last."""
+        super().__init__(*arguments, **options)
+        self._reader = reader
+        self._made: Tensor | None = None
+
+    def of(self, operands: tuple[Any, ...]) -> Shared:
+        """See Expression."""
+        made = super().of(operands)
+        made._reader, made._made = self._reader, None
+        return made
+
+    @property
+    def is_private(self) -> bool:
+        """See Expression."""
+        return False
+
+    def pieces(self, order: Order) -> Pieces | None:
+        """See Stored.pieces(); of what is kept."""
+        return None if order or super().pieces(()) is None else Whole(self.restore())
+
+    def restore(self) -> Tensor:
+        """Its value."""
+        made, self._made = self._made, None
+        if made is None:
+            made = self._in_pieces()
+        reader = node_in_backward()
+        if reader is not None and reader.name() != self._reader:
+            self._made = made
+        return made.detach()
+
+    def _in_pieces(self) -> Tensor:
+        pieces = super().pieces(())
+        if pieces is None:
+            return super().restore()
+        made: Tensor | None = None
+        for first, last, piece in small_pieces(pieces):
+            if made is None:
+                made = piece.new_empty(pieces.numel)
+            made[first:last] = piece
+        return super().restore() if made is None else made
+
+
 class Copy:
     """A small vector that a recipe keeps itself, or None."""
 
@@ -221,11 +274,8 @@ def _mean_of(operand: Any) -> Tensor:
     pieces = operand.pieces(()) if isinstance(operand, (Expression, Stored)) else None
     if pieces is None:
         return _mean(operand.restore())
-    step = lcm(pieces.unit, pieces.granule)
-    step *= max(1, _AT_ONCE // step)
     total = torch.zeros((), device=pieces.device)
-    for first in range(0, pieces.numel, step):
-        piece = pieces.read(first, min(first + step, pieces.numel))
+    for _, _, piece in small_pieces(pieces):
         total = total + _mean(piece) * (piece.numel() / pieces.numel)
     return total
 
@@ -239,6 +289,26 @@ def is_rounded(handle: Any) -> bool:
     base = base_of(handle)
     payload = base.payload if isinstance(base, Stored) else None
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
+
+
+def is_of_one(expression: Any) -> bool:
+    """Whether each element of its value follows from the one at its place in a single tensor that is stored."""
+    stored: list[Any] = []
+    pending = [expression]
+    while pending:
+        operand = pending.pop()
+        base = base_of(operand)
+        if isinstance(base, Stored) and isinstance(base.payload, Recipe):
+            operand = base.payload.expression
+        elif base is not operand or isinstance(base, Stored):
+            stored.append(base)
+            continue
+        if not isinstance(operand, Expression) or operand.form.local is None:
+            return False
+        pending += operand.operands[: operand.form.local.operands]
+        if not all(isinstance(other, (Copy, Number)) for other in operand.operands[operand.form.local.operands :]):
+            return False
+    return all(base is stored[0] for base in stored)
 
 
 def _is_private(operand: Any) -> bool:

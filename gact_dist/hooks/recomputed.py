@@ -34,6 +34,7 @@ from .accounting import Account
 from .aliases import StorageRecord, StorageRecords, alias_of, note_stored
 from .call_stack import CallSite, site_in_checkpoint
 from .custom_functions import CustomFunctions
+from .derived import in_graph
 from .encoder import Encoder
 from .handles import Stored, View
 from .known_roles import KnownRoles
@@ -146,7 +147,7 @@ class BlockAgain:
         floating = self._encoder.rounds(tensor)
         sign = floating and is_own_relu_save(tensor)
         read = None if sign else read_by(frame, tensor, floating)
-        alias = None if sign or read is not None else alias_of(tensor, record)
+        alias, unsaved = None if sign or read is not None else alias_of(tensor, record), None
         derives = floating and self._encoder.may_derive
         if alias is not None and not self._may_have(alias.base, tensor, site):
             return _as_it_is(alias.base.name, tensor)
@@ -165,13 +166,19 @@ class BlockAgain:
                 return _as_it_is(name, tensor)
             return self._sink.take(Captured(tensor, name, role, record, None, read))
         if derives:
-            self._roles.derived.note_again(tensor, name)
+            unsaved = self._roles.derived.note_again(name, tensor, in_graph(tensor))
         handle = self._handle(tensor, record, name)
+        if unsaved is not None and isinstance(handle, Stored):
+            self._sink.try_later(handle, tensor, in_graph(tensor), unsaved)
         note_stored(tensor, record, handle)
         if derives:
             note_saved(tensor, handle)
         self._sink.after(tensor.grad_fn)
         return handle
+
+    def finish(self) -> None:
+        """The block has run."""
+        self._sink.forget_step()
 
     def _of_function(self, tensor: Tensor, name: str, site: CallSite) -> Role | None:
         """The role that a custom function which is saving leaves to an activation. See [Note: custom functions]."""

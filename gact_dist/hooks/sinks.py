@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from ..offload import HostOffload
 from ..policies import Plan
 from .accounting import Account
 from .aliases import StorageRecord
-from .derived import Derived
+from .derived import Derived, InGraph, in_graph
 from .encoder import Encoder, Packs, RoundingKeys
 from .fused_attention import LogsumexpFit
 from .handles import Content, Noted, Recipe, Recorded, Replaceable, Stored, View
@@ -24,6 +25,7 @@ from .repeated import Repeated, Repeats, repeats_of
 from .replay import Replayed, recorded, recorded_in
 from .roles import Role
 from .saved_edges import Reads
+from .saved_later import SavedLater, Unsaved
 from .way import Way
 
 
@@ -176,6 +178,9 @@ class Store(Sink):
         self._encoder = encoder
         self._logsumexp = LogsumexpFit()
         self._reserved: dict[Stored, int] = {}
+        self._later = SavedLater()
+        self._tried: set[str] = set()  # names of what has waited for a source once
+        self._come_later: set[str] = set()  # and of such sources
 
     def wants_role(self, tensor: Tensor) -> bool:
         """See Sink.wants_role."""
@@ -184,11 +189,19 @@ class Store(Sink):
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
         tensor, name, record, recipe = captured.tensor, captured.name, captured.record, captured.recipe
-        payload = self._content_of(captured) if recipe is None else recipe
+        self._later.count()
+        found = self._recipe_of(captured) if recipe is None else recipe
+        if isinstance(found, Unsaved) and found.is_expected:
+            stored = self._held(captured)
+            self._later.add(stored, found, partial(self._settle_later, stored, captured))
+            return stored
+        payload = found if isinstance(found, Recipe) else self._packed(captured)
         stored = Stored(name, tensor, payload, self.offload)
         self._logsumexp.add(stored, payload)
         on_host = 0 if stored.offloaded is None else stored.host_bytes
         self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
+        if isinstance(found, Unsaved):
+            self.try_later(stored, tensor, in_graph(captured.graph), found)
         return stored
 
     def again(self, captured: Captured, stored: Stored, was_aliased: bool | None) -> Again | None:
@@ -198,7 +211,7 @@ class Store(Sink):
         """
         name, tensor, row = captured.name, captured.tensor, self.account.latest
         storage_bytes = tensor.untyped_storage().nbytes()
-        if self.offload is not None or row is None:
+        if self.offload is not None or row is None or name in self._come_later or self._later.has(stored):
             return None
         if isinstance(stored.payload, Recipe):
             if captured.reads is None or captured.whole is not None:
@@ -234,19 +247,46 @@ class Store(Sink):
         """What was stored last, with the payloads, for the attention that reads it."""
         return self._logsumexp.latest
 
-    def _content_of(self, captured: Captured) -> Content:
-        """What to keep of a tensor: a recipe where it would be rounded and can be made again."""
+    def _recipe_of(self, captured: Captured) -> Recipe | Unsaved | None:
+        """How to make a tensor again that would be rounded."""
         tensor, name, role, _, _, read, *_, reads = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
-        if encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan):
-            if RECOMPUTED in name:
-                recipe = self._derived.recipe_again(tensor, name, captured.graph)
-            else:
-                has_bits = name in self.plan.bits
-                recipe = self._derived.recipe(name, tensor, encoder.fraction, captured.graph, has_bits, reads)
-            if recipe is not None:
-                return recipe
-        return self._encoder.encode(tensor, name, role, self.plan, read)
+        if not (encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan)):
+            return None
+        graph = in_graph(captured.graph)
+        if RECOMPUTED in name:
+            return self._derived.recipe_again(name, tensor, graph)
+        return self._derived.recipe(name, tensor, encoder.fraction, graph, name in self.plan.bits, reads)
+
+    def _packed(self, captured: Captured) -> Tensor | codec.Packed:
+        """What to keep of a tensor that has no recipe."""
+        return self._encoder.encode(captured.tensor, captured.name, captured.role, self.plan, captured.read)
+
+    def try_later(self, stored: Stored, tensor: Tensor, graph: InGraph, unsaved: Unsaved) -> None:
+        """Whether a tensor that is stored has a recipe once more is saved. See [Note: saved later]."""
+        if stored.name not in self._tried:
+            self._tried.add(stored.name)
+            learn = partial(self._learn_later, stored.name, _like(tensor), graph)
+            self._later.add(stored, unsaved, learn)
+
+    def _learn_later(self, name: str, like: Tensor, graph: InGraph, is_over: bool) -> Unsaved | None:
+        if is_over:
+            return None
+        if RECOMPUTED in name:
+            return self._derived.note_again(name, like, graph, anew=True)
+        found = self._derived.recipe(name, like, self._encoder.fraction, graph, name in self.plan.bits)
+        return found if isinstance(found, Unsaved) else None
+
+    def _settle_later(self, stored: Stored, captured: Captured, is_over: bool) -> Unsaved | None:
+        found = None if is_over else self._recipe_of(captured._replace(reads=None))
+        if isinstance(found, Unsaved):
+            return found
+        if found is None:
+            self._derived.forget(captured.name)
+        else:
+            self._come_later.update(found.sources)
+        self._keep_held(stored, captured, found)
+        return None
 
     def take_in_graph(self, captured: Captured) -> codec.Packed:
         """See Sink.take_in_graph."""
@@ -270,17 +310,30 @@ class Store(Sink):
 
     def hold(self, captured: Captured) -> Stored:
         """See Sink.hold."""
+        self._later.count()
+        return self._held(captured)
+
+    def _held(self, captured: Captured) -> Stored:
         stored = Stored(captured.name, captured.tensor, captured.tensor.detach())
         self._reserved[stored] = self.account.reserve(captured.tensor, captured.name)
         return stored
 
     def encode_held(self, handle: Stored, captured: Captured) -> None:
         """See Sink.encode_held. A tensor that has been modified meanwhile stays as it is: backward will raise."""
+        found = None
+        if not handle.is_modified:
+            with torch.no_grad():
+                found = self._recipe_of(captured)
+        self._keep_held(handle, captured, found if isinstance(found, Recipe) else None)
+        if isinstance(found, Unsaved):
+            self.try_later(handle, captured.tensor, in_graph(captured.graph), found)
+
+    def _keep_held(self, handle: Stored, captured: Captured, recipe: Recipe | None) -> None:
         tensor, name, _, record, *_ = captured
         payload: Content = tensor
         if not handle.is_modified:
             with torch.no_grad():
-                payload = self._content_of(captured)
+                payload = self._packed(captured) if recipe is None else recipe
             handle.keep(payload, tensor, self.offload)
         self._logsumexp.add(handle, payload)
         reserved = self._reserved.pop(handle)
@@ -289,7 +342,10 @@ class Store(Sink):
     def keep_exactly(self, view: View, captured: Captured) -> None:
         """See Sink.keep_exactly. A tensor that has been modified meanwhile stays as it is: backward will raise."""
         handle, tensor = view.base, captured.tensor
-        if not isinstance(handle, Stored) or isinstance(handle.payload, Tensor):
+        if not isinstance(handle, Stored):
+            return
+        self._later.end(handle)
+        if isinstance(handle.payload, Tensor):
             return
         if handle.is_exact or handle.is_modified:
             return
@@ -301,14 +357,25 @@ class Store(Sink):
 
     def after(self, node: Any) -> None:
         """See Sink.after."""
+        self.look_back()
         made = None if node is None else self._logsumexp.after(node)
         if made is not None and isinstance(made.payload, Recipe):
             self.account.derive(made.name, made.payload.sources)
 
     def forget_step(self) -> None:
         """See Sink.forget_step."""
+        self._later.end()
         self._logsumexp.forget()
         self._reserved.clear()
+
+    def look_back(self) -> None:
+        """After something is saved: it may be what an earlier tensor is made of. See [Note: saved later]."""
+        self._later.look()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A meta tensor."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 class Rehearsal(Store):
@@ -322,12 +389,12 @@ class Rehearsal(Store):
     def take(self, captured: Captured) -> Stored:
         """See Sink.take."""
         stored = super().take(captured)
-        self._on_kept(stored, captured.tensor)
+        if stored not in self._reserved:
+            self._on_kept(stored, captured.tensor)
         return stored
 
-    def encode_held(self, handle: Stored, captured: Captured) -> None:
-        """See Sink.encode_held."""
-        super().encode_held(handle, captured)
+    def _keep_held(self, handle: Stored, captured: Captured, recipe: Recipe | None) -> None:
+        super()._keep_held(handle, captured, recipe)
         self._on_kept(handle, captured.tensor)
 
 

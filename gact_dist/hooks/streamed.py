@@ -41,6 +41,8 @@ _aten = torch.ops.aten
 LEAST_NUMEL = 1 << 17
 """elements of the smallest tensor that is streamed"""
 _MOST_PIECES = 4
+_AT_ONCE = 1 << 16
+"""elements of a piece that several operators work on one after the other, in the processor's caches"""
 _MOST_ORDERS = 1024
 
 
@@ -145,6 +147,30 @@ class Made:
     def read(self, first: int, last: int) -> Tensor:
         """See Pieces."""
         return self._function(first, last, *[operand.read(first, last) for operand in self._operands])
+
+
+class Whole:
+    """Pieces of a tensor that is there, and stays."""
+
+    __slots__ = ("_elements", "device", "granule", "numel", "unit")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """tensor: contiguous."""
+        self._elements = tensor.view(-1)
+        self.numel, self.device, self.unit, self.granule = tensor.numel(), tensor.device, 1, 1
+
+    def read(self, first: int, last: int) -> Tensor:
+        """See Pieces."""
+        return self._elements[first:last].clone()
+
+
+def small_pieces(pieces: Pieces) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, last, elements first .. last - 1) of a tensor."""
+    step = lcm(pieces.unit, pieces.granule)
+    step *= max(1, _AT_ONCE // step)
+    for first in range(0, pieces.numel, step):
+        last = min(first + step, pieces.numel)
+        yield first, last, pieces.read(first, last)
 
 
 class Source(NamedTuple):
