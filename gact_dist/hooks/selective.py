@@ -236,11 +236,14 @@ def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def _is_made_by_no_work(operator: Any) -> bool:
     """Whether an operator returns views, or what it was given to write to; or compares with zero."""
+    return operator is torch.ops.aten.relu.default or shares_memory(operator)
+
+
+def shares_memory(operator: Any) -> bool:
+    """Whether an operator returns views, or what it was given to write to."""
     if not isinstance(operator, Overload):
         return False
-    return operator is torch.ops.aten.relu.default or any(
-        returned.alias_info is not None for returned in operator._schema.returns
-    )
+    return any(returned.alias_info is not None for returned in operator._schema.returns)
 
 
 def may_not_have_arrived(operator: Any) -> bool:

@@ -29,7 +29,7 @@ from .isolation import untouched
 from .measuring_mode import MeasuringMode, NoMode
 from .one_pass import BOUNDARY_BITS
 from .partition import blocks_as_run, may_not_be_whole
-from .rounded_walk import GradientMoments, RoundedWalk
+from .rounded_walk import GradientMoments, RoundedForward, RoundedWalk
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ def walked(
     *,
     seed: int,
     fraction: float = 1.0,
-    kind: type[BlockForward] = BlockForward,
+    kind: type[BlockForward] = RoundedForward,
 ) -> _T:
     """What by_walk() makes of a forward that is cut at its blocks; of_whole() where none can be cut.
 
@@ -107,7 +107,7 @@ def note_blocks(hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[],
     forward: as for rounded_moments(). Nothing is measured. Where no block can be cut nothing changes.
     Raises MeasurementError as walked() does.
     """
-    walked(hooks, model, forward, lambda _: None, lambda: None, seed=0)
+    walked(hooks, model, forward, lambda _: None, lambda: None, seed=0, kind=BlockForward)
 
 
 def _of_whole(
