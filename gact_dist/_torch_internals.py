@@ -457,6 +457,20 @@ def global_backward_hooks() -> tuple[Any, ...]:
 
 DispatchMode: Any = TorchDispatchMode
 """a mode that sees every operator that runs, below autograd"""
+
+
+class RuntimeMode(TorchDispatchMode):
+    """One that also sees the operators of compiled code, where that code dispatches any.
+
+    torch.compile never compiles again, in the whole process, what it first meets under any other mode.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See TorchDispatchMode; it is about how code is compiled, which sees no mode."""
+        return True
+
+
 PLAIN = (Tensor, FakeTensor)
 """the classes of tensors that have one storage and behave like any other; a fake one has no memory behind it"""
 PLAIN_OR_PARAMETER = (*PLAIN, nn.Parameter)

@@ -90,13 +90,6 @@ class CutError(RuntimeError):
         return not self._modules or any(module is block for module in self._modules)
 
 
-class SelectiveError(Exception):
-    """A model with compiled regions has a selective checkpoint, whose modes would be part of what is compiled."""
-
-    def __str__(self) -> str:
-        return "a selective checkpoint in a model with compiled regions, which is measured as a whole"
-
-
 @dataclass(eq=False)
 class Exit:
     """An output of a block, where the graph of what follows starts."""
@@ -368,8 +361,6 @@ class BlockForward:
         if self._passing or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kw)
         results = self._results(kw)
-        if results is not None and self._runs_compiled:
-            raise SelectiveError
         if results is not None:
             kw = _without_contexts(kw)
         if self._current is not None:

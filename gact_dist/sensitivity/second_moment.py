@@ -22,7 +22,7 @@ from .._torch_internals import has_compiled_parts, next_sequence_number
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks
 from ..policies import Moments, Plan
 from .autograd_graph import BackwardError, MeasurementError, gradients_of_parameters, scalar
-from .blocks import BlockForward, CutError, SelectiveError
+from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .inner_backward import InnerBackwardError, run_alone_in_blocks
 from .isolation import untouched
@@ -90,9 +90,6 @@ def walked(
         try:
             with run_alone_in_blocks(cut, model, blocks, forward, fraction):
                 return by_walk(cut)
-        except SelectiveError as error:
-            _log.debug("%s", error)
-            break
         except (CutError, ReplayError, InnerBackwardError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
