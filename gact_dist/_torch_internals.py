@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from inspect import signature
 from types import CodeType, FrameType
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
-from torch._guards import active_fake_mode
+from torch._guards import TracingContext, active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -87,6 +87,7 @@ NEEDED = (
     "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
     # fake tensors and dispatch modes
     "torch._guards.active_fake_mode",
+    "torch._guards.TracingContext.try_get",
     "torch._C._len_torch_dispatch_stack",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
     "torch._subclasses.fake_tensor.FakeTensorConverter.set_tensor_memo",
@@ -457,6 +458,20 @@ def global_backward_hooks() -> tuple[Any, ...]:
 
 DispatchMode: Any = TorchDispatchMode
 """a mode that sees every operator that runs, below autograd"""
+
+
+class RuntimeMode(TorchDispatchMode):
+    """One that also sees the operators of compiled code, where that code dispatches any.
+
+    torch.compile never compiles again, in the whole process, what it first meets under any other mode.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See TorchDispatchMode; it is about how code is compiled, which sees no mode."""
+        return True
+
+
 PLAIN = (Tensor, FakeTensor)
 """the classes of tensors that have one storage and behave like any other; a fake one has no memory behind it"""
 PLAIN_OR_PARAMETER = (*PLAIN, nn.Parameter)
@@ -596,11 +611,17 @@ RESPECTS_HOOKS = "respect_saved_tensors_hooks"
 @contextmanager
 def checkpoint_calls(replacement: Callable[..., Any]) -> Iterator[None]:
     """Within the context calls of torch.utils.checkpoint.checkpoint, whoever holds a reference to it, become calls of
-    replacement(checkpoint, *args, **kwargs)."""
+    replacement(checkpoint, *args, **kwargs), but for those in a region that is being compiled."""
     decorated: Any = torch_checkpoint.checkpoint
     original = decorated.__wrapped__  # decorated to be left out of compilation: what it calls is looked up each time
     before = original.__dict__.get(_UNCOMPILED)
-    setattr(original, _UNCOMPILED, partial(replacement, original))
+
+    def replaced_when_run(*args: Any, **kwargs: Any) -> Any:
+        if TracingContext.try_get() is not None:
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    setattr(original, _UNCOMPILED, replaced_when_run)
     try:
         yield
     finally:

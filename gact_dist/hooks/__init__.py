@@ -19,7 +19,7 @@ from .parameters import made_from_parameters
 from .read_once import ReadOnce
 from .replay import Replay, Replayed, firsts_of, made_again
 from .roles import BACKWARDS, OperatorObserver
-from .selective import Adding, Results, Taking, policy_of, running_with
+from .selective import Adding, Results, Taking, Way, policy_of, running_with, shares_memory
 from .streamed import Streamed
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "Streamed",
     "Taking",
     "View",
+    "Way",
     "after_forward",
     "batch_size",
     "before_forward",
@@ -84,6 +85,7 @@ __all__ = [
     "replaying",
     "running_with",
     "samples_of",
+    "shares_memory",
     "stored_of",
     "tensors_of",
     "told_of_checkpoints",

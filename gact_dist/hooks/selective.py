@@ -32,10 +32,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .._torch_internals import (
     RESPECTS_HOOKS,
-    DispatchMode,
     KeepingMode,
     KeptMode,
     Overload,
+    RuntimeMode,
     has_effects,
     is_ignored_by_selective,
     modes_of_checkpoint,
@@ -118,7 +118,7 @@ class Results:
         return kept[number]
 
 
-class Adding(DispatchMode):
+class Adding(RuntimeMode):
     """Within it results are added to Results."""
 
     def __init__(self, results: Results) -> None:
@@ -129,7 +129,7 @@ class Adding(DispatchMode):
         return _add(self._results, func, args, kwargs or {})
 
 
-class Taking(DispatchMode):
+class Taking(RuntimeMode):
     """Within it a block runs again, and place(result, handle) is told of each result that was kept, with its handle."""
 
     def __init__(self, results: Results, place: Callable[[Tensor, Any], None]) -> None:
@@ -236,11 +236,14 @@ def _drops(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def _is_made_by_no_work(operator: Any) -> bool:
     """Whether an operator returns views, or what it was given to write to; or compares with zero."""
+    return operator is torch.ops.aten.relu.default or shares_memory(operator)
+
+
+def shares_memory(operator: Any) -> bool:
+    """Whether an operator returns views, or what it was given to write to."""
     if not isinstance(operator, Overload):
         return False
-    return operator is torch.ops.aten.relu.default or any(
-        returned.alias_info is not None for returned in operator._schema.returns
-    )
+    return any(returned.alias_info is not None for returned in operator._schema.returns)
 
 
 def may_not_have_arrived(operator: Any) -> bool:

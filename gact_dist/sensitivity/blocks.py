@@ -51,6 +51,7 @@ from ..hooks import (
     Results,
     SavedTensorHooks,
     Taking,
+    Way,
     exponent_of,
     firsts_of,
     kept_exactly,
@@ -87,13 +88,6 @@ class CutError(RuntimeError):
     def concerns(self, block: nn.Module) -> bool:
         """Whether it was this block; all of them, where it was no module but a function that is checkpointed."""
         return not self._modules or any(module is block for module in self._modules)
-
-
-class SelectiveError(Exception):
-    """A model with compiled regions has a selective checkpoint, whose modes would be part of what is compiled."""
-
-    def __str__(self) -> str:
-        return "a selective checkpoint in a model with compiled regions, which is measured as a whole"
 
 
 @dataclass(eq=False)
@@ -152,6 +146,8 @@ class Visit:
     """keys of the parameters that it uses, see BlockForward.key_of()"""
     selective: list[Results] = field(default_factory=list)
     """what selective checkpoints in it keep, or it itself as one, in their order"""
+    results: dict[Any, Any] = field(default_factory=dict)
+    """of that, boundaries of what is held, by what stands for each, see RoundedForward; the rest is made again"""
     made: list[Replayed] = field(default_factory=list)
     """of that, what its latest run has made again"""
     held: dict[Any, Any] = field(default_factory=dict)
@@ -164,7 +160,7 @@ class Visit:
     def release_inputs(self) -> None:
         """It will not run again."""
         self.arguments, self.inputs = ((), {}), []
-        self.made, self.held = [], {}
+        self.made, self.held, self.results = [], {}, {}
 
     def recorded(self) -> set[Any]:
         """What the block saves, in whichever part of the model it was stored first."""
@@ -365,8 +361,6 @@ class BlockForward:
         if self._passing or not torch.is_grad_enabled():
             return checkpoint(function, *args, **kw)
         results = self._results(kw)
-        if results is not None and self._runs_compiled:
-            raise SelectiveError
         if results is not None:
             kw = _without_contexts(kw)
         if self._current is not None:
@@ -400,7 +394,11 @@ class BlockForward:
         if policy is None:
             return None
         exactly = self._hooks.keeps_results_exactly
-        return Results(policy, self._hooks.keep_result, self._hooks.note_discrete, exactly)
+        return Results(policy, self._keep_result, self._hooks.note_discrete, exactly)
+
+    def _keep_result(self, tensor: Tensor, operator: Any, way: Way) -> Any:
+        """As SavedTensorHooks.keep_result()."""
+        return self._hooks.keep_result(tensor, operator, way)
 
     def _checkpoint_inside(
         self,
@@ -687,7 +685,8 @@ class BlockForward:
             return
         handle = visit.held.get(first)
         if handle is None:
-            handle = keep(tensor, first, tensor)
+            result = value_of(visit.results[first]) if first in visit.results else tensor
+            handle = keep(result, first, result)
         made.append((tensor, first, handle))
         value = handle.restore_memory() if isinstance(handle, Replaceable) else handle.restore()
         if value.data_ptr() != tensor.data_ptr():

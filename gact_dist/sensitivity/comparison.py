@@ -24,7 +24,7 @@ from ..hooks import Draw, SavedTensorHooks
 from ..policies import Plan
 from .blocks import BlockForward
 from .pieces import pieces_of_blocks
-from .rounded_walk import GradientComparison, RoundedWalk
+from .rounded_walk import GradientComparison, RoundedForward, RoundedWalk
 from .second_moment import walked, whole_gradient
 
 
@@ -91,7 +91,7 @@ def _rounded_by(plan: Plan, names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if plan.bits_of(name) is not None))
 
 
-class _ExactBoundaries(BlockForward):
+class _ExactBoundaries(RoundedForward):
     def boundary(self, tensor: Tensor) -> Any:
         """See BlockForward.boundary."""
         return _Copy(tensor)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import codec
 from .._torch_internals import has_compiled_parts
+from ..distributed import any_rank
 from ..hooks import Noted, Recorded, Replaceable, ReplayError, SavedTensorHooks, edge_to, origin
 from .blocks import Between, BlockForward, Visit
 from .compiled_match import EagerTensor, EagerTensors, Saved, seen
@@ -137,7 +138,14 @@ class CompiledBlocks:
                 # without the compiler a block derives others, or under other names: sources would count too little
                 hooks.store(self._derived_beside_regions())
                 self._forward.forget()
-        self._partners = tensors.partners(self._saved) if matches else {}
+        self._partners = self._agreed(tensors.partners(self._saved)) if matches else {}
+
+    def _agreed(self, partners: Mapping[str, str]) -> dict[str, str]:
+        """Those of all ranks that split parameters (tensor parallelism): what is left runs blocks, and their
+        collectives, so it must be the same on each of these ranks, which hold other parts and may find others."""
+        names = [item.name for item in self._saved]
+        missed = any_rank([name not in partners for name in names], self._forward.groups)
+        return {name: partners[name] for name, is_missed in zip(names, missed, strict=True) if not is_missed}
 
     def _derived_beside_regions(self) -> list[str]:
         """Names of what is derived in blocks that have regions."""

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 
 from .. import codec
 from .._torch_internals import has_compiled_parts
-from ..distributed import fingerprint, ranks_sharing, sharding, tensor_parallel_groups
+from ..distributed import TENSOR_PARALLELISM, fingerprint, ranks_sharing, sharding
 from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
-from .blocks import BlockForward, CutError, SelectiveError, synchronises
+from .blocks import BlockForward, CutError, synchronises
 from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_blocks import CompiledBlocks, Result
@@ -223,7 +223,7 @@ def _of_compiled_blocks(
     whole: whether it may be. See [Note: compiled blocks] in compiled_blocks.py.
     """
     blocks = blocks_as_run(model, hooks.config.blocks, hooks.packs_in_graphs)
-    if not blocks or tensor_parallel_groups(model):
+    if not blocks or sharding(model) == TENSOR_PARALLELISM:
         return None
     try:
         regions = CompiledBlocks(
@@ -232,9 +232,6 @@ def _of_compiled_blocks(
         way = _ByWalk(hooks, model, seed, fraction, probes, columns=regions.columns, regions=regions)
         with torch.compiler.set_stance("force_eager"):
             found = {item.name: item for item in way.measured(blocks, forward)}
-    except SelectiveError as error:
-        _log.debug("%s", error)
-        return None
     except (InnerBackwardError, CutError, OpaqueError, ReplayError, BackwardError) as error:
         if not whole:
             raise MeasurementError(str(error)) from error

@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from ..distributed import gathered, whole_value
-from ..hooks import Content, Draw, Replaceable, ReplayError, StoredAgain, decoded
+from ..hooks import Content, Draw, Noted, Replaceable, ReplayError, StoredAgain, Way, decoded, shares_memory
 from ..policies import Moments
 from .autograd_graph import BackwardError, added, any_made_before, float32_parts, values_of
 from .blocks import Between, BlockForward, CutError, Exit, Visit
@@ -205,6 +205,20 @@ class GradientComparison(GradientsInParts[RunningComparison]):
         """(mean squared distance from the gradient of pass 0, its squared norm), when all parts have been visited."""
         self._complete_all()
         return self._error / (self._passes - 1), self._square
+
+
+class RoundedForward(BlockForward):
+    """A forward for a rounded walk, in which blocks run again from rounded inputs.
+
+    What a selective checkpoint keeps is made from exact ones, as in a step, and held until the walk comes to its block.
+    """
+
+    def _keep_result(self, tensor: Tensor, operator: Any, way: Way) -> Any:
+        kept = super()._keep_result(tensor, operator, way)
+        holds = isinstance(kept, Noted) and way is not Way.AGAIN and not shares_memory(operator)
+        if holds and self._current is not None:
+            self._current.results[kept] = self.boundary(tensor)
+        return kept
 
 
 class RoundedWalk:

@@ -22,14 +22,14 @@ from .._torch_internals import has_compiled_parts, next_sequence_number
 from ..hooks import Draw, Footprint, ReplayError, SavedTensorHooks
 from ..policies import Moments, Plan
 from .autograd_graph import BackwardError, MeasurementError, gradients_of_parameters, scalar
-from .blocks import BlockForward, CutError, SelectiveError
+from .blocks import BlockForward, CutError
 from .checkpoint import measurable
 from .inner_backward import InnerBackwardError, run_alone_in_blocks
 from .isolation import untouched
 from .measuring_mode import MeasuringMode, NoMode
 from .one_pass import BOUNDARY_BITS
 from .partition import blocks_as_run, may_not_be_whole
-from .rounded_walk import GradientMoments, RoundedWalk
+from .rounded_walk import GradientMoments, RoundedForward, RoundedWalk
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -75,7 +75,7 @@ def walked(
     *,
     seed: int,
     fraction: float = 1.0,
-    kind: type[BlockForward] = BlockForward,
+    kind: type[BlockForward] = RoundedForward,
 ) -> _T:
     """What by_walk() makes of a forward that is cut at its blocks; of_whole() where none can be cut.
 
@@ -90,9 +90,6 @@ def walked(
         try:
             with run_alone_in_blocks(cut, model, blocks, forward, fraction):
                 return by_walk(cut)
-        except SelectiveError as error:
-            _log.debug("%s", error)
-            break
         except (CutError, ReplayError, InnerBackwardError, BackwardError) as error:
             if not whole:
                 raise MeasurementError(str(error)) from error
@@ -107,7 +104,7 @@ def note_blocks(hooks: SavedTensorHooks, model: nn.Module, forward: Callable[[],
     forward: as for rounded_moments(). Nothing is measured. Where no block can be cut nothing changes.
     Raises MeasurementError as walked() does.
     """
-    walked(hooks, model, forward, lambda _: None, lambda: None, seed=0)
+    walked(hooks, model, forward, lambda _: None, lambda: None, seed=0, kind=BlockForward)
 
 
 def _of_whole(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import gact_dist
 from gact_dist import Config
 from gact_dist.distributed import fingerprint, ranks_sharing, whole_value
 from gact_dist.sensitivity import rounded_moments
+from gact_dist.sensitivity.compiled_match import EagerTensors, Saved
 
 SAMPLES, LENGTH = 8, 64  # on each of two ranks whole groups of tokens, so that they round as in the whole
 
@@ -37,13 +40,15 @@ def calibrated(
     return found, messages.texts
 
 
-def of_row(row: str | None, estimator: str = "one-pass") -> tuple[dict[str, float], list[str]]:
+def of_row(
+    row: str | None, estimator: str = "one-pass", execution: str = "eager"
+) -> tuple[dict[str, float], list[str]]:
     """Of the small GPT under the wrappers of a row of the table of modes, or of itself."""
     if row is None:
         torch.manual_seed(0)
         job, model, group, rank = None, TinyGPT(37), None, dist.get_rank()
     else:
-        job = ROWS[row](Cell(row, "none", "fp32", "eager"), adamw)
+        job = ROWS[row](Cell(row, "none", "fp32", execution), adamw)
         model, group, rank = job.model, job.process_group, job.data_rank()
     model.eval()  # no dropout: another forward draws other masks
     found = calibrated(model, lambda batch: loss_of(model(batch[0]), batch[1]), batch_of(0, rank), group, estimator)
@@ -79,6 +84,30 @@ def test_perturbation_counts_a_split_model_as_a_whole(ranks):
     whole, _ = ranks(of_row, None, "perturbation", world_size=1)[0]
     for split, _ in ranks(of_row, "TP", "perturbation"):
         assert_alike(split, whole, rel=0.15)  # parts are rounded otherwise than the whole
+
+
+def where_one_rank_finds_more() -> dict[str, float]:
+    """Of compiled blocks, where one of the ranks that split them takes one tensor more for measured elsewhere."""
+    partners = EagerTensors.partners
+
+    def more(self: EagerTensors, saved: Sequence[Saved]) -> dict[str, str]:
+        found = partners(self, saved)
+        if dist.get_rank() % 2:
+            name = next(item.name for item in saved if item.compressible and item.name not in found)
+            found[name] = name
+        return found
+
+    with patch.object(EagerTensors, "partners", more):
+        return of_row("FSDP2 + TP", execution="compile")[0]
+
+
+@pytest.mark.large
+def test_ranks_that_split_compiled_blocks_run_them_as_often(ranks):
+    """Each run waits for the other ranks."""
+    first, *others = ranks(where_one_rank_finds_more, world_size=4, timeout_s=120)
+    assert all(found == first for found in others)
+    assert len(first) == 22
+    assert all(value > 0.0 for value in first.values())
 
 
 class MLP(nn.Module):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import block_models
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,13 +82,38 @@ class Watch:
         return gathering
 
 
-def started(row: str, layers: int, execution: str) -> Job:
-    deeper = type("Deeper", (ROWS[row],), {"build": lambda _: TinyGPT(37, width=WIDTH, layers=layers, dropout=0.1)})
+class Within(nn.Module):
+    """A block with a selective checkpoint around all that it does, which is compiled with it, as in torchtitan."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return block_models.selective(self.block, x)
+
+
+class Around(Within):
+    """The same where the checkpoint is around what is compiled."""
+
+    def compile(self, **options: Any) -> None:
+        self.block.compile(**options)
+
+
+def deep(layers: int, selective: type[Within] | None) -> nn.Module:
+    model = TinyGPT(37, width=WIDTH, layers=layers, dropout=0.1)
+    if selective is not None:
+        model.blocks = nn.ModuleList(map(selective, model.blocks))
+    return model
+
+
+def started(row: str, layers: int, execution: str, selective: type[Within] | None = None) -> Job:
+    deeper = type("Deeper", (ROWS[row],), {"build": lambda _: deep(layers, selective)})
     return deeper(Cell(row, "none", "fp32", execution), adamw)
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
     tokens = torch.randint(0, 37, (2, 13), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -99,7 +125,7 @@ def train(job: Job, gact: gact_dist.Controller, follows: bool) -> None:
     if follows:
         gact.follow()
     for step in range(STEPS):
-        batch = batch_of(step)
+        batch = batch_of(step, job.data_rank())
         if follows:
             loss = loss_fn(batch)
         else:
@@ -110,11 +136,13 @@ def train(job: Job, gact: gact_dist.Controller, follows: bool) -> None:
 
 
 def adapted(
-    row: str, layers: int, config: str, follows: bool, execution: str = "eager"
+    row: str, layers: int, config: str, follows: bool, execution: str = "eager", selective: type[Within] | None = None
 ) -> tuple[list[str], set[str], set[str], int]:
     """(most blocks that were whole at once, all that were, blocks whose tensors got bits, adaptations)."""
-    job = started(row, layers, execution)
-    gact = gact_dist.attach(job.model, config=Config(policy="gact", min_numel=0, **CONFIGS[config]))
+    job = started(row, layers, execution, selective)
+    gact = gact_dist.attach(
+        job.model, config=Config(policy="gact", min_numel=0, **CONFIGS[config]), process_group=job.process_group
+    )
     watch = Watch(job.model, gact)
     with watch.watching() if execution == "eager" else watch.watching_gatherings():
         train(job, gact, follows)
@@ -172,10 +200,25 @@ def test_so_do_other_shardings(ranks, row, follows):
         ("ZeRO-3", "bits"),
         pytest.param("FSDP1 use_orig_params", "bits", marks=large),
         pytest.param("FSDP2", "retained bytes", marks=large),
+        pytest.param("FSDP2 + TP", "bits", marks=large),
     ],
 )
 def test_so_do_compiled_blocks(ranks, row, config):
-    check(ranks(adapted, row, FEWER_LAYERS, config, False, "compile"), FEWER_LAYERS)
+    found = ranks(adapted, row, FEWER_LAYERS, config, False, "compile", world_size=ROWS[row].world_size)
+    check(found, FEWER_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("row", "selective"),
+    [
+        ("FSDP2", Within),
+        ("FSDP2", Around),
+        pytest.param("FSDP1 use_orig_params", Around, marks=large),
+        pytest.param("ZeRO-3", Around, marks=large),
+    ],
+)
+def test_so_do_compiled_blocks_with_selective_checkpoints(ranks, row, selective):
+    check(ranks(adapted, row, FEWER_LAYERS, "bits", False, "compile", selective), FEWER_LAYERS)
 
 
 def compiled_whole() -> tuple[list[str], set[str], list[bool]]:

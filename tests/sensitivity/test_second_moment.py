@@ -45,6 +45,33 @@ class Checkpointed(TinyGPT):
         return self.head(self.norm(x))
 
 
+class Selective(TinyGPT):
+    """Each block under a checkpoint that keeps the results of matrix products."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block_models.selective(block, x)
+        return self.head(self.norm(x))
+
+
+class SelectiveInside(nn.Module):
+    """The same around a part of a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return block_models.selective(self.block, torch.tanh(x)) + x
+
+
+def selective_inside() -> tuple[nn.Module, Any]:
+    model, batch = small_models.gpt(dropout=0.1)
+    model.blocks = nn.ModuleList(map(SelectiveInside, model.blocks))
+    return model, batch
+
+
 class SavedOutside(TinyGPT):
     """Each block under a checkpoint that is given what an operator outside of it has saved as well, and what another
     checkpoint has kept."""
@@ -133,6 +160,8 @@ JOBS: dict[str, Job] = {
     "clipped": (clipped, ("1", "2")),
     "checkpointed": (lambda: seeded(lambda: Checkpointed(False)), ()),
     "checkpointed reentrantly": (lambda: seeded(lambda: Checkpointed(True)), ()),
+    "selective checkpoints": (lambda: seeded(lambda: Selective(dropout=0.1)), ()),
+    "selective checkpoints in blocks": (selective_inside, ()),
     "checkpointed and saved outside": (lambda: seeded(SavedOutside), ()),
     "mixture": (lambda: mixture(False), ("first", "routed", "plain")),
     "mixture reentrantly": (lambda: mixture(True), ("first", "routed", "plain")),
