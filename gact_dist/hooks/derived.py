@@ -49,7 +49,7 @@ from .aliases import span
 from .attention_scores import SOFTMAXES, Probabilities, added_to, has_added
 from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, Shared, is_of_one, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
-from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of
+from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of, is_made_from
 from .hidden_scores import (
     FILLS,
     NO_MASKS,
@@ -130,11 +130,13 @@ class InGraph(NamedTuple):
     edge: _Edge
     is_part: bool
     """whether the edge gives a distributed tensor, whose part on this rank it is"""
+    stored: Stored | None = None
+    """what is kept of it so far: others may be made from it, and it is not to be made from those"""
 
 
-def in_graph(graph: Tensor) -> InGraph:
-    """graph: the tensor, or the distributed one whose part on this rank it is."""
-    return InGraph(_edge_of(graph), type(graph) not in PLAIN)
+def in_graph(graph: Tensor, stored: Stored | None = None) -> InGraph:
+    """graph: the tensor, or the distributed one whose part on this rank it is. stored: see InGraph."""
+    return InGraph(_edge_of(graph), type(graph) not in PLAIN, stored)
 
 
 class Origins(NamedTuple):
@@ -301,7 +303,7 @@ class Derived:
         """A recipe; where an operator has none, the way to it is remembered."""
         reads = Reads() if reads is None else reads
         try:
-            return _recipe_of(tensor, graph.edge, fraction, graph.is_part, reads, self.masks.get(name, NO_MASKS))
+            return _recipe_in(graph, tensor, fraction, reads, self.masks.get(name, NO_MASKS))
         except _NotDerivable as refused:
             if isinstance(refused, _NoRecipe):
                 self._without_recipe[name] = _way_to(refused.node, graph.edge[0], reads)
@@ -332,7 +334,7 @@ class Derived:
         if name not in self.names.made:
             return None
         try:
-            return _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+            return _recipe_in(graph, tensor, 1.0, reads)
         except _NotDerivable:
             return self._unsaved(name, reads)
 
@@ -343,7 +345,7 @@ class Derived:
         if name in self.names.again and not anew:
             return None
         try:
-            found = _recipe_of(tensor, graph.edge, 1.0, graph.is_part, reads)
+            found = _recipe_in(graph, tensor, 1.0, reads)
             self.names.again[name] = 0 if found is None else tensor.numel()
         except _NotDerivable:
             self.names.again[name] = 0
@@ -428,6 +430,13 @@ def _recipe_of(
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
     is_short = recipe.depth <= _DEEPEST or (recipe.depth <= _DEEPEST_OF_ONE and is_of_one(recipe.expression))
     return recipe if is_short else None
+
+
+def _recipe_in(graph: InGraph, tensor: Tensor, fraction: float, reads: Reads, masks: Masks = NO_MASKS) -> Recipe | None:
+    """As _recipe_of()."""
+    found = _recipe_of(tensor, graph.edge, fraction, graph.is_part, reads, masks)
+    is_circular = found is not None and graph.stored is not None and is_made_from(found, graph.stored)
+    return None if is_circular else found
 
 
 def _way_to(end: Any, node: Any, reads: Reads) -> Way | None:

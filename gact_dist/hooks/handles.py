@@ -11,7 +11,7 @@ that nobody reads at the moment; of attention, its operands. Other recipes do no
 memory of what they have decoded, and to keep a copy of it would raise the peak of a step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -126,15 +126,32 @@ def decoded(content: Content, gaps: bool = True) -> Tensor:
 
 def _sources_of(expression: Any) -> tuple[str, ...]:
     """The names of what an expression restores, in its order. What it keeps itself has none."""
-    found: dict[str, None] = {}
+    return tuple(dict.fromkeys(stored.name for stored in _restored_by(expression)))
+
+
+def _restored_by(expression: Any) -> Iterator["Stored"]:
+    """What an expression restores, in its order."""
     pending = [expression]
     while pending:
         base = stored_of(pending.pop())
         if isinstance(base, Stored):
-            found[base.name] = None
+            yield base
         else:
             pending += reversed(getattr(base, "operands", ()))
-    return tuple(found)
+
+
+def is_made_from(recipe: Recipe, stored: "Stored") -> bool:
+    """Whether a recipe restores a tensor, itself or in others that are made again."""
+    seen: set[int] = set()
+    pending = [recipe]
+    while pending:
+        for source in _restored_by(pending.pop().expression):
+            if source is stored:
+                return True
+            if isinstance(source.payload, Recipe) and id(source) not in seen:
+                seen.add(id(source))
+                pending.append(source.payload)
+    return False
 
 
 def _pieces_of(content: Content, order: Order) -> Pieces | None:

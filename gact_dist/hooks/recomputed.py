@@ -169,7 +169,7 @@ class BlockAgain:
             unsaved = self._roles.derived.note_again(name, tensor, in_graph(tensor))
         handle = self._handle(tensor, record, name)
         if unsaved is not None and isinstance(handle, Stored):
-            self._sink.try_later(handle, tensor, in_graph(tensor), unsaved)
+            self._sink.try_later(handle, tensor, tensor, unsaved)
         note_stored(tensor, record, handle)
         if derives:
             note_saved(tensor, handle)

@@ -201,7 +201,7 @@ class Store(Sink):
         on_host = 0 if stored.offloaded is None else stored.host_bytes
         self.account.add(tensor, name, record, payload, on_host, repeated=captured.repeated)
         if isinstance(found, Unsaved):
-            self.try_later(stored, tensor, in_graph(captured.graph), found)
+            self.try_later(stored, tensor, captured.graph, found)
         return stored
 
     def again(self, captured: Captured, stored: Stored, was_aliased: bool | None) -> Again | None:
@@ -247,13 +247,13 @@ class Store(Sink):
         """What was stored last, with the payloads, for the attention that reads it."""
         return self._logsumexp.latest
 
-    def _recipe_of(self, captured: Captured) -> Recipe | Unsaved | None:
-        """How to make a tensor again that would be rounded."""
+    def _recipe_of(self, captured: Captured, stored: Stored | None = None) -> Recipe | Unsaved | None:
+        """How to make a tensor again that would be rounded. stored: what is kept of it so far."""
         tensor, name, role, _, _, read, *_, reads = captured
         encoder, rounded = self._encoder, role is Role.ACTIVATION and read is None
         if not (encoder.may_derive and rounded and encoder.derives(tensor, name, self.plan)):
             return None
-        graph = in_graph(captured.graph)
+        graph = in_graph(captured.graph, stored)
         if RECOMPUTED in name:
             return self._derived.recipe_again(name, tensor, graph)
         return self._derived.recipe(name, tensor, encoder.fraction, graph, name in self.plan.bits, reads)
@@ -262,11 +262,12 @@ class Store(Sink):
         """What to keep of a tensor that has no recipe."""
         return self._encoder.encode(captured.tensor, captured.name, captured.role, self.plan, captured.read)
 
-    def try_later(self, stored: Stored, tensor: Tensor, graph: InGraph, unsaved: Unsaved) -> None:
-        """Whether a tensor that is stored has a recipe once more is saved. See [Note: saved later]."""
+    def try_later(self, stored: Stored, tensor: Tensor, graph: Tensor, unsaved: Unsaved) -> None:
+        """Whether a tensor that is stored has a recipe once more is saved. See [Note: saved later]. graph: as for
+        in_graph()."""
         if stored.name not in self._tried:
             self._tried.add(stored.name)
-            learn = partial(self._learn_later, stored.name, _like(tensor), graph)
+            learn = partial(self._learn_later, stored.name, _like(tensor), in_graph(graph, stored))
             self._later.add(stored, unsaved, learn)
 
     def _learn_later(self, name: str, like: Tensor, graph: InGraph, is_over: bool) -> Unsaved | None:
@@ -278,7 +279,7 @@ class Store(Sink):
         return found if isinstance(found, Unsaved) else None
 
     def _settle_later(self, stored: Stored, captured: Captured, is_over: bool) -> Unsaved | None:
-        found = None if is_over else self._recipe_of(captured._replace(reads=None))
+        found = None if is_over else self._recipe_of(captured._replace(reads=None), stored)
         if isinstance(found, Unsaved):
             return found
         if found is None:
@@ -323,10 +324,10 @@ class Store(Sink):
         found = None
         if not handle.is_modified:
             with torch.no_grad():
-                found = self._recipe_of(captured)
+                found = self._recipe_of(captured, handle)
         self._keep_held(handle, captured, found if isinstance(found, Recipe) else None)
         if isinstance(found, Unsaved):
-            self.try_later(handle, captured.tensor, in_graph(captured.graph), found)
+            self.try_later(handle, captured.tensor, captured.graph, found)
 
     def _keep_held(self, handle: Stored, captured: Captured, recipe: Recipe | None) -> None:
         tensor, name, _, record, *_ = captured

@@ -65,6 +65,25 @@ def test_low_precision():
         assert distance(job.gradient([row.name for row in job.rows("quantised")]), job.untouched()) < 2**-7
 
 
+class OfItself(nn.Module):
+    """A view of the keys is saved first, in a product with the queries, then the keys themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.last = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        keys = self.b(x.sin())
+        return self.last(torch.softmax(self.a(x.cos()) @ keys.t(), -1) @ keys)
+
+
+def test_nothing_is_made_of_itself():
+    job = Job(OfItself())
+    for _ in range(3):
+        job.gradient()
+    assert distance(job.gradient([row.name for row in job.rows("quantised")]), job.untouched()) < 1e-3
+
+
 class Branch(nn.Module):
     """Of which one way saves what the sigmoid read, `between` layers later, and the other does not."""
 

@@ -224,7 +224,7 @@ class Anything(nn.Module):
 def test_any_operator_is_compressed_and_only_samples_have_widths_of_their_own():
     torch.manual_seed(0)
     model, batch = Anything(), torch.randn(16, 8, 32) * torch.logspace(-1, 0.5, 16)[:, None, None]
-    gact = gact_dist.attach(model, config=Config(policy="actnn", bits=2, **SETTINGS))
+    gact = gact_dist.attach(model, config=Config(policy="actnn", bits=2.5, **SETTINGS))
 
     def loss_fn(x):
         return model(x).square().sum()
