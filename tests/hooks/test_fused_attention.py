@@ -230,7 +230,7 @@ def test_what_is_made_again_is_freed_in_the_backward(runs):
         torch.UntypedStorage._free_weak_ref(made)
 
 
-def test_dropout_within_the_operator_and_exact_operands_store_the_output():
+def test_exact_operands_store_the_output():
     model = Projected()
     for config, expected in ((Config(policy="exact", derive=True), "exact"), (derived(4), "derived")):
         gact = gact_dist.attach(model, config=config)
