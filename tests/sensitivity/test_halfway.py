@@ -16,6 +16,7 @@ from modes import ROWS, Cell, adamw, batch_of, loss_of
 from small_models import TinyGPT
 from test_blocks import RELATIVE, _with_seed, distance, measured, seed, started
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks
@@ -191,11 +192,11 @@ def test_in_between_nothing_is_held_but_what_was_found_at_the_borders(monkeypatc
     monkeypatch.setattr(one_pass, "BlockForward", Noted)
     case = made("gpt")
     gc.collect()
-    before = set(map(id, storages()))
+    before = {storage._cdata: StorageWeakRef(storage) for storage in storages()}  # whose memory no other has meanwhile
     first, hooks = paused(case)
     gc.collect()
     assert [forward() for forward in forwards] == [None]
-    left = sum(storage.nbytes() for storage in storages() if id(storage) not in before)
+    left = sum(storage.nbytes() for storage in storages() if storage._cdata not in before)
     rows, width, layers = case.batch[0].numel(), 16, 3
     # of 8 bits each, with what their groups take: the gradients at the inputs and outputs of the blocks from the third
     # on, and of embedding, norm and head; two tangents; the sums and the tensor that two blocks share
