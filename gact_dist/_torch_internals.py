@@ -4,6 +4,7 @@ What is known of a framework's internals (FSDP, DTensor, DeepSpeed) is in its fi
 both, and tests/test_torch_internals.py fails on a torch that lacks any of it.
 """
 
+import importlib
 import logging
 import os
 import re
@@ -88,6 +89,7 @@ NEEDED = (
     # fake tensors and dispatch modes
     "torch._guards.active_fake_mode",
     "torch._guards.TracingContext.try_get",
+    "torch._dynamo",
     "torch._C._len_torch_dispatch_stack",
     "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
     "torch._subclasses.fake_tensor.FakeTensorConverter.set_tensor_memo",
@@ -606,6 +608,12 @@ def bypass_hooks(mode: Any) -> None:
 
 RESPECTS_HOOKS = "respect_saved_tensors_hooks"
 """the argument of a checkpoint, and attribute of its mode (torch 2.14)"""
+
+
+def load_compiler() -> None:
+    """Import what torch imports the first time that one of its functions is kept from being compiled: in nearly all
+    jobs that is when the optimizer is made."""
+    importlib.import_module("torch._dynamo")
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from .._torch_internals import (
     is_compiled,
     is_inside_transform,
     is_no_input,
+    load_compiler,
     once,
     storage_id,
     without_innermost_hooks,
@@ -1131,6 +1132,7 @@ def _hooked(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> I
 
     grad() and its kin refuse to run under any hooks. With these they run without: what they save is kept exactly.
     """
+    load_compiler()  # which keeps what it finds in this place when it is imported
     disable = torch.autograd.graph.disable_saved_tensors_hooks
 
     @contextmanager
