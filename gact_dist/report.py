@@ -1,17 +1,18 @@
 """What a step kept for backward: the memory report."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from .hooks import WORKSPACE, ReportRow
+from .hooks import LOG_SOFTMAX, WORKSPACE, ReportRow
 from .offload import OffloadStatistics
 from .policies import GradientError
 
 _SMALL = 10
-"""workspaces are named where they are more than one part in so many of what is kept"""
+"""workspaces and log-softmaxes are named where they are more than one part in so many of what is kept"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,13 @@ class MemoryReport:
         return sum(row.bytes for row in self.rows if f":{WORKSPACE}" in row.name)
 
     @property
+    def log_softmax_bytes(self) -> int:
+        """of exact_bytes, the largest log-softmax of a cross entropy: while its backward runs, its gradient and that of
+        the logits take as much each, whatever is kept of it"""
+        sizes = (math.prod(row.shape) * row.dtype.itemsize for row in self.rows if LOG_SOFTMAX in row.name)
+        return max(sizes, default=0)
+
+    @property
     def fixed_point_bytes(self) -> int:
         """what retained_bytes would be with AC-GC's other compressor; the same if no tensor is error-bounded"""
         return sum(row.one_width_bytes or row.bytes for row in self.rows)
@@ -65,6 +73,12 @@ class MemoryReport:
             lines.append(
                 f"of these {self.opaque_bytes / 2**20:.2f} MiB are workspaces that operators keep for their backward, "
                 "of which no codec knows what they hold"
+            )
+        if self.log_softmax_bytes * _SMALL > self.retained_bytes:
+            lines.append(
+                "the backward of the cross entropy works with three tensors of "
+                f"{self.log_softmax_bytes / 2**20:.2f} MiB: the log-softmax, its gradient and that of the logits; "
+                "a chunked loss needs none of them (docs/memory.md, A large vocabulary)"
             )
         if self.gradient_error is not None:
             lines.append(

@@ -311,6 +311,23 @@ def test_the_peak_of_several_heads_falls_by_those_that_wait(mode):
     assert expected - 0.1 < above < expected + 0.6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_report_names_what_the_loss_works_with(dtype):
+    model, batch = job()
+    words, targets = batch[0].repeat(16, 1), batch[1].repeat(16)
+    gact = attached(model.to(dtype), "exact")
+    loss = step(gact, lambda: sum(F.cross_entropy(logits.float(), targets) for logits in model(words)))
+    report = gact.report()
+    assert report.log_softmax_bytes == 4 * len(targets) * WORDS
+    assert f"three tensors of {report.log_softmax_bytes / 2**20:.2f} MiB" in str(report)
+    with StorageCount() as count:  # the log-softmax among them, as soon as it is read
+        loss.backward()
+    assert 3 * report.log_softmax_bytes <= count.peak_bytes < 3.5 * report.log_softmax_bytes
+    step(gact, lambda: model.body(torch.randn(8, WIDTH, dtype=dtype)).sum())
+    assert gact.report().log_softmax_bytes == 0
+    assert "cross entropy" not in str(gact.report())
+
+
 def test_what_was_learnt_goes_on_from_a_state():
     model, batch = job(heads=2)
     gact = attached(model, "auto")
