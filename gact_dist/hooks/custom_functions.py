@@ -6,9 +6,14 @@ a norm, a normalised copy). A backward that reads something computed on the way 
 a fused attention does, needs them to fit together: exp(q k^T - logsumexp) of rounded q and k is off by a factor that
 grows exponentially. Then the inputs are kept exactly too. With a single input that does not happen: norms, activations
 and losses read a statistic of it, and rounding it is as safe as in the operators of torch that do the same.
-A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over. For
-a fused attention of the user's own this means that its queries, keys, values and result are not compressed, unless it
-runs again on its rounded inputs ([Note: functions again] in functions_again.py); those of torch's
+A function of several inputs has them kept exactly in the first step that meets it, and is judged when that is over.
+
+A function may save a view of an input that it has made itself, without a graph, as wrappers of kernels do that take
+matrices. Nothing shows whether the memory holds the input still: some losses write the gradient over it. So it is kept
+exactly, unless the function turns out to give the same when it runs again on copies of its inputs.
+
+For a fused attention of the user's own this means that its queries, keys, values and result are not compressed, unless
+it runs again on its rounded inputs ([Note: functions again] in functions_again.py); those of torch's
 scaled_dot_product_attention are, see fused_attention.py.
 """
 
@@ -21,7 +26,7 @@ from .._torch_internals import storage_id
 from ..distributed import say
 from .function_calls import FunctionCall
 from .functions_again import FunctionsAgain
-from .roles import Role
+from .roles import Role, role_of_itself
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +41,8 @@ class CustomFunctions:
         self._names: list[str] = []
         self._combines = self._is_large = False
         self._met: set[str] = set()
+        self._saved: set[str] = set()  # names of inputs
+        self._viewing: set[str] = set()  # places of functions that save views of their inputs
         self._said: set[str] = set()  # names of functions: a model calls one in every layer
         self._proposed: set[str] = set()  # places of functions that may run again from the next forward on
 
@@ -57,7 +64,11 @@ class CustomFunctions:
             self._combines |= tensor.grad_fn is None and tensor.numel() > 1
             self._judge(place, call, recording)
             return None if role is None else Role.STATISTIC
+        if role is Role.STATISTIC and role_of_itself(tensor) is None and role_of_itself(operand) is Role.ACTIVATION:
+            is_known, self._viewing = place in self._viewing, self._viewing | {place}
+            self._try_again(place, call, "it saves views of its inputs that show no graph", not recording, is_known)
         self._names.append(name)
+        self._saved.add(name)
         self._is_large |= role is not None
         self._judge(place, call, recording)
         if role is not Role.ACTIVATION or not self.needs_exact(tensor, call, place):
@@ -89,6 +100,12 @@ class CustomFunctions:
         storage = storage_id(tensor)
         return next((operand for operand in call.operands() if storage_id(operand) == storage), None)
 
+    def forget_inputs(self) -> None:
+        """Functions are called in another way from now on: what else their inputs' lines save has these names then."""
+        for name in self._saved:
+            self._roles.pop(name, None)
+        self._saved.clear()
+
     def forget_step(self) -> None:
         """At the end of a step: what was met in it is judged."""
         for place in self._met:
@@ -99,22 +116,32 @@ class CustomFunctions:
     def _judge(self, place: str, call: FunctionCall, recording: bool) -> None:
         if not self._combines or len(self._names) < 2:
             return
+        is_known = self._roles.get(place) is Role.STATISTIC
+        reason = "it combines its inputs with what it computed from them"
+        self._try_again(place, call, reason, not recording and self._is_large, is_known)
+        self._roles[place] = Role.STATISTIC
+        self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))
+
+    def _try_again(self, place: str, call: FunctionCall, reason: str, proposes: bool, is_known: bool) -> None:
+        """What a call saves is kept exactly, for a reason, unless its function can run again.
+
+        proposes: whether that is to be tried. is_known: whether the call was met before.
+        """
         again = self._again
-        if again is not None and not recording and self._is_large:
+        if again is not None and proposes:
             again.propose(call.function, place)
         if again is not None and again.may_follow(call.function):
             self._proposed.add(place)
-        elif self._roles.get(place) is not Role.STATISTIC or place in self._proposed:
+        elif not is_known or place in self._proposed:
             level = logging.DEBUG if call.name in self._said else logging.INFO
             say(
                 _log,
-                "%s is kept exactly: it combines its inputs with what it computed from them. Under a checkpoint of its "
-                "own, checkpoint(%s.apply, ..., use_reentrant=False), it keeps its inputs alone, in few bits",
+                "%s is kept exactly: %s. Under a checkpoint of its own, checkpoint(%s.apply, ..., "
+                "use_reentrant=False), it keeps its inputs alone, in few bits",
                 place,
+                reason,
                 call.name,
                 level=level,
             )
             self._said.add(call.name)
             self._proposed.discard(place)
-        self._roles[place] = Role.STATISTIC
-        self._roles.update(dict.fromkeys(self._names, Role.STATISTIC))

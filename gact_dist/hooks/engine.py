@@ -271,6 +271,7 @@ class SavedTensorHooks:
         if not self.functions_again.begin():
             return False
         self._roles.observe_next = True
+        self._functions.forget_inputs()
         self._roles.derived.names.made.clear()  # some of it was made from what such a function saved
         self._settled.forget()
         return True

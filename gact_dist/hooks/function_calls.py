@@ -131,7 +131,7 @@ class GivenToFunction(NamedTuple):
     arguments: list[Any]
     """without a graph"""
     saved: dict[int, int]
-    """of the arguments that it saves the number among all that it saves"""
+    """of the arguments that it saves, perhaps in another shape, the number among all that it saves"""
     computes: bool
     """whether it saves anything else"""
 
@@ -141,7 +141,7 @@ def given_to_functions(note: Callable[[Any, GivenToFunction], None]) -> Iterator
     """Within the context note(node, call) is told of the calls of custom functions in this thread that save tensors.
 
     Of those of which all is known that they were given, and which are given plain tensors. What they are given they
-    may write over later.
+    may write over later. A view of an argument that forward() has made, where nothing has a graph, is saved with one.
     """
     with _SAVES.listening(FunctionCtx, (threading.get_ident(), partial(_tell, note))):
         yield
@@ -153,9 +153,9 @@ def _telling(save_for_backward: Callable[..., None], listeners: list[Any]) -> An
     @untraced
     @wraps(save_for_backward)
     def telling(self: Any, *tensors: Any) -> None:
-        save_for_backward(self, *tensors)
         for told in {told for thread, told in listeners if thread == threading.get_ident()}:
-            told(self, tensors, sys._getframe(1))
+            tensors = told(self, tensors, sys._getframe(1))
+        save_for_backward(self, *tensors)
 
     return telling
 
@@ -165,15 +165,37 @@ _SAVES = SharedPatch("save_for_backward", _telling)
 
 def _tell(
     note: Callable[[Any, GivenToFunction], None], context: Any, tensors: tuple[Any, ...], frame: FrameType
-) -> None:
-    """frame: of the code that saves."""
-    call = None if in_backward() else _given(context, tensors, frame)
-    if call is not None:
-        note(context, call)
+) -> tuple[Any, ...]:
+    """What is to be saved in place of some tensors. frame: of the code that saves."""
+    arguments = None if in_backward() else _given(context, frame)
+    if arguments is None:
+        return tensors
+    saved = {
+        place: number
+        for number, tensor in enumerate(tensors)
+        for place, argument in enumerate(arguments)
+        if isinstance(argument, Tensor) and isinstance(tensor, Tensor) and _is_same(argument, tensor)
+    }
+    given = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
+    computes = any(isinstance(tensor, Tensor) and number not in saved.values() for number, tensor in enumerate(tensors))
+    note(context, GivenToFunction(function_of_context(context), given, saved, computes))
+    return tuple(_with_graph(arguments, saved, tensors))
 
 
-def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToFunction | None:
-    """frame: of the code that saves."""
+def _with_graph(arguments: list[Any], saved: dict[int, int], tensors: tuple[Any, ...]) -> list[Any]:
+    """What is saved, with the graph of the argument where forward() has made a view of it."""
+    found = [*tensors]
+    for place, number in saved.items():
+        argument, tensor = arguments[place], tensors[number]
+        is_view = tensor.shape != argument.shape or argument.grad_fn is not None
+        if argument.requires_grad and tensor.grad_fn is None and is_view:
+            with torch.enable_grad():
+                found[number] = argument.view(tensor.shape)
+    return found
+
+
+def _given(context: Any, frame: FrameType) -> list[Any] | None:
+    """What a call was given, if all of that is known. frame: of the code that saves."""
     function = function_of_context(context)
     if function is None or not _is_custom(function) or not any(context.needs_input_grad):
         return None
@@ -191,15 +213,7 @@ def _given(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> GivenToF
         arguments = [] if unknown else arguments
     if len(arguments) != len(context.needs_input_grad) or not all(map(is_plain, arguments)):
         return None
-    saved = {
-        place: number
-        for number, tensor in enumerate(tensors)
-        for place, argument in enumerate(arguments)
-        if isinstance(argument, Tensor) and isinstance(tensor, Tensor) and _is_same(argument, tensor)
-    }
-    detached = [argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments]
-    computes = any(isinstance(tensor, Tensor) and number not in saved.values() for number, tensor in enumerate(tensors))
-    return GivenToFunction(function, detached, saved, computes)
+    return arguments
 
 
 def is_plain(argument: Any) -> bool:
@@ -210,10 +224,14 @@ def is_plain(argument: Any) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether they have the same elements in the same order."""
     if type(other) not in PLAIN_OR_PARAMETER or other.layout is not torch.strided or one.dtype != other.dtype:
         return False
-    in_place = one.storage_offset() == other.storage_offset() and one.stride() == other.stride()
-    return in_place and one.shape == other.shape and storage_id(one) == storage_id(other)
+    if one.storage_offset() != other.storage_offset() or storage_id(one) != storage_id(other):
+        return False
+    if one.shape == other.shape:
+        return one.stride() == other.stride()
+    return one.numel() == other.numel() and one.is_contiguous() and other.is_contiguous()
 
 
 class _Remembered(NamedTuple):
@@ -242,18 +260,20 @@ def _is_custom(function: type) -> bool:
 _OWN = __name__.partition(".")[0]
 
 
-def _remember_in_forward(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
-    if not in_backward() and not inside_checkpoint():
-        _remember(context, tensors, frame)
+def _remember_in_forward(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> tuple[Any, ...]:
+    return tensors if in_backward() or inside_checkpoint() else _remember(context, tensors, frame)
 
 
-def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
-    """Remember a call, if one of its inputs needs a gradient: then it will save. frame: of the code that saves."""
+def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> tuple[Any, ...]:
+    """Remember a call, if one of its inputs needs a gradient: then it will save. Returns what it saves.
+
+    frame: of the code that saves.
+    """
     function = function_of_context(context)
     if function is None or not _is_custom(function) or function.__module__.startswith(COMPILED_FUNCTIONS):
-        return
+        return tensors
     if not any(context.needs_input_grad):
-        return
+        return tensors
     around, method, forward = _frames_around(frame, function)
     # what is not around this call has ended without saving all, by an exception
     _remembered.calls[:] = [other for other in _remembered.calls if not other.callers.isdisjoint(around)]
@@ -265,6 +285,7 @@ def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> None:
         given, unknown = _trusted(context, _arguments(forward, method))
     saves = [storage_id(tensor) for tensor in tensors if type(tensor) in PLAIN_OR_PARAMETER]
     _remembered.calls.append(_Remembered(around, saves, FunctionCall(object(), function, given, unknown)))
+    return tensors
 
 
 def _frames_around(frame: FrameType, function: type) -> tuple[set[_Place], str, FrameType | None]:

@@ -262,12 +262,13 @@ def _called(call: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Te
     kind = next((device.type for device in devices), "cuda")
     with without_modes(), torch.enable_grad(), torch.random.fork_rng([*devices], device_type=kind):
         made = call(*given)
+        writes = any(argument._version for argument in inputs)  # a backward may: what it reads is made for it alone
         results = [made] if isinstance(made, Tensor) else [result for result in made if isinstance(result, Tensor)]
         heads = [result for result in results if result.requires_grad]
         wanted = [argument for argument in inputs if argument.requires_grad]
         found = torch.autograd.grad(heads, wanted, [head.detach() for head in heads], allow_unused=True)
     gradients = [gradient for gradient in found if gradient is not None]
-    return [result.detach() for result in results], gradients, any(argument._version for argument in inputs)
+    return [result.detach() for result in results], gradients, writes
 
 
 def _is_there(tensor: Tensor) -> bool:

@@ -35,8 +35,9 @@ from .autograd_graph import float32_parts
 from .isolation import generators_restored
 from .surroundings import Surroundings
 
-_GIVEN, _TWICE = "_gact_dist_given", "_gact_dist_twice"
-"""attributes of a node: what its function was given, and whether its backward is to be differentiated by differences"""
+_GIVEN, _TWICE, _WRITES = "_gact_dist_given", "_gact_dist_twice", "_gact_dist_writes"
+"""attributes of a node: what its function was given, whether its backward is to be differentiated by differences, and
+whether it has written over what it saved: nothing else would show that its graph reads other values now"""
 _without_derivative: WeakSet[type] = WeakSet()
 """custom functions whose backward was found to have none"""
 
@@ -90,7 +91,7 @@ def learn(nodes: Iterable[Any], opaque: Sequence[Any], error: BaseException | No
     for node in nodes:
         function: Any = _function_of(node)
         raises = getattr(unwrap(function.backward), "__code__", None) in raised
-        if function not in _without_derivative and (raises or node in opaque):
+        if function not in _without_derivative and (raises or node in opaque or hasattr(node, _WRITES)):
             new.add(function)
     _without_derivative.update(new)
     return bool(new)
@@ -125,16 +126,28 @@ def _apply(weakly: ref[Any], *gradients: Tensor | None) -> Any:
     node: Any = weakly()
     if all(gradient is None for gradient in gradients):
         return (None,) * len(node.needs_input_grad)
-    return _backward_of(node, *gradients) if hasattr(node, _TWICE) else type(node).apply(node, *gradients)
+    if hasattr(node, _TWICE):
+        return _backward_of(node, *gradients)
+    given: _Given = getattr(node, _GIVEN)
+    saved = node.saved_tensors
+    context = _context_of(node, given, saved)
+    results = given.call.function.backward(context, *gradients)
+    if torch.is_grad_enabled() and not all(
+        torch.equal(saved[number], context.saved_tensors[number]) for number in given.call.saved.values()
+    ):
+        setattr(node, _WRITES, True)
+    return results
 
 
 def _backward_of(node: Any, *gradients: Tensor | None) -> Any:
     """The backward of a custom function, as a node that can be differentiated."""
     given: _Given = getattr(node, _GIVEN)
     saved = node.saved_tensors
-    values = {place: saved[number] for place, number in given.call.saved.items()}
+    values = {
+        place: saved[number].view(given.call.arguments[place].shape) for place, number in given.call.saved.items()
+    }
     inputs = {place: value for place, value in values.items() if value.requires_grad}
-    context = _Context(node, tuple(map(_detached, saved)))
+    context = _context_of(node, given, tuple(map(_detached, saved)))
     with torch.no_grad():
         results = given.call.function.backward(context, *map(_detached, gradients))
     results = results if isinstance(results, tuple) else (results,)
@@ -149,6 +162,13 @@ def _backward_of(node: Any, *gradients: Tensor | None) -> Any:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _context_of(node: Any, given: _Given, saved: tuple[Any, ...]) -> _Context:
+    """What a backward is called with, which may write over what it saved: of its arguments, which others read, it has
+    copies."""
+    shared = {*given.call.saved.values()}
+    return _Context(node, tuple(each.clone() if number in shared else each for number, each in enumerate(saved)))
 
 
 class _Twice(NamedTuple):

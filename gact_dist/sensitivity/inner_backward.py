@@ -40,6 +40,7 @@ from .autograd_graph import (
     watched,
 )
 from .blocks import BlockForward
+from .by_differences import given_noted
 from .checkpoint import measurable
 from .isolation import untouched
 from .measuring_mode import MeasuringMode
@@ -87,7 +88,7 @@ def run_alone_in_blocks(
     """
     mode = cut.mode
     try:
-        with untouched(model, blocks), measurable(mode):
+        with given_noted(), untouched(model, blocks), measurable(mode):
             if generators is not None:
                 generators.restore()
             with cut.run(forward, fraction):

@@ -39,7 +39,6 @@ from ..hooks import Recorded, ReplayError, SavedTensorHooks
 from ..policies import statistics
 from .autograd_graph import BackwardError, MeasurementError, backward, scalar
 from .blocks import BlockForward, CutError, synchronises
-from .by_differences import given_noted
 from .checkpoint import measurable
 from .compiled_blocks import CompiledBlocks, Result
 from .compiled_match import EagerTensor, EagerTensors, seen
@@ -405,7 +404,7 @@ class _ByWalk:
         """Within the context the forward has run, by default with the random numbers that come next."""
         mode, beside = MeasuringMode(fits=self.columns is None), None
         cut = BlockForward(self.hooks, self.model, blocks, mode, boundary_bits=BOUNDARY_BITS, seed=self.seed)
-        with given_noted(), run_alone_in_blocks(cut, self.model, blocks, forward, self.fraction, generators):
+        with run_alone_in_blocks(cut, self.model, blocks, forward, self.fraction, generators):
             if self.regions is not None:
                 self.regions.begin(cut)
                 beside = self.regions.perturb
