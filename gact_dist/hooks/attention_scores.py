@@ -118,6 +118,7 @@ class Probabilities(Expression):
 
     __slots__ = ("_made",)
     keeps_what_it_made = True
+    counts_operands = False  # what scores are made of is read next, by their own backward
 
     def __init__(self, node: Any, dim: int, *operands: Any) -> None:
         """node: of the softmax along dim. operands: the scores, and AddedMask or Shown."""
@@ -131,11 +132,11 @@ class Probabilities(Expression):
         made._made = None
         return made
 
-    def restore(self) -> Tensor:
-        """Its value."""
+    def make(self) -> Tensor:
+        """See Expression."""
         backward, reader = graph_task_id(), node_in_backward()
         kept, self._made = self._made, None
-        made = super().restore() if kept is None or kept[0] != backward else kept[1]
+        made = super().make() if kept is None or kept[0] != backward else kept[1]
         if reader is not None and reader.name() not in SOFTMAXES:
             self._made = backward, made
         return made

@@ -7,10 +7,10 @@ graph shows these: a node holds, in each saved attribute, what our hook returned
 rounded, so a job whose tensors are all stored exactly is bitwise the untouched one.
 
 Sums, cat, views and casts save none of their operands, and a product with a number saves the number: what is saved of
-those is found by the edge that gives it ([Note: edges] in saved_edges.py). A recipe counts the operators that it needs,
-with those of the recipes that it is made of: each reader of a long chain would make all of it again. An activation that
-is written in operators may have more of them: [Note: shared] in expressions.py. What is saved only after what is made
-of it counts as well: [Note: saved later] in saved_later.py.
+those is found by the edge that gives it ([Note: edges] in saved_edges.py). What takes too much work to be made again is
+stored: [Note: work] in expressions.py. Of an activation that is written in operators the result of a long chain is kept
+for its other readers: [Note: shared], there as well. What is saved only after what is made of it counts, too:
+[Note: saved later] in saved_later.py.
 
 Statistics (mean, reciprocal standard deviation) and relu's mask are those of the forward: what is made is then linear
 in the rounded input, and as unbiased. Of GELU, SiLU and their kin it has a bias of second order.
@@ -47,7 +47,7 @@ from .._torch_internals import PLAIN, RESHAPES, saved_handle
 from ..distributed import CONVERSIONS, Layout, own_part
 from .aliases import span
 from .attention_scores import SOFTMAXES, Probabilities, added_to, has_added
-from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, Shared, is_of_one, is_rounded, numel_of
+from .expressions import AS_IT_IS, Copy, Expression, Joined, Local, Number, Shared, is_rounded, numel_of
 from .fused_attention import OPERATORS, AttentionResult, output_again
 from .handles import Distributed, Kept, Recipe, Recorded, Replaceable, Stored, base_of, is_made_from
 from .hidden_scores import (
@@ -80,10 +80,10 @@ _VECTOR_FRACTION = 16
 """a parameter is copied for a recipe if it has at most this part of the elements that are made"""
 _WHOLE_FRACTION = 4
 """what is a part is made from a whole of at most this many times its elements"""
-_DEEPEST = 4
-"""operators in a row, reshaping ones not counted"""
-_DEEPEST_OF_ONE = 8
-"""the same where each element follows from the one at its place in a single tensor that is stored"""
+_MOST_WORK = 9
+"""elements that are written to make one again; to pack one and to decode it takes as long as to write three of them"""
+_LONGEST = 16
+"""operators in a row that are looked at"""
 _IN_THE_SAME_MEMORY = frozenset((
     *RESHAPES, *CONVERSIONS, "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
     "AliasBackward0",
@@ -178,7 +178,7 @@ def _find_origins(
             if in_part is None or not in_part(passed):
                 return True
         node = passed[0]
-    if node is None or hasattr(node, STARTS) or depth > _DEEPEST_OF_ONE:
+    if node is None or hasattr(node, STARTS) or depth > _LONGEST:
         return False
     if hasattr(node, "variable"):
         return bool(depth) and isinstance(node.variable, nn.Parameter)
@@ -214,6 +214,8 @@ class _Making(NamedTuple):
     """of the elements in a step"""
     reads: Reads
     """notes what is read of the graph"""
+    made: dict[Any, Expression | AttentionResult]
+    """what the recipe has for what edges give, by edge, is_part and is_of_scores"""
     is_part: bool = False
     """whether it may be a part of a distributed tensor"""
     number: int = 0
@@ -426,10 +428,9 @@ def _recipe_of(
     if type(tensor) not in PLAIN or not tensor.is_floating_point() or span(tensor) != tensor.numel():
         raise _NoRecipe(edge[0])
     itself = None if tensor.is_meta else tensor
-    wanted = _Making(tensor.numel(), fraction, reads or Reads(), is_part, tensor=itself, masks=masks)
+    wanted = _Making(tensor.numel(), fraction, reads or Reads(), {}, is_part, tensor=itself, masks=masks)
     recipe = Recipe(_made_by(edge, wanted, 0), tensor)
-    is_short = recipe.depth <= _DEEPEST or (recipe.depth <= _DEEPEST_OF_ONE and is_of_one(recipe.expression))
-    return recipe if is_short else None
+    return recipe if recipe.work <= _MOST_WORK * tensor.numel() else None
 
 
 def _recipe_in(graph: InGraph, tensor: Tensor, fraction: float, reads: Reads, masks: Masks = NO_MASKS) -> Recipe | None:
@@ -480,13 +481,23 @@ def _made_by(edge: _Edge, wanted: _Making, depth: int) -> Expression | Attention
         if depth and not (is_part or name in _NOT_AS_SAVED or wanted.is_of_scores):
             handle = wanted.reads.at((node, number))
             if handle is not None and _is_stored(handle) and numel_of(handle) == wanted.numel:
-                return Expression(Tensor.detach, handle, is_private=None, depth=0, local=AS_IT_IS)
+                return Expression(Tensor.detach, handle, is_private=None, local=AS_IT_IS)
     make = _OPERATORS.get(name)
     if make is None or (wanted.is_of_scores and name not in _OF_SCORES):
         raise _NoRecipe(node)
-    if depth >= _DEEPEST_OF_ONE or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
+    place = node, number, is_part, wanted.is_of_scores
+    known = wanted.made.get(place)
+    if known is not None:
+        if isinstance(known, Expression):
+            known.uses += 1
+        return known
+    if depth >= _LONGEST or hasattr(node, STARTS) or (number and name not in _OF_SEVERAL_RESULTS):
         raise _NotDerivable
-    return make(node, wanted._replace(is_part=is_part, number=number), depth)
+    made = make(node, wanted._replace(is_part=is_part, number=number), depth)
+    if isinstance(made, Expression) and name not in _WRITE_NOTHING:
+        made.writes(wanted.numel)
+    wanted.made[place] = made
+    return made
 
 
 def _operand(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -537,8 +548,8 @@ def _is_stored(handle: Any) -> bool:
 
 
 def _is_given(handle: Any) -> bool:
-    """Whether it is of the batch, which is there unrounded."""
-    return isinstance(handle, Kept) and not handle.of_model and type(handle.tensor) in PLAIN
+    """Whether it is of the batch or of a buffer, which are there unrounded."""
+    return isinstance(handle, Kept) and (handle.is_buffer or not handle.of_model) and type(handle.tensor) in PLAIN
 
 
 def _statistic(node: Any, slot: str, wanted: _Making) -> Any:
@@ -789,7 +800,7 @@ def _in_shape(shape: Sequence[int], factor: Any) -> Any:
     if not isinstance(factor, Expression):
         return factor
     local = AS_IT_IS._replace(shape=shape)
-    return Expression(lambda made: made.reshape(shape), factor, is_private=None, depth=0, local=local)
+    return Expression(lambda made: made.reshape(shape), factor, is_private=None, local=local)
 
 
 def _factor(node: Any, slot: str, edge: int, wanted: _Making, depth: int) -> Any:
@@ -1008,7 +1019,7 @@ def _of_operand(function: Callable[[Tensor], Tensor], in_place: Callable[[Tensor
     def made(node: Any, wanted: _Making, depth: int) -> Expression:
         x = _made_by(node.next_functions[0], wanted, depth + 1)
         local = Local(lambda _order, _first, _last, x: in_place(x))
-        if not depth and isinstance(x, Expression) and x.depth >= _DEEPEST:
+        if not depth and isinstance(x, Expression) and 2 * x.work >= _MOST_WORK * wanted.numel:
             return Shared(function, x, in_place=in_place, local=local, reader=node.name())
         return Expression(function, x, in_place=in_place, local=local)
 
@@ -1166,6 +1177,8 @@ _WITHOUT_OPERANDS: dict[str, _Operator] = {
     **dict.fromkeys(_MOVES, _moved),
 }
 """that save none of their operands"""
+_WRITE_NOTHING = frozenset((*_MOVES, "ToCopyBackward0", *OPERATORS)) - {"NegBackward0"}
+"""in a recipe: views, and what is stored"""
 _OPERATORS |= _WITHOUT_OPERANDS
 _OF_SCORES = frozenset(("MulBackward0", "DivBackward0", "BmmBackward0", "AddBackward0", "ToCopyBackward0", *_MOVES))
 """through which scores are made of a product of matrices"""

@@ -847,7 +847,8 @@ class SavedTensorHooks:
         return Kept(tensor) if site is None else self._kept(tensor, kind, site)
 
     def _kept_of_model(self, tensor: Tensor) -> Kept:
-        kept = Kept(tensor, True, self.encoder.may_derive)
+        derives = self.encoder.may_derive
+        kept = Kept(tensor, True, derives, derives and self._parameters.is_buffer(tensor))
         if kept.vector is not None:
             self._vectors.append(kept)
         return kept

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import codec
 from .._torch_internals import node_in_backward
 from .aliases import span
-from .handles import Recipe, Stored, View, base_of
+from .handles import Recipe, Replaceable, Stored, View, base_of
 from .hidden_scores import Shown
 from .streamed import Decoded, Made, Order, Pieces, Whole, order_of, small_pieces
 
@@ -46,7 +46,8 @@ class Form(NamedTuple):
     is_private: bool | None
     """whether the value is in new memory or in another tensor's; None where it is in that of the first operand"""
     local: Local | None
-    depth: int
+    written: int
+    """elements that it writes itself"""
     nbytes: int
     gelu: str | None
     """what GELU's `approximate` is, if it is one"""
@@ -56,9 +57,19 @@ _Like = TypeVar("_Like", bound="Expression")
 
 
 class Expression:
-    """A function of what handles restore."""
+    """A function of what handles restore.
 
-    __slots__ = ("form", "operands")
+    [Note: work] What is derived costs time in place of memory. Its work is the number of elements that are written: by
+    each of its operators and, of what is stored, by decoding it, each time that an operator reads it. What is made of
+    other derived tensors has their work as well, as each reader makes all of it again. So a chain of sums ends, each of
+    which takes another stored tensor. But a result that several operators of a recipe read is made once: a rotary
+    embedding multiplies the same queries with the cosine and, their halves exchanged, with the sine. Views are for
+    nothing, and casts, as the type of what is wanted is known.
+    """
+
+    __slots__ = ("_left", "_value", "form", "operands", "uses")
+    counts_operands = True
+    """as its work"""
 
     def __init__(
         self,
@@ -66,24 +77,30 @@ class Expression:
         *operands: Any,
         in_place: Callable[..., Tensor] | None = None,
         is_private: bool | None = True,
-        depth: int = 1,
         local: Local | None = None,
         gelu: str | None = None,
     ) -> None:
-        """in_place, is_private, local, gelu: see Form. depth: see Recipe."""
-        nbytes = deepest = 0
+        """in_place, is_private, local, gelu: see Form."""
+        nbytes = 0
         for operand in operands:
             if isinstance(operand, (Expression, Copy, Shown, Number)):
                 nbytes += operand.nbytes
-            if not isinstance(operand, Copy):
-                deepest = max(deepest, _depth(operand))
-        self.form = Form(function, in_place, is_private, local, depth + deepest, nbytes, gelu)
+        self.form = Form(function, in_place, is_private, local, 0, nbytes, gelu)
         self.operands = operands
+        self.uses = 1
+        """operators of the recipe that read it"""
+        self._value: Tensor | None = None  # for the readers that are left
+        self._left = 0
+
+    def writes(self, numel: int) -> None:
+        """So many elements, itself."""
+        self.form = self.form._replace(written=numel)
 
     def of(self: _Like, operands: tuple[Any, ...]) -> _Like:
         """The same function of others that are like its own."""
         made = type(self).__new__(type(self))
-        made.form, made.operands = self.form, operands
+        made.form, made.operands, made.uses = self.form, operands, self.uses
+        made._value, made._left = None, 0
         return made
 
     @property
@@ -92,13 +109,27 @@ class Expression:
         return self.form.nbytes
 
     @property
-    def depth(self) -> int:
-        """See Recipe."""
-        return self.form.depth
+    def work(self) -> int:
+        """Elements that are written to make it. See [Note: work]."""
+        work, seen, pending = 0, set(), [self]
+        while pending:
+            expression = pending.pop()
+            if id(expression) in seen:
+                continue
+            seen.add(id(expression))
+            work += expression.form.written
+            for operand in expression.operands if expression.counts_operands else ():
+                if isinstance(operand, Expression):
+                    pending.append(operand)
+                else:
+                    work += _work_of_stored(base_of(operand))
+        return work
 
     @property
     def is_private(self) -> bool:
         """Whether nothing else reads the memory of its value."""
+        if self.uses > 1:
+            return False
         is_private = self.form.is_private
         return _is_private(self.operands[0]) if is_private is None else is_private
 
@@ -119,7 +150,16 @@ class Expression:
         return Made(partial(local.piece, order, self.operands[local.operands :]), operands, local.unit)
 
     def restore(self) -> Tensor:
-        """Its value."""
+        """Its value, which stays until the last operator of the recipe has it."""
+        if self.uses == 1:
+            return self.make()
+        value = self.make() if self._value is None else self._value
+        self._left = (self._left or self.uses) - 1
+        self._value = value if self._left else None
+        return value
+
+    def make(self) -> Tensor:
+        """Its value anew."""
         first, *others = self.operands
         if self.form.gelu is not None and isinstance(first, Stored):
             made = first.gelu(self.form.gelu)
@@ -159,8 +199,8 @@ class Joined(Expression):
         """shapes: of the parts, which may give their elements in other shapes."""
         super().__init__(_Join(dimension, dtype, shapes), *parts)
 
-    def restore(self) -> Tensor:
-        """Its value."""
+    def make(self) -> Tensor:
+        """See Expression."""
         dimension, dtype, shapes = self.form.function
         shape = [*shapes[0]]
         shape[dimension] = sum(each[dimension] for each in shapes)
@@ -207,8 +247,8 @@ class Shared(Expression):
         """See Stored.pieces(); of what is kept."""
         return None if order or super().pieces(()) is None else Whole(self.restore())
 
-    def restore(self) -> Tensor:
-        """Its value."""
+    def make(self) -> Tensor:
+        """See Expression."""
         made, self._made = self._made, None
         if made is None:
             made = self._in_pieces()
@@ -220,13 +260,13 @@ class Shared(Expression):
     def _in_pieces(self) -> Tensor:
         pieces = super().pieces(())
         if pieces is None:
-            return super().restore()
+            return super().make()
         made: Tensor | None = None
         for first, last, piece in small_pieces(pieces):
             if made is None:
                 made = piece.new_empty(pieces.numel)
             made[first:last] = piece
-        return super().restore() if made is None else made
+        return super().make() if made is None else made
 
 
 class Copy:
@@ -272,8 +312,8 @@ class Number:
 def _mean_of(operand: Any) -> Tensor:
     """Of what a handle or an expression gives, piece by piece where that can be."""
     pieces = operand.pieces(()) if isinstance(operand, (Expression, Stored)) else None
-    if pieces is None:
-        return _mean(operand.restore())
+    if pieces is None:  # made anew, as this is no reader that its uses count
+        return _mean(operand.make() if isinstance(operand, Expression) else operand.restore())
     total = torch.zeros((), device=pieces.device)
     for _, _, piece in small_pieces(pieces):
         total = total + _mean(piece) * (piece.numel() / pieces.numel)
@@ -291,26 +331,6 @@ def is_rounded(handle: Any) -> bool:
     return isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.QUANTISED
 
 
-def is_of_one(expression: Any) -> bool:
-    """Whether each element of its value follows from the one at its place in a single tensor that is stored."""
-    stored: list[Any] = []
-    pending = [expression]
-    while pending:
-        operand = pending.pop()
-        base = base_of(operand)
-        if isinstance(base, Stored) and isinstance(base.payload, Recipe):
-            operand = base.payload.expression
-        elif base is not operand or isinstance(base, Stored):
-            stored.append(base)
-            continue
-        if not isinstance(operand, Expression) or operand.form.local is None:
-            return False
-        pending += operand.operands[: operand.form.local.operands]
-        if not all(isinstance(other, (Copy, Number)) for other in operand.operands[operand.form.local.operands :]):
-            return False
-    return all(base is stored[0] for base in stored)
-
-
 def _is_private(operand: Any) -> bool:
     """Whether an operand's value may be written to."""
     if isinstance(operand, Expression):
@@ -318,12 +338,12 @@ def _is_private(operand: Any) -> bool:
     return is_rounded(operand) and base_of(operand).readers < 2
 
 
-def _depth(operand: Any) -> int:
-    """See Recipe."""
-    if isinstance(operand, Expression):
-        return operand.depth
-    base = base_of(operand)
-    return base.payload.depth if isinstance(base, Stored) and isinstance(base.payload, Recipe) else 0
+def _work_of_stored(base: Any) -> int:
+    """See [Note: work]. base: of an operand's handle."""
+    payload = base.payload if isinstance(base, Stored) else None
+    if isinstance(payload, Recipe) and not payload.keeps_what_it_made:
+        return payload.work
+    return base.numel if isinstance(base, (Stored, Replaceable)) else 0
 
 
 def numel_of(handle: Any) -> int:

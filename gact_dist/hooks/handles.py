@@ -60,13 +60,13 @@ def _toggled(tensor: Tensor, bits: int) -> Tensor:
 class Recipe:
     """In place of a payload: what makes a tensor from others that are stored. See [Note: derived] in derived.py."""
 
-    __slots__ = ("depth", "dtype", "expression", "nbytes", "shape", "sources", "strides")
+    __slots__ = ("dtype", "expression", "nbytes", "shape", "sources", "strides", "work")
 
     def __init__(self, expression: Any, tensor: Tensor) -> None:
         """expression: gives the tensor's elements, in any shape and type."""
         self.expression = expression
-        self.depth: int = getattr(expression, "depth", 1)
-        """operators in a row, those of other recipes that it needs among them"""
+        self.work: int = getattr(expression, "work", tensor.numel())
+        """elements that are written to make it, see [Note: work] in expressions.py"""
         self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
         self.nbytes: int = expression.nbytes
         self.sources = _sources_of(expression)
@@ -75,7 +75,7 @@ class Recipe:
     def of(self, expression: Any) -> "Recipe":
         """The same with another expression, of others that are like those of its own."""
         made = Recipe.__new__(Recipe)
-        made.expression, made.depth, made.nbytes = expression, self.depth, self.nbytes
+        made.expression, made.work, made.nbytes = expression, self.work, self.nbytes
         made.dtype, made.shape, made.strides, made.sources = self.dtype, self.shape, self.strides, self.sources
         return made
 
@@ -685,18 +685,18 @@ class Kept:
     leaves its version as it is; and a parameter that an optimizer updates within the backward has been used by then.
     """
 
-    __slots__ = ("of_model", "tensor", "vector", "version")
+    __slots__ = ("is_buffer", "of_model", "tensor", "vector", "version")
 
-    def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False) -> None:
+    def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False, is_buffer: bool = False) -> None:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if
         it is a vector, perhaps with dimensions of size 1, for recipes: sharding may have taken the parameter away
-        before one is made."""
+        before one is made. is_buffer: whether it is a buffer or a part of one, which no job shards."""
         self.vector: Tensor | None = None
         if copies and tensor.numel() == max(tensor.shape, default=1):
             whole = tensor if type(tensor) in PLAIN_OR_PARAMETER else whole_part(tensor)
             if type(whole) in PLAIN_OR_PARAMETER:
                 self.vector = cast(Tensor, whole).detach().clone()
-        self.of_model = of_model
+        self.of_model, self.is_buffer = of_model, is_buffer
         # A Parameter object is kept itself (sharding swaps its data); of anything else an alias is kept, because a
         # saved output that is its own handle would be a reference cycle that the collector cannot see.
         kind = type(tensor)  # isinstance() of a parameter's class runs Python of torch's

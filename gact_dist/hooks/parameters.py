@@ -197,7 +197,9 @@ class ParameterRecognition:
         self.owned: set[int] = set()
         """storage_id() of what is the model's"""
         self._weak: list[Any] = []
-        self.remember([*model.parameters(), *model.buffers()])
+        self.remember(model.buffers())
+        self._of_buffers = set(self.owned)
+        self.remember(model.parameters())
 
     def remember(self, tensors: Iterable[Tensor]) -> None:
         """Add tensors that live as long as the model; held weakly, so that sharding may free their storage."""
@@ -214,6 +216,10 @@ class ParameterRecognition:
         if isinstance(tensor, nn.Parameter):
             return True
         return all(storage_id(part) in self.owned for part in parts_of(tensor))
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a buffer."""
+        return type(tensor) is Tensor and storage_id(tensor) in self._of_buffers
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:

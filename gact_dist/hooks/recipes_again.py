@@ -60,13 +60,20 @@ class _Operand(NamedTuple):
     shape: tuple[int, ...] | None = None
     """of the copy"""
 
-    def made(self, nodes: Sequence[Any], handles: Sequence[Any]) -> Any:
-        """Of the nodes and handles of another graph."""
+    def made(self, nodes: Sequence[Any], handles: Sequence[Any], known: dict[int, Any]) -> Any:
+        """Of the nodes and handles of another graph. known: what several operators read."""
         like, parts, read, number, slot, shape = self
         if read >= 0:
             return handles[read]
         if number < 0:
-            return like.of(tuple([part.made(nodes, handles) for part in parts])) if parts else like
+            if not parts:
+                return like
+            found = known.get(id(self)) if like.uses > 1 else None
+            if found is None:
+                found = like.of(tuple([part.made(nodes, handles, known) for part in parts]))
+                if like.uses > 1:
+                    known[id(self)] = found
+            return found
         node = nodes[number]
         if slot == ADDED:
             return _checked(added_to(node))
@@ -119,7 +126,7 @@ class RecipeAgain:
             first = next(i for i, known in enumerate(bases) if known is bases[-1])
             self._reads.append(_Read(numbers[id(node)], slot, _looks_of(handle), first))
         self._like = recipe.of(None)
-        self._operand = _operand_of(recipe.expression, handles, reads, numbers)
+        self._operand = _operand_of(recipe.expression, handles, reads, numbers, {})
         self._note_mask = reads.note_mask if any(slot == ADDED for _, _, slot in reads.made) else None
 
     def __call__(self, tensor: Tensor) -> Recipe | None:
@@ -142,7 +149,7 @@ class RecipeAgain:
                     return None
             if self._note_mask is not None:
                 self._note_mask(tensor)
-            return self._like.of(self._operand.made(nodes, handles))
+            return self._like.of(self._operand.made(nodes, handles, {}))
         except _Unlike:
             return None
 
@@ -209,28 +216,32 @@ def _looks_of(handle: Any) -> tuple[Any, ...]:
         how = type(payload)
         if how is codec.Packed:
             return handle.name, payload.shape, payload.scheme
-        return handle.name, payload.shape, how, payload.depth if how is Recipe else 0
+        return handle.name, payload.shape, how, payload.work if how is Recipe else 0
     if handle is None:
         return ()
     if kind is View:
         return handle.size, handle.stride, handle.offset, handle.toggled, _looks_of(handle.base)
     if kind is Kept:
         tensor = handle.tensor
-        return type(tensor), tensor.shape, tensor.dtype, handle.of_model, handle.vector is None
+        return type(tensor), tensor.shape, tensor.dtype, handle.of_model, handle.is_buffer, handle.vector is None
     if isinstance(handle, Tensor):
         return kind, handle.shape, handle.dtype
     raise _Unlike
 
 
-def _operand_of(operand: Any, handles: Sequence[Any], reads: Reads, numbers: dict[int, int]) -> _Operand:
-    """handles: that were read, each once. numbers: of nodes, by their identities."""
+def _operand_of(
+    operand: Any, handles: Sequence[Any], reads: Reads, numbers: dict[int, int], known: dict[int, _Operand]
+) -> _Operand:
+    """handles: that were read, each once. numbers: of nodes, by their identities. known: expressions, the same."""
     for made, node, slot in reads.made:
         if made is operand:
             shape = None if slot in (None, ADDED) else tuple(made.tensor.shape)
             return _Operand(node=numbers[id(node)], slot=slot, shape=shape)
     if isinstance(operand, Expression):
-        parts = [_operand_of(part, handles, reads, numbers) for part in operand.operands]
-        return _Operand(operand.of(()), tuple(parts))
+        if id(operand) not in known:
+            parts = [_operand_of(part, handles, reads, numbers, known) for part in operand.operands]
+            known[id(operand)] = _Operand(operand.of(()), tuple(parts))
+        return known[id(operand)]
     if isinstance(operand, Copy) and operand.tensor is None:
         return _Operand(operand)
     for number, handle in enumerate(handles):

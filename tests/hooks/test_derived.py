@@ -310,16 +310,17 @@ class ProbabilitiesBlock(nn.Module):
 
 
 class ExpertsBlock(nn.Module):
-    """Each expert reads its rows of what all of them share, as in GraniteMoe: parts of which the whole is too large to
-    be made again are stored."""
+    """Each expert reads its rows of what all of them share, as in GraniteMoe: a small part, for which the
+    whole is too much to be made again, is stored."""
 
     def __init__(self, _):
         super().__init__()
         self.gate, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x):
-        rows = (F.silu(self.gate(x)) * self.up(x)).split([TOKENS // 2, TOKENS // 8, TOKENS // 4, TOKENS // 8])
+        many, few = TOKENS * 29 // 64, TOKENS * 3 // 32
+        rows = (F.silu(self.gate(x)) * self.up(x)).split([many, few, many])
         return x + torch.cat([expert(part) for expert, part in zip(self.experts, rows, strict=True)])
 
 

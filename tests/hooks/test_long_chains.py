@@ -111,7 +111,7 @@ def test_a_power_that_is_no_whole_number_is_stored():
     assert all("Pow" not in row.name for row in job.rows("derived"))
 
 
-def test_a_chain_of_more_than_eight_is_stored():
+def test_a_chain_that_takes_too_much_work_is_stored():
     def chain(x: Tensor) -> Tensor:
         y = torch.pow(x, 2.0)
         for _ in range(7):
@@ -161,6 +161,6 @@ def test_the_peak_of_a_step_is_no_higher(monkeypatch):
         return allocated_peaks(step, 1, model, x)[0]
 
     ours = peak()
-    monkeypatch.setattr(derived, "_DEEPEST_OF_ONE", 4)
+    monkeypatch.setattr(derived, "_MOST_WORK", 6)
     stored = 4 * 1024 * 1024 // 2  # what tanh saves at 4 bits
     assert ours < peak() - 3 / 4 * stored
