@@ -375,9 +375,9 @@ void decode_rest(const StripRows<Isa, const u32>& words, int rows, const StripUn
 
 // Past the cache where the processor has stores that do that.
 inline void write_line(void* out, const void* line) {
-#if defined(__x86_64__)
-  for (int i = 0; i < kCacheLine / 16; ++i) {
-    _mm_stream_si128(static_cast<__m128i*>(out) + i, _mm_load_si128(static_cast<const __m128i*>(line) + i));
+#if defined(__AVX__)
+  for (int i = 0; i < kCacheLine / 32; ++i) {
+    _mm256_stream_si256(static_cast<__m256i*>(out) + i, _mm256_load_si256(static_cast<const __m256i*>(line) + i));
   }
 #else
   std::memcpy(out, line, kCacheLine);

@@ -30,14 +30,6 @@ inline void store32(void* out, __m256i value, bool stream) {
   }
 }
 
-inline float smallest(__m256 values) {
-  float lanes[8];
-  _mm256_storeu_ps(lanes, values);
-  float result = lanes[0];
-  for (int i = 1; i < 8; ++i) result = lanes[i] < result ? lanes[i] : result;
-  return result;
-}
-
 struct Avx2Isa {
   using Words = __m256i;
   using Floats = __m256;
@@ -112,15 +104,12 @@ struct Avx2Isa {
   static Words add_edges(Words x, Words y) { return _mm256_add_epi16(x, y); }
   static Words edge_sums(Words x) { return _mm256_add_epi32(both(x, set(0xFFFFu)), _mm256_srli_epi32(x, 16)); }
   static u32 sum(Words x) {
-    alignas(32) u32 lanes[8];
-    store(lanes, x, false);
-    u32 total = 0;
-    for (u32 lane : lanes) total += lane;
-    return total;
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i quarter = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return static_cast<u32>(_mm_cvtsi128_si32(quarter) + _mm_extract_epi32(quarter, 1));
   }
 
-  template <class T>
-  static Range range(const T* x, int count) {
+  static Range range(const float* x, int count) {
     __m256 lows = load(x), highs = lows, unordered = _mm256_setzero_ps();
     for (int i = 0; i < count; i += 16) {
       const __m256 a = load(x + i), b = load(x + i + 8);
@@ -128,8 +117,37 @@ struct Avx2Isa {
       highs = _mm256_max_ps(highs, _mm256_max_ps(a, b));
       unordered = _mm256_or_ps(unordered, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
     }
-    const float high = -smallest(_mm256_sub_ps(_mm256_setzero_ps(), highs));
-    return {_mm256_movemask_ps(unordered) ? float_of(kNanBits) : smallest(lows), high};
+    // The lowest beside the negated highest.
+    const __m256 ends = _mm256_sub_ps(_mm256_setzero_ps(), highs);
+    const __m256 four =
+        _mm256_min_ps(_mm256_permute2f128_ps(lows, ends, 0x20), _mm256_permute2f128_ps(lows, ends, 0x31));
+    const __m256 two = _mm256_min_ps(four, _mm256_permute_ps(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    const __m256 one = _mm256_min_ps(two, _mm256_permute_ps(two, _MM_SHUFFLE(2, 3, 0, 1)));
+    const float low = _mm_cvtss_f32(_mm256_castps256_ps128(one));
+    const float high = -_mm_cvtss_f32(_mm256_extractf128_ps(one, 1));
+    return {_mm256_movemask_ps(unordered) ? float_of(kNanBits) : low, high};
+  }
+
+  // 16-bit floats as integers of the same order: negative ones with their magnitude inverted. NaNs are the extremes.
+  template <class T>
+  static Range range(const T* x, int count) {
+    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
+    __m256i low = magnitude, high = _mm256_set1_epi16(-0x8000);
+    for (int i = 0; i < count; i += 16) {
+      const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+      const __m256i key = _mm256_xor_si256(value, _mm256_srli_epi16(_mm256_srai_epi16(value, 15), 1));
+      low = _mm256_min_epi16(low, key);
+      high = _mm256_max_epi16(high, key);
+    }
+    const __m256i sign = _mm256_set1_epi16(-0x8000);
+    const u16 low_key = smallest_word(_mm256_xor_si256(low, sign)) ^ 0x8000u;
+    const u16 high_key = smallest_word(_mm256_xor_si256(high, magnitude)) ^ 0x7FFFu;
+    return {float_of_key<T>(low_key), float_of_key<T>(high_key)};
+  }
+
+  static u16 smallest_word(__m256i words) {
+    const __m128i half = _mm_min_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    return static_cast<u16>(_mm_cvtsi128_si32(_mm_minpos_epu16(half)));
   }
 
   static u64 byte_bits(const u8 bytes[64]) {

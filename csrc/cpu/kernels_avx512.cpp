@@ -168,11 +168,6 @@ struct Avx512Isa {
     return static_cast<u16>(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)));
   }
 
-  template <class T>
-  static float float_of_key(u16 key) {
-    return to_float(T{static_cast<u16>(key & 0x8000u ? key ^ 0x7FFFu : key)});
-  }
-
   static u64 byte_bits(const u8 bytes[64]) {
     const __m512i value = _mm512_load_si512(bytes);
     return _mm512_test_epi8_mask(value, value);

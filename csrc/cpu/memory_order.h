@@ -69,7 +69,7 @@ struct SetGroups {
   const float* offsets[2];  // of the first group of each vector's set
   const float* inverses[2];
   int shift;
-  typename Isa::Words (*edges)[kQuads];  // of each vector
+  typename Isa::Words (*edges)[kQuads];  // of each set of the tile
 
   GACT_INLINE typename Isa::Floats offset(int vector, int quad) const {
     return Isa::set(offsets[vector][quad >> shift]);
@@ -77,15 +77,18 @@ struct SetGroups {
   GACT_INLINE typename Isa::Floats inverse(int vector, int quad) const {
     return Isa::set(inverses[vector][quad >> shift]);
   }
-  GACT_INLINE void add_edges(int vector, int quad, typename Isa::Words of_quad) { edges[vector][quad] = of_quad; }
+  GACT_INLINE void add_edges(int vector, int quad, typename Isa::Words of_quad) {
+    typename Isa::Words& of_set = edges[set_of<Isa>(vector)][quad];
+    of_set = vector > 0 && set_of<Isa>(vector) == 0 ? Isa::add_edges(of_set, of_quad) : of_quad;
+  }
 
-  // Adds up those of the groups of a vector's set.
-  void add_sums(int vector, u32* sums) const {
+  // The sums of the groups of a set.
+  void write_sums(int set, u32* sums) const {
     const int quads = 1 << shift;
     for (int first = 0; first < kQuads; first += quads) {
-      typename Isa::Words sum = edges[vector][first];
-      for (int quad = first + 1; quad < first + quads; ++quad) sum = Isa::add_edges(sum, edges[vector][quad]);
-      sums[first >> shift] += Isa::sum(Isa::edge_sums(sum));
+      typename Isa::Words sum = edges[set][first];
+      for (int quad = first + 1; quad < first + quads; ++quad) sum = Isa::add_edges(sum, edges[set][quad]);
+      sums[first >> shift] = Isa::sum(Isa::edge_sums(sum));
     }
   }
 };
@@ -110,7 +113,7 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
                    u32* words, u32* edges, bool stream, const TileAhead<T>& ahead) {
   const int in_set = kSetElements / group_size;
   SetGroups<Isa> of_tile;
-  typename Isa::Words of_quads[2][kQuads];
+  typename Isa::Words of_quads[kTileSets<Isa>][kQuads];
   of_tile.edges = of_quads;
   of_tile.shift = quad_shift(group_size);
   for (int v = 0; v < 2; ++v) {
@@ -119,8 +122,7 @@ void quantise_sets(const T* x, int group_size, const GroupArrays& groups, int gr
   }
   quantise_tile<Isa, T, BITS>(sets_at<Isa, kSetElements>(x), of_tile, noise, sets_at<Isa, BITS * kRowElements>(words),
                               stream, ahead);
-  for (int g = 0; g < in_set * kTileSets<Isa>; ++g) edges[group + g] = 0;
-  for (int v = 0; v < 2; ++v) of_tile.add_sums(v, edges + group + set_of<Isa>(v) * in_set);
+  for (int set = 0; set < kTileSets<Isa>; ++set) of_tile.write_sums(set, edges + group + set * in_set);
 }
 
 template <class Isa, class T>

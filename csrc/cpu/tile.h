@@ -41,6 +41,12 @@ constexpr int kBlocks = kTileRows / kPhiloxRows;  // of rows with one counter fo
 constexpr int kQuads = kTileRows / 4;             // of rows whose codes are the bytes of a word of 8-bit fields
 constexpr u32 kEvenBytes = 0x00FF00FFu;
 
+// The 16-bit float of an integer of the same order, which for negative ones has the magnitude inverted.
+template <class T>
+float float_of_key(u16 key) {
+  return to_float(T{static_cast<u16>(key & 0x8000u ? key ^ 0x7FFFu : key)});
+}
+
 // ---- noise
 
 struct RoundKeys {

@@ -83,6 +83,22 @@ def test_native_agrees_on_rare_values(isa: str, dtype: torch.dtype, group_size: 
         assert torch.equal(raw(decoded), raw(wanted)), bits
 
 
+@cache
+def one_apart_by_reference(dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+    """Groups of either sign in which one element, each in turn, is the lowest, the highest or NaN; packed."""
+    values = torch.rand(group_size, group_size, generator=torch.Generator().manual_seed(1)) + 1
+    apart = torch.stack([values + torch.diag(torch.full((group_size,), by)) for by in (-7.0, 7.0, torch.nan)])
+    x = torch.cat([apart, -apart]).reshape(-1).to(dtype)
+    return x, reference.pack(x, 4, group_size, SEED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_the_range_of_a_group_has_every_element(isa: str, dtype: torch.dtype, group_size: int) -> None:
+    x, expected = one_apart_by_reference(dtype, group_size)
+    assert torch.equal(ops.pack(x, 4, group_size, SEED), expected)
+
+
 # Rows and columns: short last blocks and tiles, a single row, none, and rows of two panels.
 ROWS_AND_COLUMNS = ((131, 32), (70, 96), (129, 384), (1, 64), (64, 160), (0, 32), (66, 1056))
 
