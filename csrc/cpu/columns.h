@@ -368,8 +368,7 @@ void decode_rest(const StripRows<Isa, const u32>& words, int rows, const StripUn
   for_word_rows(BITS, rows, [&](int in_whole, int row) {
     std::memcpy(whole + in_whole * kWidth, words.at(0, row), kWidth * sizeof(u32));
   });
-  decode_blocks<Isa, BITS>(strip_of<Isa, const u32>(whole, kWidth), groups, noise, strip_of<Isa>(values, kWidth), false,
-                           0, kBlocks);
+  decode_tile<Isa, BITS>(strip_of<Isa, const u32>(whole, kWidth), groups, noise, strip_of<Isa>(values, kWidth), false);
   for (int row = 0; row < rows; ++row) std::memcpy(out.at(0, row), values + row * kWidth, kWidth * sizeof(T));
 }
 
@@ -428,10 +427,10 @@ void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& key
       const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
       const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
       if (Lines<Isa, T>::kNeeded && stream && whole) {
-        decode_blocks<Isa, BITS>(stored, groups, used, lines.strip(column, block), false, block, block + 1);
+        decode_block<Isa, BITS>(stored, groups, used, lines.strip(column, block), false, block);
         lines.write_whole(values.at(0, block * kPhiloxRows), columns, column);
       } else if (whole) {
-        decode_blocks<Isa, BITS>(stored, groups, used, values, stream, block, block + 1);
+        decode_block<Isa, BITS>(stored, groups, used, values, stream, block);
       } else {
         decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);
       }

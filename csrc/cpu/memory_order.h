@@ -250,8 +250,8 @@ void decode_sets(const u32* words, int group_size, const DecodeArrays& arrays, i
     groups.bases[v] = arrays.base + first;
     groups.masks[v] = arrays.mask + first;
   }
-  decode_blocks<Isa, BITS>(sets_at<Isa, BITS * kRowElements>(words), groups, arrays.any_dithered ? &noise : nullptr,
-                           sets_at<Isa, kSetElements>(out), stream, 0, kBlocks);
+  decode_tile<Isa, BITS>(sets_at<Isa, BITS * kRowElements>(words), groups, arrays.any_dithered ? &noise : nullptr,
+                         sets_at<Isa, kSetElements>(out), stream);
 }
 
 template <class Isa, class T, int BITS>

@@ -272,24 +272,27 @@ GACT_INLINE void decode_quad(const typename Isa::Words codes[2], int quad, const
   }
 }
 
-// Blocks first .. last - 1 of a tile, without noise where none of the groups subtracts it.
+// A block of a tile, without noise where none of the groups subtracts it.
 template <class Isa, int BITS, class Groups, class In, class Out>
-__attribute__((noinline)) void decode_blocks(const In words, const Groups& stored_groups, const TileNoise<Isa>* noise,
-                                             const Out out, bool stream, int first, int last) {
-  const Groups groups = stored_groups;  // in registers
-  typename Isa::Words random[2][2] = {};
-  for (int block = first; block < last; ++block) {
-    if (noise != nullptr) noise->words_of(block, random);
-    typename Isa::Words codes[2][2];
-    get_codes<Isa, BITS>(words, block, 0, codes[0]);
-    get_codes<Isa, BITS>(words, block, 1, codes[1]);
+GACT_INLINE void decode_block(const In& words, const Groups& groups, const TileNoise<Isa>* noise, const Out& out,
+                              bool stream, int block) {
+  typename Isa::Words random[2][2] = {}, codes[2][2];
+  if (noise != nullptr) noise->words_of(block, random);
+  get_codes<Isa, BITS>(words, block, 0, codes[0]);
+  get_codes<Isa, BITS>(words, block, 1, codes[1]);
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const typename Isa::Words of_half[2] = {codes[0][half], codes[1][half]};
-      const typename Isa::Words of_quad[2] = {random[0][half], random[1][half]};
-      decode_quad<Isa>(of_half, 2 * block + half, groups, of_quad, out, stream);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const typename Isa::Words of_half[2] = {codes[0][half], codes[1][half]};
+    const typename Isa::Words of_quad[2] = {random[0][half], random[1][half]};
+    decode_quad<Isa>(of_half, 2 * block + half, groups, of_quad, out, stream);
   }
+}
+
+template <class Isa, int BITS, class Groups, class In, class Out>
+__attribute__((noinline)) void decode_tile(const In words, const Groups& stored_groups, const TileNoise<Isa>* noise,
+                                           const Out out, bool stream) {
+  const Groups groups = stored_groups;  // in registers
+  for (int block = 0; block < kBlocks; ++block) decode_block<Isa, BITS>(words, groups, noise, out, stream, block);
 }
 
 }  // namespace
