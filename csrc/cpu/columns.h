@@ -405,37 +405,76 @@ struct Lines {
   }
 };
 
+// What a panel is decoded with, beside its groups.
+template <class Isa>
+struct PanelUnpack {
+  const UnpackJob& job;
+  const Panel& panel;
+  const RoundKeys& keys;
+  const PairVectors<Isa>* pairs;
+
+  // The words and elements of a tile from the panel's first column on.
+  const u32* words(int tile, int bits) const {
+    return job.words + (panel.first_row + tile) / kTileRows * bits * job.columns + panel.first_column;
+  }
+  template <class T>
+  T* out(int tile) const {
+    return static_cast<T*>(job.out) + (panel.first_row + tile) * job.columns + panel.first_column;
+  }
+};
+
+// A row of blocks of whole tiles. Not inlined, so that compilers keep constants from one strip to the next.
+template <class Isa, class T, int BITS>
+__attribute__((noinline)) void decode_blocks(const PanelUnpack<Isa> unpack, const DecodeArrays& arrays, int tile,
+                                             int block, bool stream) {
+  const i64 columns = unpack.job.columns, first_row = unpack.panel.first_row + tile;
+  const u64 seed = unpack.job.seed;
+  const int width = unpack.panel.width;
+  const u32* words = unpack.words(tile, BITS);
+  T* out = unpack.template out<T>(tile);
+  Lines<Isa, T> lines;
+  for (int column = 0; column < width; column += kStrip<Isa>) {
+    const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
+    const auto stored = strip_of<Isa>(words + column, columns);
+    const auto values = strip_of<Isa>(out + column, columns);
+    const TileNoise<Isa> noise = noise_at<Isa>(unpack.pairs + column / Isa::kLanes, unpack.keys, seed, first_row);
+    const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
+    if (Lines<Isa, T>::kNeeded && stream) {
+      decode_block<Isa, BITS>(stored, groups, used, lines.strip(column, block), false, block);
+      lines.write_whole(values.at(0, block * kPhiloxRows), columns, column);
+    } else {
+      decode_block<Isa, BITS>(stored, groups, used, values, stream, block);
+    }
+  }
+}
+
+// A last tile of fewer than 32 rows.
+template <class Isa, class T, int BITS>
+void decode_last(const PanelUnpack<Isa>& unpack, const DecodeArrays& arrays, int tile) {
+  const i64 columns = unpack.job.columns;
+  const int rows = unpack.panel.rows - tile;
+  for (int column = 0; column < unpack.panel.width; column += kStrip<Isa>) {
+    const TileNoise<Isa> noise =
+        noise_at<Isa>(unpack.pairs + column / Isa::kLanes, unpack.keys, unpack.job.seed, unpack.panel.first_row + tile);
+    decode_rest<Isa, T, BITS>(strip_of<Isa>(unpack.words(tile, BITS) + column, columns), rows,
+                              units_at<Isa>(arrays, column), arrays.any_dithered ? &noise : nullptr,
+                              strip_of<Isa>(unpack.template out<T>(tile) + column, columns));
+  }
+}
+
 // A row of blocks after the other, so that large outputs are written in the order of memory.
 template <class Isa, class T, int BITS>
 void unpack_panel(const UnpackJob& job, const Panel& panel, const RoundKeys& keys, bool stream) {
   alignas(kCacheLine) DecodeArrays arrays;
   PanelNoise<Isa> pairs;
-  Lines<Isa, T> lines;
-  const i64 columns = job.columns;
   read_groups<Isa, T>(job.scales + panel.first_group, job.offsets + panel.first_group, panel.width, arrays);
   if (arrays.any_dithered) make_pairs<Isa>(panel, keys, pairs);
-  T* out = static_cast<T*>(job.out) + panel.first_row * columns + panel.first_column;
-  for (int row = 0; row < panel.rows; row += kPhiloxRows) {
-    const int tile = row / kTileRows * kTileRows, block = (row - tile) / kPhiloxRows;
-    const bool whole = tile + kTileRows <= panel.rows;
-    if (!whole && block > 0) break;
-    const u32* words = job.words + (panel.first_row + tile) / kTileRows * BITS * columns + panel.first_column;
-    for (int column = 0; column < panel.width; column += kStrip<Isa>) {
-      const StripUnits<Isa> groups = units_at<Isa>(arrays, column);
-      const auto stored = strip_of<Isa>(words + column, columns);
-      const auto values = strip_of<Isa>(out + tile * columns + column, columns);
-      const TileNoise<Isa> noise = noise_at<Isa>(pairs + column / Isa::kLanes, keys, job.seed, panel.first_row + tile);
-      const TileNoise<Isa>* used = arrays.any_dithered ? &noise : nullptr;
-      if (Lines<Isa, T>::kNeeded && stream && whole) {
-        decode_block<Isa, BITS>(stored, groups, used, lines.strip(column, block), false, block);
-        lines.write_whole(values.at(0, block * kPhiloxRows), columns, column);
-      } else if (whole) {
-        decode_block<Isa, BITS>(stored, groups, used, values, stream, block);
-      } else {
-        decode_rest<Isa, T, BITS>(stored, panel.rows - tile, groups, used, values);
-      }
-    }
+  const PanelUnpack<Isa> unpack{job, panel, keys, pairs};
+  int tile = 0;
+  for (; tile + kTileRows <= panel.rows; tile += kTileRows) {
+    for (int block = 0; block < kBlocks; ++block) decode_blocks<Isa, T, BITS>(unpack, arrays, tile, block, stream);
   }
+  if (tile < panel.rows) decode_last<Isa, T, BITS>(unpack, arrays, tile);
   if (arrays.any_rare) unpack_rare_groups<Isa, T>(job, panel.first_group, panel.width);
 }
 
