@@ -5,7 +5,8 @@
 
 The Llama of peak_jobs.py with 32,000 words, 8 layers of width 256 and 16 sequences of 128 tokens (fp32, AdamW), and the
 same with a second head that predicts the word after next: its loss is added, and one backward follows. A method is the
-untouched job, or L2 with each value of Config.log_softmax. For each:
+untouched job, or L2 with each value of Config.log_softmax, or L2 where each head and its loss lie under checkpoints,
+which make the log-softmax again from the last hidden states: all tokens at once, or in eighths. For each:
 
     ratio    what the untouched job keeps for backward over what is kept, after the last step, as report() has it
     worst    the largest peak of all steps, in MB: bytes of torch's CPU allocator above the model, as in bench_peak.py
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import gact_dist
 from benchmarks.adaptation.bench_adaptation import processor
@@ -37,7 +39,9 @@ from benchmarks.step.peak_jobs import llama
 from gact_dist import Config
 
 SIZES = {"batch_size": 16, "length": 128, "words": 32_000, "layers": 8, "width": 256}
-METHODS = "untouched", "exact", "auto", "sampled"
+CHECKPOINTS = {"made again": 1, "made again in eighths": 8}
+"""in how many parts"""
+METHODS = "untouched", "exact", "auto", "sampled", *CHECKPOINTS
 STEPS = 10
 LATER = 3
 """of the steps, the last ones"""
@@ -47,8 +51,10 @@ ROUNDS = 5
 class Heads(nn.Module):
     """A Llama that predicts the next word, and with a second head the one after that."""
 
-    def __init__(self, heads: int, sizes: dict[str, int]) -> None:
+    def __init__(self, heads: int, sizes: dict[str, int], parts: int = 0) -> None:
+        """parts: of the tokens, for each of which a checkpoint makes the head and the loss again; 0 without."""
         super().__init__()
+        self._parts = parts
         job = llama(**sizes)
         self.llama, self.tokens = job.pretrained, job.batch["input_ids"]
         width, words = sizes["width"], sizes["words"]
@@ -59,9 +65,18 @@ class Heads(nn.Module):
         hidden = self.llama.model(tokens).last_hidden_state
         losses = []
         for ahead, head in enumerate([self.llama.lm_head, *self.further], 1):
-            logits = head(hidden[:, :-ahead]).flatten(0, 1)
-            losses.append(functional.cross_entropy(logits, tokens[:, ahead:].flatten()))
+            states, targets = hidden[:, :-ahead].flatten(0, 1), tokens[:, ahead:].flatten()
+            losses.append(self._sum(head, states, targets) / len(targets))
         return torch.stack(losses).sum()
+
+    def _sum(self, head: nn.Module, states: Tensor, targets: Tensor) -> Tensor:
+        def loss(states: Tensor, targets: Tensor) -> Tensor:
+            return functional.cross_entropy(head(states), targets, reduction="sum")
+
+        if not self._parts:
+            return loss(states, targets)
+        parts = zip(states.chunk(self._parts), targets.chunk(self._parts), strict=True)
+        return torch.stack([checkpoint(loss, *part, use_reentrant=False) for part in parts]).sum()
 
 
 class Training:
@@ -69,7 +84,7 @@ class Training:
 
     def __init__(self, method: str, heads: int, sizes: dict[str, int]) -> None:
         torch.manual_seed(0)
-        self._method, self._model = method, Heads(heads, sizes)
+        self._method, self._model = method, Heads(heads, sizes, CHECKPOINTS.get(method, 0))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._gact: Any = None
         self._update(self._model(self._model.tokens))  # the optimizer has its state
@@ -77,7 +92,8 @@ class Training:
     def start(self) -> None:
         """Attach gact_dist."""
         if self._method != "untouched":
-            config = Config.from_level("L2", log_softmax=self._method, adapt_interval=1000)
+            way = "auto" if self._method in CHECKPOINTS else self._method
+            config = Config.from_level("L2", log_softmax=way, adapt_interval=1000)
             self._gact = gact_dist.attach(self._model, config=config)
 
     def step(self) -> None:
@@ -95,7 +111,7 @@ class Training:
         if self._gact is None:
             return {}
         report = self._gact.report()
-        return {"ratio": report.ratio, "retained_bytes": report.retained_bytes}
+        return {"exact_bytes": report.exact_bytes, "retained_bytes": report.retained_bytes}
 
     def _update(self, loss: Tensor) -> None:
         loss.backward()
@@ -111,6 +127,10 @@ def measure(heads: int, sizes: dict[str, int], steps: int = STEPS, rounds: int =
         peaks = live_peaks(training.start, training.step, steps)
         peak = {"worst_bytes": max(peaks), "later_bytes": statistics.median(peaks[-LATER:])}
         rows.append({"heads": heads, "method": method, **peak, **training.kept()})
+    whole = max(row.pop("exact_bytes", 0) for row in rows)  # less under checkpoints
+    for row in rows:
+        if "retained_bytes" in row:
+            row["ratio"] = whole / row["retained_bytes"]
     times: dict[str, list[float]] = {method: [] for method in METHODS}
     for _ in range(rounds):
         for method, training in trainings.items():
