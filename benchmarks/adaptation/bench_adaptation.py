@@ -2,10 +2,10 @@
 
     python -m benchmarks.adaptation.bench_adaptation [--json FILE] [--rounds 5]
 
-Small GPTs with batches of 1, 2, 8 and 64 examples of 32 tokens, whose steps take a few milliseconds, and of 1, 2 and 8
-examples of a length with which they take a few hundred; and at 8 examples two more depths, which keep about 50 and 400
-tensors for backward. Three copies of a model take turns, one step each, so that a change of
-the machine's speed meets all: the untouched job, level L2 with one adaptation before the measurement, and level L2 with
+Small GPTs with batches of 1, 2, 8, 64 and 256 examples of 32 tokens, and of 1, 2 and 8 examples of a length with which
+steps take a few hundred milliseconds; and at 8 examples two more depths, which keep about 50 and 400 tensors for
+backward. Three copies of a model take turns, one step each, so that a change of the machine's speed meets all: the
+untouched job, level L2 with one adaptation before the measurement, and level L2 with
 an adaptation every few steps. An adaptation may be spread over steps, so whole steps are timed, from the end of one
 adaptation to the end of the next. Its total is the sum of their differences to the compressed step that was taken in
 the same turn; its longest step is counted whole. The unit of both is the median plain step of these turns; medians
@@ -103,7 +103,7 @@ class Case:
 
 LONG_CASES = Case(6, 1, 1024), Case(6, 2, 512), Case(6, 8, 256)
 CASES = (
-    *(Case(6, batch, 32) for batch in (1, 2, 8, 64)),
+    *(Case(6, batch, 32) for batch in (1, 2, 8, 64, 256)),
     *LONG_CASES,
     Case(3, 8, 32),
     Case(26, 8, 32),
