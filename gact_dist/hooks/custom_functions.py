@@ -65,7 +65,8 @@ class CustomFunctions:
             self._judge(place, call, recording)
             return None if role is None else Role.STATISTIC
         if role is Role.STATISTIC and role_of_itself(tensor) is None and role_of_itself(operand) is Role.ACTIVATION:
-            is_known, self._viewing = place in self._viewing, self._viewing | {place}
+            is_known = place in self._viewing
+            self._viewing.add(place)
             self._try_again(place, call, "it saves views of its inputs that show no graph", not recording, is_known)
         self._names.append(name)
         self._saved.add(name)
