@@ -438,3 +438,45 @@ JOBS: dict[str, Callable[[], Job]] = {
     "fused attention in a custom function": lambda: squared(OwnAttention(1.5), torch.randn(4, 32, WIDTH)),
     "a compiled module beside others": lambda: squared(Beside(), torch.randn(WIDTH, WIDTH)),
 }
+
+
+class Gate(torch.autograd.Function):
+    """silu(a) * b, of rows, as the kernels of Liger and of others have it."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        shape = a.shape
+        a, b = a.view(-1, shape[-1]), b.view(-1, shape[-1])
+        ctx.save_for_backward(a, b)
+        return (F.silu(a) * b).view(shape)
+
+    @staticmethod
+    def gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        """The saved tensors, and the gradients at them."""
+        a, b = ctx.saved_tensors
+        gradient, sigmoid = gradient.reshape(a.shape), torch.sigmoid(a)
+        return a, b, gradient * b * sigmoid * (1 + a * (1 - sigmoid)), gradient * a * sigmoid
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        _, _, of_a, of_b = Gate.gradients(ctx, gradient)
+        return of_a.view(gradient.shape), of_b.view(gradient.shape)
+
+
+class Overwriting(Gate):
+    """Its backward writes the gradients over what was saved, where torch sees it."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b, of_a, of_b = Gate.gradients(ctx, gradient)
+        return a.copy_(of_a).view(gradient.shape), b.copy_(of_b).view(gradient.shape)
+
+
+class Kernel(Gate):
+    """The same, and torch sees nothing of it: what is returned has the graph of what was saved."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        a, b, of_a, of_b = Gate.gradients(ctx, gradient)
+        a.detach().numpy()[...], b.detach().numpy()[...] = of_a.detach(), of_b.detach()
+        return a.view(gradient.shape), b.view(gradient.shape)
