@@ -8,11 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from live_storages import allocated_peaks
+from live_storages import allocated_peaks, saved_bytes
 from modes import ROWS, Cell, adamw, loss_of
 from small_models import TinyGPT
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import gact_dist
 from gact_dist import Config
@@ -28,18 +27,8 @@ def model() -> nn.Module:
 
 def exact_bytes_of_a_block(examples: int) -> int:
     """What one of the blocks saves of so many, each storage once."""
-    block, saved = model().blocks[0], {}
-    parameters = {parameter.data_ptr() for parameter in block.parameters()}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(torch.randn(examples, LENGTH, WIDTH, requires_grad=True))
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    block = model().blocks[0]
+    return saved_bytes(block, lambda: block(torch.randn(examples, LENGTH, WIDTH, requires_grad=True)))
 
 
 def peaks(row: str, follows: bool) -> tuple[int, int, int, int]:

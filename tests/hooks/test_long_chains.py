@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 from derived_jobs import TOKENS, WIDTH, Job, Lambda, check_made_again, distance
-from live_storages import allocated_peaks
+from live_storages import derived_peak
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gact_dist
-from gact_dist import Config
 from gact_dist.hooks import derived
 
 
@@ -149,16 +147,7 @@ def test_the_peak_of_a_step_is_no_higher(monkeypatch):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(256, 1024), Lambda(gelu_new), nn.Linear(1024, 256)) for _ in range(4)]
         model, x = nn.Sequential(*layers), torch.randn(1024, 256)
-        gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, derive=True))
-
-        def step():
-            with gact.step():
-                loss = model(x).square().mean()
-            loss.backward()
-
-        step()
-        step()
-        return allocated_peaks(step, 1, model, x)[0]
+        return derived_peak(model, x)
 
     ours = peak()
     monkeypatch.setattr(derived, "_MOST_WORK", 6)

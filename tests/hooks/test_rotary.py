@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from derived_jobs import TOKENS, WIDTH, Job, check_made_again, distance
 from emulation import needs_compiler
-from live_storages import allocated_peaks
+from live_storages import derived_peak
 from torch import Tensor, nn
 
-import gact_dist
 from gact_dist import Config
 from gact_dist.hooks import SavedTensorHooks, derived
 from gact_dist.policies import Plan
@@ -169,16 +168,7 @@ def test_the_peak_of_a_step_is_no_higher(monkeypatch: pytest.MonkeyPatch) -> Non
     def peak() -> int:
         torch.manual_seed(0)
         model, x = nn.Sequential(*(Attention() for _ in range(4))), torch.randn(4096, WIDTH)
-        gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, derive=True))
-
-        def step() -> None:
-            with gact.step():
-                loss = model(x).square().mean()
-            loss.backward()
-
-        step()
-        step()
-        return allocated_peaks(step, 1, model, x)[0]
+        return derived_peak(model, x)
 
     ours = peak()
     monkeypatch.setattr(derived, "_MOST_WORK", 4)

@@ -31,9 +31,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_models import CheckpointedGPT, Wrapped, convolutions, plain, selective
+from live_storages import saved_bytes
 from small_models import Block, TinyGPT, loss_of
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -86,22 +86,6 @@ def peak_of(run: Callable[[], None]) -> int:
     with LiveStorages() as live:
         run()
     return live.peak
-
-
-def saved_bytes(model: nn.Module, run: Callable[[], Any]) -> int:
-    """What autograd saves in run(), each storage once, without parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = run()
-    del kept
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def exact_bytes_of_blocks(model: nn.Module, blocks: list[nn.Module], inputs: Tensor) -> list[int]:

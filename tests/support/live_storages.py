@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import gact_dist
 from benchmarks.step.bench_peak import live_peaks
+from gact_dist import Config
 
 
 def allocated_peaks(step: Callable[[], None], steps: int, *owners: Any) -> list[int]:
@@ -21,6 +24,36 @@ def allocated_peaks(step: Callable[[], None], steps: int, *owners: Any) -> list[
     """
     resident = {storage.data_ptr(): storage.nbytes() for storage in map(_storage_of, _tensors(owners))}
     return [sum(resident.values()) + peak for peak in live_peaks(lambda: None, step, steps)]
+
+
+def saved_bytes(model: nn.Module, run: Callable[[], Any]) -> int:
+    """What autograd saves in run(), each storage once, without parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    del kept
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def derived_peak(model: nn.Module, x: Tensor) -> int:
+    """Of a step at 4 bits with what is derived, once it is known who reads what."""
+    gact = gact_dist.attach(model, config=Config(policy="uniform", bits=4, derive=True))
+
+    def step() -> None:
+        with gact.step():
+            loss = model(x).square().mean()
+        loss.backward()
+
+    step()
+    step()
+    return allocated_peaks(step, 1, model, x)[0]
 
 
 class StorageCount(TorchDispatchMode):
