@@ -683,12 +683,13 @@ class BlockForward:
         if not isinstance(first, Noted):  # as it is
             made.append((tensor, first, Replaceable(tensor)))
             return
-        handle = visit.held.get(first)
+        handle, value = visit.held.get(first), tensor
         if handle is None:
-            result = value_of(visit.results[first]) if first in visit.results else tensor
-            handle = keep(result, first, result)
+            value = value_of(visit.results[first]) if first in visit.results else tensor
+            handle = keep(value, first, value)
         made.append((tensor, first, handle))
-        value = handle.restore_memory() if isinstance(handle, Replaceable) else handle.restore()
+        if not isinstance(handle, Noted):  # as it is where this run keeps nothing of it
+            value = handle.restore_memory() if isinstance(handle, Replaceable) else handle.restore()
         if value.data_ptr() != tensor.data_ptr():
             if first not in visit.held and isinstance(handle, Replaceable) and handle.replacement is not None:
                 handle.content = tensor.clone()  # as it is

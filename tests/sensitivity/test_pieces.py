@@ -21,6 +21,9 @@ from gact_dist.sensitivity import Comparison, compared, pieces
 UNDIVIDED = {"mlp", "mixture", "mixture reentrantly"}
 """jobs without a block that saves several tensors itself"""
 
+AT_ONCE = {"selective checkpoints in blocks"}
+"""jobs with a block of which all that its nodes hold is in one checkpoint, which is open as a whole"""
+
 
 @pytest.fixture
 def runs(monkeypatch):
@@ -59,7 +62,7 @@ def test_the_gradient_in_pieces_is_that_of_the_whole(name, runs, caplog):
     assert found.square == pytest.approx(square, rel=1e-5)
     assert not caplog.records
     assert bool(runs) == (name not in UNDIVIDED)
-    assert all(len(run) > 1 for run in runs)
+    assert all(len(run) > 1 for run in runs) or name in AT_ONCE
     assert all(run[-1] == 0 and sorted(run, reverse=True) == run for run in runs)
 
 
