@@ -15,7 +15,7 @@ ESTIMATORS = ("one-pass", "perturbation")
 COMPRESSORS = ("fixed-point", "error-bounded")
 COMPILE_HOOKS = ("eager", "inlined")
 LAYOUTS = ("columns", "memory")
-LOG_SOFTMAX = ("auto", "sampled", "exact")
+LOG_SOFTMAX = ("sampled", "exact")
 _DEFAULT_BITS = {"actnn": 2.0}  # 4 with the other policies
 
 
@@ -116,11 +116,10 @@ class Config:
     what they compute (docs/reliability.md). None: where bits adapt. There what it is made of gets a bit more for each
     of its elements: fewer bytes and mostly less error (docs/policies.md). Without effect with the estimator
     "perturbation", which does not see what a tensor does by way of others."""
-    log_softmax: str = "auto"
+    log_softmax: str = "sampled"
     """How the log-softmax of a cross entropy is stored where bits are at most 4 on average, rows have at least 1,024
     words and no other operator reads it (docs/memory.md, A large vocabulary): sampled: in about 1.8 bits a word,
-    without bias; exact: as it is; auto: sampled where much is saved after it and before its backward, as with several
-    heads, losses or micro-batches: there this lowers the peak. Exact with policy acgc."""
+    without bias; exact: as it is. Always exact with policy acgc."""
     batch_norm_inputs: bool = True
     """Compress the inputs that batch normalisation saves; false keeps them exactly (ActNN's level L1)."""
     compile_hooks: str = "eager"

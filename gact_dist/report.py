@@ -46,8 +46,8 @@ class MemoryReport:
 
     @property
     def log_softmax_bytes(self) -> int:
-        """of exact_bytes, the largest log-softmax of a cross entropy: while its backward runs, its gradient and that of
-        the logits take as much each, whatever is kept of it"""
+        """of exact_bytes, the largest log-softmax of a cross entropy: the logits take as much while its forward runs,
+        their gradient while its backward runs, whatever is kept of it"""
         sizes = (math.prod(row.shape) * row.dtype.itemsize for row in self.rows if LOG_SOFTMAX in row.name)
         return max(sizes, default=0)
 
@@ -76,9 +76,9 @@ class MemoryReport:
             )
         if self.log_softmax_bytes * _SMALL > self.retained_bytes:
             lines.append(
-                "the backward of the cross entropy works with three tensors of "
-                f"{self.log_softmax_bytes / 2**20:.2f} MiB: the log-softmax, its gradient and that of the logits; "
-                "a chunked loss needs none of them (docs/memory.md, A large vocabulary)"
+                "the cross entropy works with two tensors of "
+                f"{self.log_softmax_bytes / 2**20:.2f} MiB at a time: logits and log-softmax, then the gradient of the "
+                "logits; a chunked loss needs none of them (docs/memory.md, A large vocabulary)"
             )
         if self.gradient_error is not None:
             lines.append(

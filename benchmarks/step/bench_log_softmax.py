@@ -41,7 +41,7 @@ from gact_dist import Config
 SIZES = {"batch_size": 16, "length": 128, "words": 32_000, "layers": 8, "width": 256}
 CHECKPOINTS = {"made again": 1, "made again in eighths": 8}
 """in how many parts"""
-METHODS = "untouched", "exact", "auto", "sampled", *CHECKPOINTS
+METHODS = "untouched", "exact", "sampled", *CHECKPOINTS
 STEPS = 10
 LATER = 3
 """of the steps, the last ones"""
@@ -92,7 +92,7 @@ class Training:
     def start(self) -> None:
         """Attach gact_dist."""
         if self._method != "untouched":
-            way = "auto" if self._method in CHECKPOINTS else self._method
+            way = "sampled" if self._method in CHECKPOINTS else self._method
             config = Config.from_level("L2", log_softmax=way, adapt_interval=1000)
             self._gact = gact_dist.attach(self._model, config=config)
 

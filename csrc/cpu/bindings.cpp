@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/sampled.h"
 #include "cpu/kernels.h"
 #include "cpu/plain.h"
 
@@ -424,6 +425,45 @@ Tensor mask_product(const Tensor& buffer, const Tensor& grad, const Tensor& valu
   return out;
 }
 
+void check_groups(const Tensor& x, const Tensor& bits, const Tensor& logarithms, const char* name) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.numel() > 0, "gact_dist: ", name,
+                  " must be contiguous rows of words; codec.pack_log_probabilities takes any shape");
+  const int64_t groups = x.size(0) * ((x.size(1) + kSampledGroup - 1) / kSampledGroup);
+  STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Int && bits.is_contiguous() && bits.numel() == groups &&
+                      logarithms.scalar_type() == ScalarType::Half && logarithms.is_contiguous() &&
+                      logarithms.numel() == groups,
+                  "gact_dist: bits and logarithms have ", bits.numel(), " and ", logarithms.numel(),
+                  " elements, expected ", groups, " of int32 and float16");
+}
+
+Tensor sample(const Tensor& x, int64_t seed, int64_t first, Tensor bits, Tensor logarithms) {
+  check_groups(x, bits, logarithms, "x");
+  Tensor variance = new_flat(bits.numel(), ScalarType::Float);
+  const SampleJob job{x.const_data_ptr(),
+                      element_of(x.scalar_type()),
+                      x.size(1),
+                      first,
+                      static_cast<u64>(seed),
+                      static_cast<u32*>(bits.mutable_data_ptr()),
+                      static_cast<u16*>(logarithms.mutable_data_ptr()),
+                      static_cast<float*>(variance.mutable_data_ptr())};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, x.size(0), std::max<int64_t>(1, kGrainElements / job.words),
+                              [&](int64_t first, int64_t last) { kernels->sample(job, first, last); });
+  return variance;
+}
+
+void sampled_words(const Tensor& bits, const Tensor& logarithms, Tensor out) {
+  check_groups(out, bits, logarithms, "out");
+  advise_huge_pages(out.data_ptr(), out.numel() * static_cast<int64_t>(out.element_size()));
+  const SampledWordsJob job{static_cast<const u32*>(bits.const_data_ptr()),
+                            static_cast<const u16*>(logarithms.const_data_ptr()), element_of(out.scalar_type()),
+                            out.size(1), out.mutable_data_ptr()};
+  const Kernels* kernels = active_kernels();
+  torch::stable::parallel_for(0, out.size(0), std::max<int64_t>(1, kGrainElements / job.words),
+                              [&](int64_t first, int64_t last) { kernels->sampled_words(job, first, last); });
+}
+
 Tensor binary_value(const Tensor& x) {
   check_flat(x, "x");
   const MaskType type = binary_type(x.scalar_type());
@@ -492,6 +532,8 @@ STABLE_TORCH_LIBRARY_IMPL(gact_dist, CPU, library) {
   library.impl("unpack_mask", TORCH_BOX(&gact::unpack_mask));
   library.impl("unpack_binary", TORCH_BOX(&gact::unpack_binary));
   library.impl("binary_value", TORCH_BOX(&gact::binary_value));
+  library.impl("sample", TORCH_BOX(&gact::sample));
+  library.impl("sampled_words", TORCH_BOX(&gact::sampled_words));
   library.impl("rounding_variance", TORCH_BOX(&gact::rounding_variance));
 }
 

@@ -1,5 +1,5 @@
 // The table of functions of one instruction set: from run-time bits and element type to the templates of columns.h,
-// memory_order.h, masks.h and variance.h.
+// memory_order.h, masks.h, sampled.h and variance.h.
 #pragma once
 
 #include <type_traits>
@@ -7,6 +7,7 @@
 #include "cpu/functions.h"
 #include "cpu/masks.h"
 #include "cpu/memory_order.h"
+#include "cpu/sampled.h"
 #include "cpu/variance.h"
 
 namespace gact {
@@ -77,9 +78,19 @@ void unpack_columns_any(const UnpackJob& job, i64 first, i64 last) {
 
 template <class Isa>
 constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>,           unpack_any<Isa>,        pack_columns_any<Isa>,     unpack_columns_any<Isa>,
-                 pack_mask_units<Isa>,    unpack_mask_units<Isa>, has_two_values_units<Isa>, apply_any<Isa>,
-                 mask_product_units<Isa>, variance_any<Isa>,      variance_columns_any<Isa>};
+  return Kernels{pack_any<Isa>,
+                 unpack_any<Isa>,
+                 pack_columns_any<Isa>,
+                 unpack_columns_any<Isa>,
+                 pack_mask_units<Isa>,
+                 unpack_mask_units<Isa>,
+                 has_two_values_units<Isa>,
+                 apply_any<Isa>,
+                 mask_product_units<Isa>,
+                 sample_any<Isa>,
+                 sampled_words_any<Isa>,
+                 variance_any<Isa>,
+                 variance_columns_any<Isa>};
 }
 
 }  // namespace

@@ -82,6 +82,26 @@ struct VarianceJob {
   i64 columns;
 };
 
+// Log-probabilities [rows, words] by the chances of their words: see gact_dist/codec/sampled.py.
+struct SampleJob {
+  const void* x;
+  Element element;
+  i64 words;        // of a row
+  i64 first_group;  // the number of the first one, by which random numbers are drawn
+  u64 seed;
+  u32* bits;        // [groups]: one for each word
+  u16* logarithms;  // [groups] float16, of the largest
+  float* variance;  // [groups]: what each adds to the squared error
+};
+
+struct SampledWordsJob {
+  const u32* bits;
+  const u16* logarithms;
+  Element element;
+  i64 words;
+  void* out;
+};
+
 // Columns of a panel: group_size rows of them are to stay in the L2 cache between two passes.
 inline i64 panel_width(i64 columns, int group_size, int element_bytes) {
   constexpr i64 kMostBytes = 512 << 10, kMostColumns = 1024, kMultiple = 32;
@@ -98,7 +118,7 @@ inline i64 panel_count(i64 numel, int group_size, i64 columns, int element_bytes
 }
 
 // Each function works on units first .. last - 1; the last unit may be short. pack_columns and unpack_columns count
-// panels instead, variance_columns blocks of group_size rows.
+// panels instead, variance_columns blocks of group_size rows, sample and sampled_words rows.
 struct Kernels {
   void (*pack)(const PackJob& job, i64 first, i64 last);
   void (*unpack)(const UnpackJob& job, i64 first, i64 last);
@@ -109,6 +129,8 @@ struct Kernels {
   bool (*has_two_values)(const MaskJob& job, i64 first, i64 last);
   void (*function)(const FunctionJob& job);
   void (*mask_product)(const MaskProductJob& job, i64 first, i64 last);
+  void (*sample)(const SampleJob& job, i64 first, i64 last);
+  void (*sampled_words)(const SampledWordsJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
   void (*variance_columns)(const VarianceJob& job, i64 first, i64 last, double totals[8]);
 };

@@ -150,6 +150,27 @@ struct Avx2Isa {
     return static_cast<u16>(_mm_cvtsi128_si32(_mm_minpos_epu16(half)));
   }
 
+  // Bit i: whether the running sum of 32 shares and a start passes a multiple of 2^24 at share i.
+  static u32 passes(const i32 shares[32], u32 start) {
+    u32 bits = 0;
+    __m256i before = _mm256_setzero_si256(), carried = set(start);
+    for (int i = 0; i < 4; ++i) {
+      __m256i sum = _mm256_load_si256(reinterpret_cast<const __m256i*>(shares + 8 * i));
+      sum = _mm256_add_epi32(sum, _mm256_slli_si256(sum, 4));
+      sum = _mm256_add_epi32(sum, _mm256_slli_si256(sum, 8));
+      const __m256i lower = _mm256_permute2x128_si256(sum, sum, 0x08);  // in the upper half
+      sum = _mm256_add_epi32(_mm256_add_epi32(sum, _mm256_shuffle_epi32(lower, 0xFF)), carried);
+      const __m256i passed = _mm256_srli_epi32(sum, 24);
+      // Each with the one before it, the first with the last of `before`.
+      const __m256i joined = _mm256_permute2x128_si256(before, passed, 0x21);
+      const __m256i same = _mm256_cmpeq_epi32(passed, _mm256_alignr_epi8(passed, joined, 12));
+      bits |= (static_cast<u32>(_mm256_movemask_ps(_mm256_castsi256_ps(same))) ^ 0xFFu) << (8 * i);
+      before = passed;
+      carried = _mm256_permutevar8x32_epi32(sum, _mm256_set1_epi32(7));
+    }
+    return bits;
+  }
+
   static u64 byte_bits(const u8 bytes[64]) {
     u64 bits = 0;
     for (int half = 0; half < 2; ++half) {

@@ -168,6 +168,25 @@ struct Avx512Isa {
     return static_cast<u16>(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)));
   }
 
+  // Bit i: whether the running sum of 32 shares and a start passes a multiple of 2^24 at share i.
+  static u32 passes(const i32 shares[32], u32 start) {
+    const __m512i first = _mm512_add_epi32(running_sum(_mm512_load_si512(shares)), set(start));
+    const __m512i last = _mm512_set1_epi32(15), sum = running_sum(_mm512_load_si512(shares + 16));
+    const __m512i second = _mm512_add_epi32(sum, _mm512_permutexvar_epi32(last, first));
+    const __m512i low = _mm512_srli_epi32(first, 24), high = _mm512_srli_epi32(second, 24);
+    const u32 low_bits = _mm512_cmpneq_epi32_mask(low, _mm512_alignr_epi32(low, _mm512_setzero_si512(), 15));
+    const u32 high_bits = _mm512_cmpneq_epi32_mask(high, _mm512_alignr_epi32(high, low, 15));
+    return low_bits | high_bits << 16;
+  }
+
+  static __m512i running_sum(__m512i x) {
+    const __m512i zero = _mm512_setzero_si512();
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 15));
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 14));
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 12));
+    return _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 8));
+  }
+
   static u64 byte_bits(const u8 bytes[64]) {
     const __m512i value = _mm512_load_si512(bytes);
     return _mm512_test_epi8_mask(value, value);

@@ -111,6 +111,17 @@ struct ScalarIsa {
     return range;
   }
 
+  // Bit i: whether the running sum of 32 shares and a start passes a multiple of 2^24 at share i.
+  static u32 passes(const i32 shares[32], u32 start) {
+    u32 bits = 0, sum = start, before = 0;
+    for (int i = 0; i < 32; ++i) {
+      sum += static_cast<u32>(shares[i]);
+      bits |= static_cast<u32>(sum >> 24 != before) << i;
+      before = sum >> 24;
+    }
+    return bits;
+  }
+
   static u64 byte_bits(const u8 bytes[64]) {
     u64 bits = 0;
     for (int i = 0; i < 64; ++i) bits |= static_cast<u64>(bytes[i]) << i;

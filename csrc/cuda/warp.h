@@ -23,6 +23,9 @@ GACT_FN void sync_block() { __syncthreads(); }
 
 GACT_FN bool any_lane(bool value) { return __any_sync(kAllLanes, value); }
 
+// Bit i: whether it is true in lane i.
+GACT_FN u32 lanes_with(bool value) { return __ballot_sync(kAllLanes, value); }
+
 GACT_FN u32 shuffle(u32 value, u32 source_lane) { return __shfl_sync(kAllLanes, value, source_lane); }
 
 GACT_FN u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import format as payload_format
+from . import sampling
 from .driver import Kernel, find_driver, functions_of, launch
 from .format import TILE_ROWS
 from .plain_calls import PlainCalls
@@ -26,6 +27,8 @@ _VECTOR_BYTES = 16
 _TILE_ELEMENTS = 64
 _MEMORY_ORDER_THREADS = 128
 _COLUMN_PAIRS = {64: 64, 128: 32, 256: 32, 512: 16}
+# As in csrc/cuda/sampled.cu: groups of log-probabilities that a warp has.
+_WARP_GROUPS = 4
 # Blocks of the variance kernel: enough to fill any GPU, few enough that adding up their sums takes no time.
 _VARIANCE_BLOCKS = 1024
 
@@ -251,6 +254,39 @@ def unpack_mask(buffer: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         one = _MASK_PATTERNS[dtype][1]
         launch(out.device, kernel, blocks, BLOCK_THREADS, buffer.data_ptr(), numel, one, out.data_ptr())
     return out
+
+
+def _sampled_kernel(name: str, words: Tensor, bits: Tensor, logarithms: Tensor, argument: str) -> Kernel:
+    """For words [rows, words]. Raises ValueError where it cannot have them."""
+    sampling.check_groups(words, bits, logarithms, argument)
+    _check_device(bits, "bits", words.device)
+    _check_device(logarithms, "logarithms", words.device)
+    if words.dtype not in ELEMENTS:
+        raise ValueError(f"{argument} is of {words.dtype}, expected one of {', '.join(map(str, ELEMENTS))}")
+    if bits.numel() >= 2**31:
+        raise ValueError(
+            f"{argument} has {bits.numel()} groups, expected fewer than 2^31; give some of the rows at a time"
+        )
+    return Kernel("sampled.cu", name, (f"GACT_ELEMENT={ELEMENTS[words.dtype]}",))
+
+
+def sample(x: Tensor, seed: int, first: int, bits: Tensor, logarithms: Tensor) -> Tensor:
+    """``sampling.sample`` for CUDA tensors, as csrc/cpu/sampled.h has it bit for bit."""
+    kernel, groups = _sampled_kernel("sample", x, bits, logarithms, "x"), bits.numel()
+    variance = torch.empty(groups, dtype=torch.float32, device=x.device)
+    places = bits.data_ptr(), logarithms.data_ptr(), variance.data_ptr()
+    warps = -(-(first + groups) // _WARP_GROUPS) - first // _WARP_GROUPS
+    launch(x.device, kernel, _blocks(warps), BLOCK_THREADS, x.data_ptr(), groups, x.shape[1], seed, first, *places)
+    return variance
+
+
+def sampled_words(bits: Tensor, logarithms: Tensor, out: Tensor) -> None:
+    """``sampling.sampled_words`` for CUDA tensors."""
+    kernel, groups = _sampled_kernel("sampled_words", out, bits, logarithms, "out"), bits.numel()
+    sizes = groups, out.shape[1]
+    places = bits.data_ptr(), logarithms.data_ptr()
+    warps = -(-groups // _WARP_GROUPS)
+    launch(out.device, kernel, _blocks(warps), BLOCK_THREADS, *places, *sizes, out.data_ptr())
 
 
 def rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:

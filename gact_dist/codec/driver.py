@@ -19,6 +19,7 @@ from .nvrtc import KernelsUnavailableError, KernelsUnavailableNowError, compile_
 KERNELS = {
     "codec.cu": ("pack", "unpack"),
     "norms.cu": ("normalise",),
+    "sampled.cu": ("sample", "sampled_words"),
     "variance.cu": ("variance", "variance_columns"),
     "masks.cu": tuple(f"{action}_mask_{itemsize}" for itemsize in (1, 2, 4, 8) for action in ("pack", "unpack")),
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from .._paths import PACKAGE_ROOT
 from .._sources import OTHER_SOURCES, is_of_these_sources
 from .._torch_internals import dispatch_modes
-from . import cuda, nvrtc, reference
+from . import cuda, nvrtc, reference, sampling
 from . import format as payload_format
 from .plain_calls import PlainCalls
 
@@ -227,6 +227,15 @@ def _fake_binary_value(x: Tensor) -> Tensor:
     return x.new_empty(())
 
 
+def _fake_sample(x: Tensor, seed: int, first: int, bits: Tensor, logarithms: Tensor) -> Tensor:
+    sampling.check_groups(x, bits, logarithms, "x")
+    return x.new_empty(bits.numel(), dtype=torch.float32)
+
+
+def _fake_sampled_words(bits: Tensor, logarithms: Tensor, out: Tensor) -> None:
+    sampling.check_groups(out, bits, logarithms, "out")
+
+
 def _fake_rounding_variance(x: Tensor, weight: Tensor, group_size: int, columns: int = 1) -> Tensor:
     payload_format.check_format(payload_format.MIN_BITS, group_size, x.dtype)
     payload_format.check_columns(x.numel(), columns)
@@ -286,6 +295,16 @@ _define(
 )
 _define("binary_value(Tensor x) -> Tensor", reference.binary_value, _fake_binary_value, on_gpu=False)
 _define(
+    "sample(Tensor x, int seed, int first, Tensor(a!) bits, Tensor(b!) logarithms) -> Tensor",
+    sampling.sample,
+    _fake_sample,
+)
+_define(
+    "sampled_words(Tensor bits, Tensor logarithms, Tensor(a!) out) -> ()",
+    sampling.sampled_words,
+    _fake_sampled_words,
+)
+_define(
     "rounding_variance(Tensor x, Tensor weight, int group_size, int columns=1) -> Tensor",
     reference.rounding_variance,
     _fake_rounding_variance,
@@ -303,6 +322,8 @@ pack_mask = torch.ops.gact_dist.pack_mask.default
 unpack_mask = torch.ops.gact_dist.unpack_mask.default
 unpack_binary = torch.ops.gact_dist.unpack_binary.default
 binary_value = torch.ops.gact_dist.binary_value.default
+sample = torch.ops.gact_dist.sample.default
+sampled_words = torch.ops.gact_dist.sampled_words.default
 rounding_variance = torch.ops.gact_dist.rounding_variance.default
 
 

@@ -590,7 +590,7 @@ def pack_log_probabilities(tensor: Tensor, seed: int = 0) -> Packed | None:
         return None
     words = data.shape[-1]
     if is_fake(data):
-        total_bytes = sampled.total_bytes(data.numel() // words, words, data.device)
+        total_bytes = sampled.total_bytes(data.numel() // words, words)
         payload = data.new_empty(total_bytes, dtype=torch.uint8)
     else:
         payload = sampled.pack(data.view(-1, words), seed)
@@ -690,6 +690,8 @@ def part_unit(packed: Packed) -> int:
         return 0
     if packed.scheme is Scheme.MASK:
         return 8
+    if packed.scheme is Scheme.SAMPLED:
+        return sampled.ranked_rows(packed.shape[-1]) * packed.shape[-1]
     is_plain = packed.scheme is Scheme.QUANTISED and packed.dtype in PACK_DTYPES
     return format_part_unit(packed.group_size, packed.columns) if is_plain else 0
 
@@ -707,6 +709,10 @@ def unpack_part(packed: Packed, first: int, last: int, memory: Tensor | None = N
         return ops.unpack_mask(packed.payload[first // 8 : -(-last // 8)], last - first, packed.dtype)
     if memory is None:
         memory = torch.empty(last - first, dtype=packed.dtype, device=packed.payload.device)
+    if packed.scheme is Scheme.SAMPLED:
+        words = packed.shape[-1]
+        sampled.unpack_rows(packed.payload, packed.shape.numel() // words, first // words, memory.view(-1, words))
+        return memory
     form = packed.bits, packed.group_size, packed.layout.span, packed.dtype, packed.seed
     ops.unpack_part(packed.payload, *form, memory, packed.columns, first)
     return memory

@@ -122,7 +122,6 @@ class Account:
         self._rows: list[tuple[Any, ...]] = []  # the fields of each row: few steps are asked for their rows
         self.exact_bytes = 0
         """what the untouched job would keep"""
-        self._earlier_bytes = 0
         self._footprint = footprint
 
     @property
@@ -141,18 +140,12 @@ class Account:
         return sum(row[_BYTES] for row in self._rows)
 
     @property
-    def untouched_bytes(self) -> int:
-        """What the untouched job would have kept in all of the steps so far."""
-        return self._earlier_bytes + self.exact_bytes
-
-    @property
     def log_softmax_bytes(self) -> int:
         """Of these, what a cross entropy keeps exactly, which grows with the number of classes."""
         return sum(row[_BYTES] for row in self._rows if LOG_SOFTMAX in row[0] and row[_CODEC] != _SAMPLED)
 
     def begin(self) -> None:
         """Start empty."""
-        self._earlier_bytes += self.exact_bytes
         self._rows = []
         self.exact_bytes = 0
 

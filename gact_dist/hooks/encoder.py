@@ -124,7 +124,7 @@ class Encoder:
 
     def _sampled(self, tensor: Tensor, name: str, plan: Plan) -> codec.Packed | None:
         """None where a log-softmax is to be exact. A plan may say so too: its bits are None then."""
-        if not self._log_softmaxes.samples(name) or plan.bits_of(name) is None:
+        if not self._log_softmaxes.may_sample or plan.bits_of(name) is None:
             return None
         return codec.pack_log_probabilities(tensor, self.keys.seed(name))
 

@@ -205,7 +205,7 @@ class SavedTensorHooks:
 
     def samples(self, record: Recorded | Noted) -> bool:
         """Whether steps sample a log-softmax. See log_softmax.py."""
-        return record.is_log_softmax and self._log_softmaxes.samples(record.name)
+        return record.is_log_softmax and self._log_softmaxes.may_sample
 
     def derive(self) -> None:
         """Before a measurement for a new plan: it derives what steps may derive from then on."""
@@ -582,7 +582,7 @@ class SavedTensorHooks:
         what = encoder, plan, account, None, self._roles.derived  # it need not leave the device
         sink = Store(*what) if on_kept is None else Rehearsal(*what, on_kept=on_kept)
         no_step = self._instead_of_a_step(sink, -draw)  # none of the job has these keys
-        with no_step, self.hooks(), self._log_softmaxes.rehearsing():
+        with no_step, self.hooks():
             yield footprint
         self.try_functions()
         footprint.exact_bytes, footprint.count, footprint.fraction = account.exact_bytes, account.count, fraction
@@ -900,8 +900,6 @@ class SavedTensorHooks:
         handle = stored
         if isinstance(stored, (Stored, Noted)) and not (site.region is site.function is None):
             stored.keeps_gaps = True  # code that was made for these strides, or that may be
-        if self._log_softmaxes.is_one(name) and isinstance(stored, Stored) and isinstance(sink, Store):
-            self._log_softmaxes.watch(stored, tensor.nbytes, sink.account, role is Role.UNREAD)
         if captured.repeats is not None:
             handle = Repeated(stored, tensor, captured.repeats)
             note_stored(tensor, record, handle)

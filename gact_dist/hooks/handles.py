@@ -40,6 +40,7 @@ from .streamed import (
     order_of,
     streamed,
     streaming_node,
+    without_reading,
 )
 
 _CONJUGATED, _NEGATED = 1, 2
@@ -634,6 +635,15 @@ class View:
         self.toggled = toggled
 
     def restore(self) -> Tensor:
+        base = self.base
+        if isinstance(base, Stored):
+            unread = without_reading(self.size, self.stride, base.witness, self._restore)
+            if unread is not None:
+                base._note_use()
+                return unread
+        return self._restore()
+
+    def _restore(self) -> Tensor:
         base = self.base
         return self.within(base.restore() if isinstance(base, Noted) else base.restore_memory())
 

@@ -45,7 +45,6 @@ class LearntRoles(NamedTuple):
     derived: DerivedNames
     aliases: dict[_Spot, Role]
     top_level: set[tuple[str, str | None]]
-    log_softmax_waits: set[str]
 
 
 class KnownRoles:
@@ -276,7 +275,6 @@ class KnownRoles:
             "roles": {name: role.value for name, role in self.by_name.items()},
             "derived": self.derived.state_dict(),
             "aliases": [dict(zip(_SPOT, (*spot, role.value), strict=True)) for spot, role in aliases.items()],
-            "log_softmax_waits": self.log_softmaxes.state_dict(),
             "top_level": [{"name": name, "line": line} for name, line in sorted(self._top_level, key=str)],
         }
 
@@ -288,7 +286,6 @@ class KnownRoles:
             _fields.read(state, "derived", Derived.parse_state, DerivedNames()),
             dict(_fields.read(state, "aliases", _fields.sequence(_alias), [])),
             set(_fields.read(state, "top_level", _fields.sequence(_at_top_level), [])),
-            LogSoftmaxes.parse_state(state),
         )
 
     def load_state(self, learnt: LearntRoles) -> None:
@@ -296,7 +293,6 @@ class KnownRoles:
         self.by_name.clear()
         self.by_name.update(learnt.by_name)
         self.derived.names = learnt.derived
-        self.log_softmaxes.load_state(learnt.log_softmax_waits)
         self._kinds.clear()
         self._instructions.clear()
         self._settled.clear()

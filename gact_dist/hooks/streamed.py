@@ -7,6 +7,12 @@ the GPU's kernels decode no parts). The backward of a pointwise operator writes 
 CPU, kernels of ours compute GELU's gradient and products with masks while they decode. And the other gradient of an
 operator, which mostly is computed first, is computed before anything is decoded at all.
 
+The backward of a cross entropy works with three tensors of all words: of nll_loss, which reads no more of the
+log-softmax than its shape, zeros but for the targets; the log-softmax; and the gradient at the logits. The first is
+left unmade: it comes as a tensor without memory as well. The backward of log_softmax then makes both for some rows at a
+time (of images for some examples), and holds one such tensor, or two where the log-softmax is kept exactly. Rows come
+out bit for bit as with the whole.
+
 So where the node that runs is known to do so, the unpack hook returns a tensor without memory, which has pieces to give
 to the operators below. Any other operator that meets it gets the whole tensor, as all do where several read what is
 decoded, where a backward makes a graph, and within a dispatch mode: it would not see the memory of pieces, unless it
@@ -43,6 +49,8 @@ LEAST_NUMEL = 1 << 17
 _MOST_PIECES = 4
 _AT_ONCE = 1 << 16
 """elements of a piece that several operators work on one after the other, in the processor's caches"""
+_AT_ONCE_ELSEWHERE = 1 << 24
+"""the same on an accelerator, whose kernels take longer to start"""
 _MOST_ORDERS = 1024
 
 
@@ -63,7 +71,8 @@ _WRITTEN_OVER = frozenset((
     "SoftplusBackward0", "MulBackward0",
 ))  # fmt: skip
 """nodes whose result is of the shape and type of what they read"""
-NODES = {**dict.fromkeys(_IN_PIECES, False), **dict.fromkeys(_WRITTEN_OVER, True)}
+_LOG_SOFTMAX, _PICKS = "LogSoftmaxBackward0", frozenset(("NllLossBackward0", "NllLoss2DBackward0"))
+NODES = {**dict.fromkeys(_IN_PIECES, False), **dict.fromkeys((*_WRITTEN_OVER, *_PICKS, _LOG_SOFTMAX), True)}
 """all of these nodes, and whether they do so on a GPU"""
 
 Order = tuple[Any, ...]
@@ -152,25 +161,62 @@ class Made:
 class Whole:
     """Pieces of a tensor that is there, and stays."""
 
-    __slots__ = ("_elements", "device", "granule", "numel", "unit")
+    __slots__ = ("_copies", "_elements", "device", "granule", "numel", "unit")
 
-    def __init__(self, tensor: Tensor) -> None:
-        """tensor: contiguous."""
-        self._elements = tensor.view(-1)
+    def __init__(self, tensor: Tensor, copies: bool = True) -> None:
+        """tensor: contiguous. copies: whether its pieces may be written to."""
+        self._elements, self._copies = tensor.view(-1), copies
         self.numel, self.device, self.unit, self.granule = tensor.numel(), tensor.device, 1, 1
 
     def read(self, first: int, last: int) -> Tensor:
         """See Pieces."""
-        return self._elements[first:last].clone()
+        part = self._elements[first:last]
+        return part.clone() if self._copies else part
+
+
+class Picked:
+    """Pieces of the gradient at what nll_loss picks the targets of: zero but for one class of each token or pixel."""
+
+    __slots__ = ("_arguments", "_blank", "_grad", "_memory", "_shape", "_target", "device", "granule", "numel", "unit")
+
+    def __init__(self, grad: Tensor, shape: torch.Size, dtype: torch.dtype, target: Tensor, *arguments: Any) -> None:
+        """shape: [examples, classes], of images [examples, classes, height, width]. arguments: of nll_loss_backward,
+        after the target."""
+        self._grad, self._target, self._arguments, self._shape = grad, target, arguments, shape[1:]
+        self._blank = torch.zeros((), dtype=dtype, device=target.device)  # for the operator to know the shape
+        self._memory: Tensor | None = None
+        self.numel, self.device, self.unit, self.granule = shape.numel(), target.device, shape[1:].numel(), 1
+
+    def read(self, first: int, last: int) -> Tensor:
+        """See Pieces."""
+        examples = slice(first // self.unit, last // self.unit)
+        shape = examples.stop - examples.start, *self._shape
+        if self._memory is None or len(self._memory) < shape[0]:
+            self._memory = self._blank.new_empty(shape)
+        made = self._memory[: shape[0]]
+        grad = self._grad[examples] if self._grad.dim() else self._grad
+        write = _aten.nll_loss_backward if len(shape) == 2 else _aten.nll_loss2d_backward
+        write.grad_input(grad, self._blank.expand(shape), self._target[examples], *self._arguments, grad_input=made)
+        return made.view(-1)
+
+    def whole(self) -> Tensor:
+        """All of them, in memory of their own."""
+        made = self.read(0, self.numel).view(-1, *self._shape)
+        self._memory = None
+        return made
 
 
 def small_pieces(pieces: Pieces) -> Iterator[tuple[int, int, Tensor]]:
     """(first, last, elements first .. last - 1) of a tensor."""
-    step = lcm(pieces.unit, pieces.granule)
-    step *= max(1, _AT_ONCE // step)
+    step = _small_step(lcm(pieces.unit, pieces.granule), pieces.device)
     for first in range(0, pieces.numel, step):
         last = min(first + step, pieces.numel)
         yield first, last, pieces.read(first, last)
+
+
+def _small_step(unit: int, device: torch.device) -> int:
+    """Elements of a small piece."""
+    return unit * max(1, (_AT_ONCE if device.type == "cpu" else _AT_ONCE_ELSEWHERE) // unit)
 
 
 class Source(NamedTuple):
@@ -190,7 +236,7 @@ class Source(NamedTuple):
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(where, what is there) along the first dimension."""
-        if self.pieces is None:
+        if self.pieces is None or self.step == 0:
             yield slice(None), self.whole()
             return
         row, numel = self.shape[1:].numel(), self.pieces.numel
@@ -258,13 +304,15 @@ def may_stream() -> bool:
 def streaming_node(readers: int) -> str | None:
     """The name of the node whose backward runs, if it decodes as it goes on what so many read; else None.
 
-    A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own.
+    A convolution takes so much longer than its input takes to be decoded that each of several decodes it on its own. Of
+    those that read a log-softmax only its own backward decodes it.
     """
     if torch.is_grad_enabled() or not may_stream():
         return None
     node = node_in_backward()
     name = "" if node is None else node.name()
-    streams = name == _CONVOLUTION or (readers == 1 and (name in _IN_PIECES or name in _WRITTEN_OVER))
+    streams = name in (_CONVOLUTION, _LOG_SOFTMAX) or name in _PICKS
+    streams = streams or (readers == 1 and (name in _IN_PIECES or name in _WRITTEN_OVER))
     return name if streams else None
 
 
@@ -286,6 +334,12 @@ def streamed(
     shape, strides, dtype = content.shape, content.strides, content.dtype
     if isinstance(content, codec.Packed) and (content.conjugate or content.negated):
         return None  # it comes back as a lazy view, into which the operators below cannot write
+    if node == _LOG_SOFTMAX or node in _PICKS:
+        packed = content if isinstance(content, codec.Packed) and content.scheme is codec.Scheme.SAMPLED else None
+        pieces = None if packed is None else find_pieces(order_of(shape, strides))
+        if packed is None or pieces is None:
+            return None
+        return Streamed.of(Source(shape, strides, dtype, packed.payload.device, whole, pieces))
     least = _IN_PIECES.get(node)
     if least is None:
         # what is not packed is made of others, on a device that nothing here shows; gaps are left out by decoding
@@ -302,6 +356,16 @@ def streamed(
     if pieces is None or step >= pieces.numel or pieces.device.type != "cpu":
         return None
     return Streamed.of(Source(shape, strides, dtype, pieces.device, whole, pieces, step))
+
+
+def without_reading(shape: torch.Size, strides: Sequence[int], like: Tensor, whole: Callable[[], Tensor]) -> Any:
+    """For the node whose backward runs, if it reads nothing of a tensor but its shape: that; else None.
+
+    like: of its type and device. whole: gives the tensor.
+    """
+    if shape.numel() < LEAST_NUMEL or streaming_node(1) not in _PICKS:
+        return None
+    return Streamed.of(Source(shape, tuple(strides), like.dtype, like.device, whole))
 
 
 def _step(pieces: Pieces, row: int, fewest: int) -> int:
@@ -425,11 +489,49 @@ def _where_mask(packed: codec.Packed, grad: Tensor, threshold: float) -> Tensor 
     return codec.mask_product(packed, grad, selects=True) if is_mask else None
 
 
+def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *args: Any) -> Any:
+    """Without memory. See [Note: streamed]."""
+    plain = (each for each in (grad, target, weight) if each is not None)
+    if type(x) is not Streamed or x.dim() not in (2, 4) or not all(map(_is_plain, plain)):
+        return NotImplemented
+    picked = Picked(grad, x.shape, x.dtype, target, weight, *args)
+    strides = tuple(x.shape[number + 1 :].numel() for number in range(x.dim()))  # without gaps, as torch makes it
+    return Streamed.of(Source(x.shape, strides, x.dtype, x.device, picked.whole, picked))
+
+
+def _log_softmax_backward(grad: Tensor, result: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    """Some rows at a time, or some examples where classes are not the last dimension."""
+    sources = [source for source in map(_in_rows, (grad, result)) if source is not None]
+    dim %= result.dim()
+    if dim == 0 or dtype != result.dtype or len(sources) < 2:
+        return NotImplemented
+    shape = result.shape[-1:] if dim == result.dim() - 1 else result.shape[1:]
+    made = torch.empty(result.shape, dtype=dtype, device=result.device)
+    unit = lcm(shape.numel(), *(granule for source in sources for granule in (source.unit, source.granule)))
+    step = _small_step(unit, made.device)
+    for first in range(0, made.numel(), step):
+        last = min(first + step, made.numel())
+        parts = [source.read(first, last).view(-1, *shape) for source in sources]
+        out = made.view(-1)[first:last].view(-1, *shape)
+        _aten._log_softmax_backward_data.out(*parts, dim if len(shape) > 1 else 1, dtype, out=out)
+    return made
+
+
+def _in_rows(x: Tensor) -> Pieces | None:
+    """That of an operand, to be read and not written to; None where it has to be there as a whole."""
+    if type(x) is Streamed:
+        return None if x.is_transposed else x.source.pieces
+    return Whole(x, copies=False) if type(x) in PLAIN and x.is_contiguous() else None
+
+
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: lambda x: Streamed.of(x.source, x.is_transposed),
     _aten.t.default: lambda x: Streamed.of(x.source, not x.is_transposed),
     _aten.mm.default: _product,
     _aten.convolution_backward.default: _convolution_backward,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.nll_loss2d_backward.default: _nll_loss_backward,
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
     _aten.mul.Tensor: _over(_aten.mul.out, "out", kernel=_product_with_mask),
     _aten.gelu_backward.default: _over(_aten.gelu_backward.grad_input, "grad_input", kernel=_gelu_gradient),
     _aten.threshold_backward.default: _over(_aten.threshold_backward.grad_input, "grad_input", kernel=_where_mask),

@@ -20,6 +20,7 @@ from tools.ptx.cases import (
     formats,
     mask_differences,
     norm_differences,
+    sampled_differences,
     variance_differences,
 )
 
@@ -131,7 +132,7 @@ def test_where_kernels_are_unavailable_the_reference_serves_with_one_warning(mon
 
 
 def test_every_operator_has_a_kernel_for_cuda_tensors() -> None:
-    for name in ("pack", "pack_out", "unpack", "unpack_out", "pack_mask", "unpack_mask", "rounding_variance"):
+    for name in ("pack", "pack_out", "unpack", "unpack_out", "pack_mask", "unpack_mask", "rounding_variance", "sample"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gact_dist::{name}", "CUDA")
 
 
@@ -155,3 +156,22 @@ def test_what_the_kernel_of_norms_does_not_serve_is_told() -> None:
     assert not cuda.can_normalise(torch.ones(257)[1:].view(4, 64), rstd, rstd, [])
     for elsewhere in ([rstd.to("meta"), rstd, []], [rstd, rstd.to("meta"), []], [rstd, rstd, [weight.to("meta")]]):
         assert not cuda.can_normalise(x, *elsewhere)
+
+
+@needs_compiler
+@pytest.mark.skipif(not ops.available_isas(), reason="the native library is not built")
+@pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
+def test_emulated_sampling_gives_the_bits_of_the_cpu(kernels: None, dtype: torch.dtype) -> None:
+    assert list(sampled_differences(dtype)) == []
+
+
+def test_what_the_sampling_kernels_cannot_have_is_refused() -> None:
+    x, bits, logarithms = torch.zeros(2, 64), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.float16)
+    with pytest.raises(ValueError, match="expected rows of words without gaps"):
+        cuda.sample(x.t(), 0, 0, bits, logarithms)
+    with pytest.raises(ValueError, match=r"got 3 elements of torch\.int32, expected 4 of torch\.int32"):
+        cuda.sample(x, 0, 0, bits[:3], logarithms)
+    with pytest.raises(ValueError, match=r"x is of torch\.float64, expected one of torch\.float32"):
+        cuda.sample(x.double(), 0, 0, bits, logarithms)
+    with pytest.raises(ValueError, match="logarithms is on meta, expected cpu"):
+        cuda.sampled_words(bits, logarithms.to("meta"), x)

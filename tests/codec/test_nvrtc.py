@@ -36,6 +36,7 @@ MODULES = [
     (80, "variance.cu", ("GACT_ELEMENT=Half", "GACT_GROUP=256")),
     (90, "masks.cu", ()),
     (90, "norms.cu", ("GACT_ELEMENT=Bfloat",)),
+    (80, "sampled.cu", ("GACT_ELEMENT=float",)),
 ]
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

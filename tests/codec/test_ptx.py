@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gact_dist.codec import cuda
+from gact_dist.codec import cuda, ops
 from gact_dist.codec import format as payload_format
 from gact_dist.codec.driver import Kernel
 from tools.ptx.cases import (
@@ -19,6 +19,7 @@ from tools.ptx.cases import (
     formats,
     mask_differences,
     norm_differences,
+    sampled_differences,
     variance_differences,
 )
 from tools.ptx.check_kernels import Mutations, Report, check_barriers, keep, run
@@ -49,6 +50,12 @@ def test_the_rounding_variance_is_that_of_the_reference(machine: Machine, dtype:
 @pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 def test_norms_are_made_again_in_float32_and_rounded_once(machine: Machine, dtype: torch.dtype) -> None:
     assert list(norm_differences(dtype)) == []
+
+
+@pytest.mark.skipif(not ops.available_isas(), reason="the native library is not built")
+@pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
+def test_sampling_gives_the_bits_of_the_cpu(machine: Machine, dtype: torch.dtype) -> None:
+    assert list(sampled_differences(dtype)) == []
 
 
 @pytest.mark.whole

@@ -152,7 +152,7 @@ def test_a_word_takes_less_than_two_bits():
     groups, chunks = 64 * 1000, 16
     wide = -(-4000 // 64) * chunks  # of 4 rows each
     expected = groups * (4 + 2) + wide * (4 + 2 * 32)
-    assert packed.nbytes == sampled.total_bytes(64, 32_000, x.device)
+    assert packed.nbytes == sampled.total_bytes(64, 32_000)
     assert expected <= packed.nbytes <= expected + 4
     assert 8 * packed.nbytes / x.numel() < 1.78
     assert packed.average_bits == 1.25
@@ -172,7 +172,7 @@ def test_what_has_no_rows_of_words_is_left_to_others():
 @pytest.mark.parametrize("words", [32_000, 50_257])
 def test_neither_way_takes_the_memory_of_a_second_tensor(words):
     x = log_probabilities(128, words)
-    limit = 6 * 2**20  # the copies of a chunk, and a random number of each group
+    limit = 3 * 2**20  # what is ranked of a section, and the words of its groups of float16
     with StorageCount(x) as count:
         packed = codec.pack_log_probabilities(x, 1)
     assert count.peak_bytes <= x.nbytes + packed.nbytes + limit

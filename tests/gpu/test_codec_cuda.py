@@ -182,6 +182,19 @@ def test_masks_are_those_of_the_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("words", [1024, 1029, 32_000])
+def test_sampled_log_probabilities_are_those_of_a_cpu(dtype: torch.dtype, words: int) -> None:
+    x = (3 * random_tensor(70 * words, torch.float32).nan_to_num(0.0)).view(70, words).log_softmax(-1).to(dtype)
+    x[0, 40:64], x[1, 3], x[1, 100] = -torch.inf, torch.nan, torch.finfo(dtype).min
+    found = codec.unpack(codec.pack_log_probabilities(x.to(DEVICE), SEED))
+    expected = codec.unpack(codec.pack_log_probabilities(x, SEED))
+    # but for groups of the same variance, of which either device may give one a float16 for each word
+    assert (raw(found.cpu()) != raw(expected)).float().mean() < 1e-3
+    with without_waiting():
+        codec.unpack(codec.pack_log_probabilities(x.to(DEVICE), SEED))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group_size", payload_format.GROUP_SIZES)
 def test_rounding_variance_is_that_of_the_cpu(dtype: torch.dtype, group_size: int) -> None:
     for numel in (0, 1, 100, 4099, 1 << 20):

@@ -150,7 +150,8 @@ def test_a_chunked_loss_keeps_no_logits_and_is_exact_with_exact_codecs():
 def test_the_log_names_a_large_log_softmax_once(loss, lines, caplog):
     caplog.set_level(logging.DEBUG)
     model, batch, loss_fn = job(loss)
-    gact = gact_dist.attach(model, config=Config(policy="gact", bits=4, min_numel=16, adapt_interval=1))
+    settings = {"policy": "gact", "bits": 4, "min_numel": 16, "adapt_interval": 1, "log_softmax": "exact"}
+    gact = gact_dist.attach(model, config=Config(**settings))
     for _ in range(3):
         with gact.step(loss_fn, batch):
             loss_fn(batch)

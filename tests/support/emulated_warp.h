@@ -116,6 +116,13 @@ inline bool any_lane(bool value) {
   return any != 0;
 }
 
+inline u32 lanes_with(bool value) {
+  const u32* values = meet("lanes_with", value);
+  u32 bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= values[lane] << lane;
+  return bits;
+}
+
 inline u32 shuffle(u32 value, u32 source_lane) { return meet("shuffle", value)[source_lane % kLanes]; }
 
 inline u32 shuffle_xor(u32 value, u32 mask) {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gact_dist.codec import cuda, reference
+from gact_dist.codec import cuda, ops, reference
 from tests.support.codec_tensors import random_tensor, raw, special_tensors
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -160,6 +161,28 @@ def norm_differences(dtype: torch.dtype) -> Iterator[str]:
             if not torch.allclose(out, expected.to(dtype), rtol=0, atol=0, equal_nan=True):
                 given = [each is not None for each in (centre, factor, term)]
                 yield f"norm of {dtype}, mean, weight and bias given: {given}: elements differ"
+
+
+def sampled_differences(dtype: torch.dtype) -> Iterator[str]:
+    """Of log-probabilities that are sampled, from what the library for CPUs makes of them."""
+    for rows, words, first in ((3, 1024, 0), (2, 1056, 5), (5, 1029, 2**34 + 3)):
+        x = (3 * random_tensor(rows * words, torch.float32).nan_to_num(0.0)).view(rows, words).log_softmax(-1).to(dtype)
+        x[0, 40:64], x[1, 3], x[1, 100] = -torch.inf, torch.nan, torch.finfo(dtype).min
+        found = _sampled(cuda.sample, cuda.sampled_words, x, first)
+        expected = _sampled(ops.sample, ops.sampled_words, x, first)
+        for what, one, other in zip(("bits", "logarithms", "variance", "words"), found, expected, strict=True):
+            if not torch.equal(raw(one), raw(other)):
+                yield f"sampled, {rows} rows of {words} words of {dtype}: {what} differ"
+
+
+def _sampled(sample: Any, restore: Any, x: Tensor, first: int) -> tuple[Tensor, ...]:
+    """Bits, logarithms, variance, and the words that come back with what lies beside them."""
+    groups = x.shape[0] * -(-x.shape[1] // 32)
+    bits, logarithms = torch.zeros(groups, dtype=torch.int32), torch.zeros(groups, dtype=torch.float16)
+    variance = sample(x, SEED, first, bits, logarithms)
+    memory = torch.full((x.numel() + 2 * _GUARD,), 7, dtype=x.dtype)
+    restore(bits, logarithms, memory[_GUARD:-_GUARD].view(x.shape))
+    return bits, logarithms, variance, memory
 
 
 def variance_differences(dtype: torch.dtype, group_size: int) -> Iterator[str]:

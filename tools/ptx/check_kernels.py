@@ -25,7 +25,15 @@ from unittest import mock
 from gact_dist.codec import cuda, nvrtc
 from gact_dist.codec import format as payload_format
 
-from .cases import DTYPES, differences, formats, mask_differences, norm_differences, variance_differences
+from .cases import (
+    DTYPES,
+    differences,
+    formats,
+    mask_differences,
+    norm_differences,
+    sampled_differences,
+    variance_differences,
+)
 from .machine import Machine, MachineError
 
 
@@ -112,6 +120,7 @@ def checks(group_sizes: tuple[int, ...], bits: tuple[int, ...]) -> Iterator[tupl
         yield f"masks of {dtype}", partial(mask_differences, dtype)
     for dtype in DTYPES:
         yield f"norms of {dtype}", partial(norm_differences, dtype)
+        yield f"log-probabilities of {dtype}", partial(sampled_differences, dtype)
         for size in group_sizes:
             yield f"variance of {dtype}, groups of {size}", partial(variance_differences, dtype, size)
 
