@@ -557,6 +557,7 @@ class SavedTensorHooks:
         finally:
             record.notes, record.block, self._namer.recomputed = before
             self._storages = storages
+            on_noted = None  # a graph holds the hook, and may itself be held by what on_noted() is a method of
         if recomputed:
             record.recomputed.append(sum(noted.numel for noted in record.found[known:]))
 
