@@ -313,8 +313,8 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize("policy", ["gact", "acgc"])
 def test_a_graph_that_a_block_leaves_in_an_argument_holds_no_measurement(policy):
-    """The graph has our hooks, and the argument is held for another run of the block: Python's collector, which does not
-    see what a graph holds, would never free them."""
+    """The graph has our hooks, and the argument is held for another run of the block: Python's collector, which does
+    not see what a graph holds, would never free them."""
     torch.manual_seed(0)
     model, x = Remembering(), torch.randn(8, 32)
     settings = {"error": 0.25} if policy == "acgc" else {}
