@@ -361,7 +361,7 @@ def streamed(
 def without_reading(shape: torch.Size, strides: Sequence[int], like: Tensor, whole: Callable[[], Tensor]) -> Any:
     """For the node whose backward runs, if it reads nothing of a tensor but its shape: that; else None.
 
-    like: of its type and device. whole: gives the tensor.
+    like: of its type and device. whole: gives the tensor, which others may hold: its reader does not write to it.
     """
     if shape.numel() < LEAST_NUMEL or streaming_node(1) not in _PICKS:
         return None
