@@ -144,7 +144,7 @@ def test_a_block_starts_from_a_rounded_input_and_the_exact_results_that_its_chec
     items = measure(job.hooks, job.model, job.loss, seed=0)  # which sees that blocks take no discrete decisions
     found = comparison(job)
     assert visited
-    assert {item.name for item in items} == set(found.rounded)
+    assert {item.name for item in items} == {name for name in found.rounded if "LogSoftmax" not in name}
     assert sum("BlockInput" in name for name in found.rounded) == len(model.blocks)
     error, square = of_whole_gradients(job, job.hooks.plan)
     assert found.error == pytest.approx(error, rel=1e-3)
