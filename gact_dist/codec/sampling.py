@@ -1,7 +1,7 @@
 """The operators sample and sampled_words in plain PyTorch, for devices without kernels of their own.
 
-csrc/ has the same but for exp(), of which the last bits depend on the library: a word in some thousands is chosen
-otherwise.
+csrc/ has the same but for exp(), of which the last bits depend on the library, so that now and then another word is
+chosen; and its variances have squares of fewer bits.
 """
 
 from __future__ import annotations

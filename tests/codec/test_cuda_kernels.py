@@ -159,7 +159,6 @@ def test_what_the_kernel_of_norms_does_not_serve_is_told() -> None:
 
 
 @needs_compiler
-@pytest.mark.skipif(not ops.available_isas(), reason="the native library is not built")
 @pytest.mark.parametrize("dtype", payload_format.PACK_DTYPES)
 def test_emulated_sampling_gives_the_bits_of_the_cpu(kernels: None, dtype: torch.dtype) -> None:
     assert list(sampled_differences(dtype)) == []

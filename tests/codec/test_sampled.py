@@ -10,7 +10,7 @@ from live_storages import StorageCount
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gact_dist import codec
-from gact_dist.codec import sampled
+from gact_dist.codec import ops, sampled, sampling
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GROUP = sampled.GROUP
@@ -190,3 +190,59 @@ def test_payloads_without_their_buffer_go_where_offload_sends_them():
     assert torch.equal(codec.unpack(codec.with_payload(bare, elsewhere)), expected)
     with pytest.raises(ValueError, match="expected one buffer"):
         codec.to_tensors(packed)
+
+
+def drawn(sample, x, first=5):
+    """Bits, logarithms and variance of each group."""
+    groups = sampling.groups_of(*x.shape)
+    bits, logarithms = torch.empty(groups, dtype=torch.int32), torch.empty(groups, dtype=torch.float16)
+    variance = sample(x, -(2**63) + 11, first, bits, logarithms)
+    return bits, logarithms, variance
+
+
+def decoded(restore, x, bits, logarithms):
+    out = torch.empty_like(x)
+    restore(bits, logarithms, out)
+    return out
+
+
+def hard(dtype, words):
+    x = log_probabilities(7, words, dtype)
+    x[0, 40:64], x[1, 3], x[1, 100], x[2] = -math.inf, math.nan, torch.finfo(dtype).min, -math.inf
+    return x
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3])
+@pytest.mark.parametrize("words", [1024, 1029])
+def test_every_instruction_set_gives_the_same_bits(dtype, words):
+    x, before, found = hard(dtype, words), ops.isa(), []
+    try:
+        for name in ops.available_isas():
+            ops.set_isa(name)
+            bits, logarithms, variance = drawn(ops.sample, x)
+            out = decoded(ops.sampled_words, x, bits, logarithms)
+            found.append((bits, logarithms.view(torch.int16), variance.view(torch.int32), out.view(torch.uint8)))
+    finally:
+        if before in ops.available_isas():
+            ops.set_isa(before)
+    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3])
+@pytest.mark.parametrize("words", [1024, 1029])
+def test_the_definition_differs_by_the_last_bits_of_exp(dtype, words):
+    x = hard(dtype, words)
+    (bits, logarithms, variance), other = drawn(ops.sample, x), drawn(sampling.sample, x)
+    assert torch.equal(logarithms.nan_to_num(9.0), other[1].nan_to_num(9.0))
+    # a running sum of 32 shares, each off by some units of 2^-24, passes an integer elsewhere once in 2^24 / 100
+    differing = sum((int(a) ^ int(b)).bit_count() for a, b in zip(bits, other[0], strict=True))
+    assert differing <= 2
+    # the kernels take squares of shares p / m in steps of 2^-15, rounded down: off by less than 2 p / m of a step
+    largest = logarithms.double()
+    shares = (in_groups(x) - largest[:, None]).exp().sum(1)
+    most = (2 * largest).exp() * shares * 2.0**-14 + 2.0**-18 * other[2]
+    assert ((variance.double() / 2**24 - other[2]).abs() <= most)[largest.isfinite()].all()
+    restored_words = decoded(ops.sampled_words, x, bits, logarithms)
+    assert torch.equal(
+        restored_words.nan_to_num(9.0), decoded(sampling.sampled_words, x, bits, logarithms).nan_to_num(9.0)
+    )
