@@ -104,18 +104,18 @@ def pack(x: Tensor, seed: int) -> Tensor:
         some = x[first:last]
         if x.dtype == torch.float64:  # what is stored has fewer bits than a float32
             some = some.float()
-        start, groups = groups_of(first, words), slice(groups_of(first, words), groups_of(last, words))
-        variance = ops.sample(some, seed, start, parts.bits[groups], parts.logarithms[groups])
-        numbers, is_wide = _highest(variance, last - first, words), slice(_wide_of(first, words), _wide_of(last, words))
+        groups = slice(groups_of(first, words), groups_of(last, words))
+        is_wide = slice(_wide_of(first, words), _wide_of(last, words))
+        variance = ops.sample(some, seed, groups.start, parts.bits[groups], parts.logarithms[groups])
+        numbers = _highest(variance, groups_of(ranked_rows(words), words))
         places, is_word = _places(numbers, words)
-        parts.numbers[is_wide] = numbers + start
+        parts.numbers[is_wide] = numbers + groups.start
         parts.wide[is_wide] = torch.where(is_word, some.view(-1)[places], -torch.inf)
     return payload
 
 
-def _highest(variance: Tensor, rows: int, words: int) -> Tensor:
-    """int64: the numbers, among these, of the groups with the largest variance of the rows that are ranked together."""
-    step = groups_of(ranked_rows(words), words)
+def _highest(variance: Tensor, step: int) -> Tensor:
+    """int64: the numbers, among these groups, of those with the largest variance of each ``step``."""
     count = len(variance) // step
     first = torch.arange(0, count * step, step, device=variance.device).unsqueeze(1)
     whole = variance[: count * step].view(count, step).topk(-(-step // _SHARE), sorted=False).indices + first
