@@ -636,12 +636,13 @@ class View:
 
     def restore(self) -> Tensor:
         base = self.base
-        if isinstance(base, Stored):
-            unread = without_reading(self.size, self.stride, base.witness, self._restore)
-            if unread is not None:
-                base._note_use()
-                return unread
-        return self._restore()
+        like = base.witness if isinstance(base, Stored) else base.content if isinstance(base, Replaceable) else None
+        unread = None
+        if isinstance(like, Tensor):
+            unread = without_reading(self.size, self.stride, like, self._restore)
+        if unread is not None and isinstance(base, Stored):
+            base._note_use()
+        return self._restore() if unread is None else unread
 
     def _restore(self) -> Tensor:
         base = self.base

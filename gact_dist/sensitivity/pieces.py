@@ -99,12 +99,12 @@ class Pieces:
 
     def __init__(
         self,
-        again: Callable[[Any], AbstractContextManager[Part]],
+        again: Callable[[Any], AbstractContextManager[tuple[Part, Any, Any]]],
         pieces: Sequence[set[Any]],
         keep: StoredAgain,
         retain_graph: bool,
     ) -> None:
-        """again: runs the block, as RoundedWalk does. keep: stores exactly."""
+        """again: runs the block, as BlockForward.again() does. keep: stores exactly."""
         self._again, self._pieces, self._keep, self._retain_graph = again, pieces, keep, retain_graph
         self._names: list[str] = []
         """of the block's nodes"""
@@ -123,7 +123,8 @@ class Pieces:
         while True:
             number -= 1
             kept = _Kept(self._keep, self._pieces[number] | also)
-            with self._again(kept) as part:
+            with self._again(kept) as (part, replay, _):
+                replay.forget()
                 self._keep.forget()
                 order = self._in_order(part)
                 bound = bound or self._begin(part, order, entering)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import repeat
@@ -291,29 +291,25 @@ class RoundedWalk:
         keep = StoredAgain(self._draws[0])
         try:
             with self._rounded(0):
-                pieces = Pieces(partial(self._again, visit), self._pieces[visit], keep, bool(visit.outer))
+                pieces = Pieces(partial(self._forward.again, visit), self._pieces[visit], keep, bool(visit.outer))
                 found = pieces.gradients(entering)
         except (ReplayError, CutError, BackwardError) as error:
             _log.debug("%s: comparing a block as a whole", error)
             return None
-        return self._contributed(found, pieces.leaves, 0)
-
-    @contextmanager
-    def _again(self, visit: Visit, keep: Callable[[Tensor, Any, Tensor], Any]) -> Iterator[Part]:
-        """As BlockForward.again(), with what the block saves left to its graph alone."""
-        with self._forward.again(visit, keep) as (part, replay, _):
-            if replay is not None:
-                replay.forget()
+        finally:
             visit.made = []
-            yield part
+        return self._contributed(found, pieces.leaves, 0)
 
     def _one_pass_through(self, visit: Visit, number: int, entering: list[Tensor | None]) -> list[Tensor | None]:
         """The graph alone holds what the block saves and what enters it, and frees that as the backward goes on."""
         keep = StoredAgain(self._draws[number])
-        with self._rounded(number), self._again(visit, keep) as part:
+        with self._rounded(number), self._forward.again(visit, keep) as (part, replay, _):
             if number + 1 == len(self._draws):
                 visit.release_inputs()
+            if replay is not None:
+                replay.forget()
             keep.forget()
+            visit.made = []
             heads, given = present(part.heads, entering)
             if not heads:
                 return [None] * len(part.tails)

@@ -417,6 +417,40 @@ def test_the_report_names_what_the_loss_works_with(dtype):
     assert "cross entropy" not in str(gact.report())
 
 
+class InBlocks(nn.Module):
+    """The loss of a model with blocks, between which its log-softmax lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(words)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def test_a_step_that_compares_has_no_gradient_of_the_log_softmax():
+    torch.manual_seed(0)
+    model, batch = InBlocks(), torch.randint(WORDS, (2, 1, ROWS)).unbind()  # one sequence, which has no parts
+    gact = attached(model)
+
+    def training_step():
+        with gact.step(lambda batch: model(*batch), batch):
+            loss = model(*batch)
+        loss.backward()
+        model.zero_grad()
+
+    peaks = allocated_peaks(training_step, 6)
+    assert codecs(gact) == ["sampled"]
+    one = 4 * ROWS * WORDS
+    # the log-softmax as it is and as it comes back, the gradients of the logits of both passes, and some rows
+    assert 4 * one < max(peaks) < 4.5 * one
+    assert min(peaks) < 2.5 * one  # logits and log-softmax
+
+
 # -- around it --------------------------------------------------------------------------------------------------------
 
 
