@@ -74,8 +74,7 @@ def measure(method: str, batch: int) -> dict[str, float]:
     memory = PeakMemory(torch.device("cpu"))
     model = Model("checkpointing" in method)
     optimizer = torch.optim.AdamW(model.parameters())
-    config = gact_dist.Config.from_level("L2", recomputed="recomputed" in method)
-    gact = gact_dist.attach(model, config=config) if "L2" in method else None
+    gact = gact_dist.attach(model, "L2", recomputed="recomputed" in method) if "L2" in method else None
 
     def loss_fn(tokens: Tensor) -> Tensor:
         return cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())

@@ -351,18 +351,26 @@ def disabled_by_environment(*, strict: bool = False) -> bool:
     return value == "1"
 
 
-def settings_of(level: str | None, config: Config | None, default_level: str) -> Config:
-    """The settings of a level or of a config, of the default level without either. Raises TypeError or ValueError."""
+def settings_of(
+    level: str | None, config: Config | None, settings: Mapping[str, Any], default_level: str | None
+) -> Config:
+    """A config, or what a level stands for with single settings changed. Raises TypeError or ValueError.
+
+    default_level: where none is given; None for what Config() stands for.
+    """
     if isinstance(level, Config):
         raise TypeError(
-            "level is a gact_dist.Config, expected a level's name; settings go in as attach(model, config=...)"
-        )
-    if level is not None and config is not None:
-        raise ValueError(
-            f"both level={level!r} and config were given, expected one: Config.from_level(level, bits=...) has both"
+            "level is a gact_dist.Config, expected a level's name; a Config goes in as attach(model, config=...)"
         )
     if config is None:
-        return Config.from_level(level if level is not None else default_level)
+        level = default_level if level is None else level
+        return Config.from_dict(settings) if level is None else Config.from_level(level, **settings)
+    beside = {**({} if level is None else {"level": level}), **settings}
+    if beside:
+        given = ", ".join(f"{name}={value!r}" for name, value in beside.items())
+        raise ValueError(
+            f"config and {given} were given, expected one of them: attach(model, level, bits=3) needs no config"
+        )
     if not isinstance(config, Config):
         raise TypeError(
             f"config is a {type(config).__name__}, expected a gact_dist.Config; a dict goes through Config.from_dict"

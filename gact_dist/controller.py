@@ -42,33 +42,45 @@ class Lifecycle(Enum):
 
 
 def attach(
-    model: nn.Module, level: str | None = None, *, config: Config | None = None, process_group: Any = None
+    model: nn.Module,
+    level: str | None = None,
+    *,
+    config: Config | None = None,
+    process_group: Any = None,
+    **settings: Any,
 ) -> "Controller":
     """Attach activation compression to a model and return its controller; the model itself is not changed.
 
     Args:
         model: as it will be trained: plain, in DistributedDataParallel, FSDP1 or FSDP2, a DeepSpeed engine, a pipeline
             stage; split for tensor parallelism and given to torch.compile before, not after.
-        level: a name in gact_dist.LEVELS, such as "L2". Without a level and a config, "L2".
-        config: all settings, in place of a level.
+        level: a name in gact_dist.LEVELS, such as "L2", which is the default.
+        config: all settings, in place of a level and single ones.
         process_group: the data-parallel group whose ranks share one plan: a ProcessGroup, or a DeviceMesh of one
             dimension (of HSDP's two the flattened one, mesh._flatten("dp")). The default group if there is one.
+        settings: fields of Config that are to be other than in the level: attach(model, "L2", adapt_interval=500).
 
     Raises:
         TypeError, ValueError: one of these cannot be used.
     """
-    return Controller(model, level, config=config, process_group=process_group)
+    return Controller(model, level, config=config, process_group=process_group, **settings)
 
 
 class Controller:
     """Activation compression of one model (see attach)."""
 
     def __init__(
-        self, model: nn.Module, level: str | None = None, *, config: Config | None = None, process_group: Any = None
+        self,
+        model: nn.Module,
+        level: str | None = None,
+        *,
+        config: Config | None = None,
+        process_group: Any = None,
+        **settings: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
-        self.config = settings_of(level, config, default_level())
+        self.config = settings_of(level, config, settings, default_level())
         self._schedule = Schedule(model, self.config, process_group)
         self._state_key = state_key(model, self._schedule.shared_by_all)
         self._state = Lifecycle.ATTACHED

@@ -126,7 +126,7 @@ def test_every_field_says_what_it_is():
     ("given", "error", "says"),
     [
         ((Config(bits=4),), TypeError, r"level is a gact_dist.Config, expected .* attach\(model, config="),
-        (("L1", Config(bits=4)), ValueError, "both level='L1' and config were given, expected one: Config.from_level"),
+        (("L1", Config(bits=4)), ValueError, r"config and level='L1' were given, expected one of them: attach\("),
         ((None, {"bits": 4}), TypeError, "config is a dict, expected a gact_dist.Config; a dict goes through"),
     ],
 )
@@ -134,3 +134,25 @@ def test_settings_given_another_way_are_an_error_that_names_the_right_one(given,
     level, config = (*given, None)[:2]
     with pytest.raises(error, match=says):
         gact_dist.attach(torch.nn.Linear(2, 2), level, config=config)
+
+
+def test_single_settings_are_given_to_attach():
+    def config_of(*level, **settings):
+        return gact_dist.attach(torch.nn.Linear(2, 2), *level, **settings).config
+
+    assert config_of("L2.1", adapt_interval=500) == Config(bits=3, adapt_interval=500)
+    assert config_of(policy="uniform", bits=2) == Config(policy="uniform", bits=2)
+    assert config_of("L2", offload={"prefetch": 5}) == Config(offload={"prefetch": 5})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"adapt_intervall": 5}, "unknown setting 'adapt_intervall', expected .* did you mean 'adapt_interval'"),
+        ({"level": "L1", "policy": "gact"}, "level 'L1' stands for policy 'uniform' and policy is 'gact'"),
+        ({"config": Config(), "bits": 3}, "config and bits=3 were given, expected one of them"),
+    ],
+)
+def test_single_settings_that_cannot_be_used_are_an_error(settings, says):
+    with pytest.raises(ValueError, match=says):
+        gact_dist.attach(torch.nn.Linear(2, 2), **settings)

@@ -240,6 +240,7 @@ def test_default_level_is_l2_and_can_be_set():
     gact_dist.set_optimization_level("L1.2")
     assert gact_dist.attach(model).config == Config.from_level("L1.2")
     assert gact_dist.attach(model, level="L1").config == Config.from_level("L1")
+    assert gact_dist.attach(model, adapt_interval=5).config == Config.from_level("L1.2", adapt_interval=5)
     assert gact_dist.attach(model, config=ADAPTIVE).config == ADAPTIVE
 
 

@@ -90,6 +90,7 @@ ATTACH = [
     ("level", "plain", None),
     ("config", "keyword", None),
     ("process_group", "keyword", None),
+    ("settings", "VAR_KEYWORD", NEEDED),
 ]
 SIGNATURES = {
     "attach": ATTACH,

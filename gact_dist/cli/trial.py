@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .._errors import says_out_of_memory
-from ..config import Config
 from ..controller import attach
 from ..policies import policy_of
 from ..run_log import peak_resident_bytes
@@ -98,7 +97,7 @@ def checkpoint_blocks(model: nn.Module) -> bool:
 
 def _train(job: Job, trial: Trial) -> float:
     """The median seconds of a step, after those in which bits adapt."""
-    controller = attach(job.model, config=Config.from_level(trial.level))
+    controller = attach(job.model, trial.level)
     kind = _OPTIMIZERS.get(trial.optimizer)
     optimizer = None if kind is None else kind(job.model.parameters(), lr=1e-5)
     policy = policy_of(controller.config)

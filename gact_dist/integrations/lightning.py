@@ -22,9 +22,11 @@ from .attaching import check, following, in_forwards, steps_are_seen
 class GactCallback(Callback):
     """Compresses the activations of a LightningModule while it trains; its state is part of Lightning's checkpoints."""
 
-    def __init__(self, level: str | None = None, *, config: Config | None = None, process_group: Any = None) -> None:
-        """level, config, process_group: as for gact_dist.attach. Raises TypeError or ValueError as it does."""
-        self._config, self._process_group = settings_of(level, config, default_level()), process_group
+    def __init__(
+        self, level: str | None = None, *, config: Config | None = None, process_group: Any = None, **settings: Any
+    ) -> None:
+        """All of it as for gact_dist.attach. Raises TypeError or ValueError as it does."""
+        self._config, self._process_group = settings_of(level, config, settings, default_level()), process_group
         self._loaded: Mapping[str, Any] = {}
         self.gact: Controller | None = None
         """the controller, from the beginning of training on"""

@@ -30,11 +30,17 @@ class GactCallback(TrainerCallback):
     """Compresses the activations of a Trainer's model while it trains."""
 
     def __init__(
-        self, trainer: Trainer, level: str | None = None, *, config: Config | None = None, process_group: Any = None
+        self,
+        trainer: Trainer,
+        level: str | None = None,
+        *,
+        config: Config | None = None,
+        process_group: Any = None,
+        **settings: Any,
     ) -> None:
         """trainer: which the callback is then added to: trainer.add_callback(GactCallback(trainer, "L2")).
 
-        level, config, process_group: as for gact_dist.attach. With neither level nor config the "gact" block of the
+        The others are as for gact_dist.attach. With neither level, config nor settings the "gact" block of the
         DeepSpeed config is used, if there is one; a DeepSpeed engine says itself which group shares a plan.
         Raises TypeError or ValueError when one of these cannot be used.
         """
@@ -44,8 +50,8 @@ class GactCallback(TrainerCallback):
                 'trainer.add_callback(GactCallback(trainer, "L2"))'
             )
         self._trainer = ref(trainer)  # it holds the callback
-        self._given = level is not None or config is not None
-        self._config: Config | None = settings_of(level, config, default_level())
+        self._given = level is not None or config is not None or bool(settings)
+        self._config: Config | None = settings_of(level, config, settings, default_level())
         self._process_group = process_group
         self.gact: Controller | None = None
         """the controller, from the beginning of training on"""

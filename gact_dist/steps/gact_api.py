@@ -12,7 +12,7 @@ from ..hooks import Calling, before_forward
 from ..sensitivity import ProbeBatch
 from .schedule import Schedule
 
-_default_level = "L2"
+_default_level: str | None = None
 
 
 def set_optimization_level(level: str) -> None:
@@ -29,8 +29,8 @@ def set_optimization_level(level: str) -> None:
     _default_level = level
 
 
-def default_level() -> str:
-    """The level of set_optimization_level()."""
+def default_level() -> str | None:
+    """The level of set_optimization_level(), if it was called."""
     return _default_level
 
 

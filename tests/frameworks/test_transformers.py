@@ -175,7 +175,7 @@ def test_wrong_use_has_one_clear_message(trainer):
         callback_of("L2")
     with pytest.raises(ValueError, match=r"level is 'L22', expected one of"):
         callback_of(trainer, "L22")
-    with pytest.raises(ValueError, match=r"both level='L2' and config were given"):
+    with pytest.raises(ValueError, match=r"config and level='L2' were given"):
         callback_of(trainer, "L2", config=SMALL)
     first, second = callback_of(trainer, "L2"), callback_of(trainer, "L1")
     trainer.add_callback(first)
