@@ -463,16 +463,24 @@ class Replaceable:
         self.replacement = tensor
 
     def restore(self) -> Tensor:
-        if isinstance(self.replacement, codec.Packed) and not self.leaves_gaps:
-            if self.on_restore is not None:
-                self.on_restore()
-            return decoded(self.replacement, gaps=False)
-        return self.restore_memory()
+        if self.on_restore is not None:
+            self.on_restore()
+        packed = self.replacement
+        if not isinstance(packed, codec.Packed):
+            return self._restored()
+        whole, found = partial(decoded, packed, gaps=self.leaves_gaps), None
+        if packed.scheme is codec.Scheme.SAMPLED and self.numel >= LEAST_NUMEL:
+            node = streaming_node(1)
+            found = None if node is None else streamed(packed, node, whole, partial(_pieces_of, packed))
+        return whole() if found is None else found
 
     def restore_memory(self) -> Tensor:
         """The same with its own strides, by which views find their place in it."""
         if self.on_restore is not None:
             self.on_restore()
+        return self._restored()
+
+    def _restored(self) -> Tensor:
         if isinstance(self.replacement, codec.Packed):
             return codec.unpack(self.replacement)
         return self.tensor.detach() if self.replacement is None else self.replacement.detach()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from .. import codec
 from ..distributed import gathered, whole_value
 from ..hooks import Content, Draw, Noted, Replaceable, ReplayError, StoredAgain, Way, decoded, shares_memory
 from ..policies import Moments
@@ -256,33 +257,47 @@ class RoundedWalk:
         return found.result()
 
     def _walk(self) -> None:
-        self._flow(self._forward.last, [[]] * len(self._draws))
+        between: Between | None = self._forward.last
+        entering: list[list[Tensor | None] | None] = [[] for _ in self._draws]
         visits = self._forward.visits
         while visits:
             visit = visits.pop()
-            gradients = [self._gradients.pop(end, [None] * len(self._draws)) for _, end in visit.exits]
-            if any(gradient is not None for passes in gradients for gradient in passes):
-                self._flow(visit.before, self._through(visit, gradients))
-            else:
-                self._found.leave(self._leaves_of(visit.before))
+            entering = self._through(visit, between, entering)
             self._found.leave(visit.leaves)
+            between = visit.before
+        for number in range(len(self._draws)):
+            self._flow(between, number, entering.pop(0))
 
     def _leaves_of(self, between: Between | None) -> list[Any]:
         """In an order that all ranks have: what is complete takes collectives under tensor parallelism."""
         leaves = [] if between is None else between.leaves
         return list(dict.fromkeys(self._forward.key_of(edge) for _, edge in leaves))
 
-    def _through(self, visit: Visit, gradients: Sequence[list[Tensor | None]]) -> list[list[Tensor | None]]:
-        """For each pass the gradients at a block's inputs. gradients: at each of its exits, for each pass."""
-        found: list[list[Tensor | None]] = []
+    def _through(
+        self, visit: Visit, between: Between | None, entering: list[list[Tensor | None] | None]
+    ) -> list[list[Tensor | None] | None]:
+        """For each pass the gradients at a block's inputs, None where none reaches it. entering: those at the heads of
+        what lies between the block and the one that follows; they are let go of.
+
+        One pass after the other takes both, so that a gradient at a block's outputs is there for one pass at a time:
+        that at the logits of a language model is of all words.
+        """
+        found: list[list[Tensor | None] | None] = []
+        is_reached = False
         with ExitStack() as stack:
-            for module in visit.modules:  # once for all passes
-                stack.enter_context(gathered(module))
             for number in range(len(self._draws)):
-                entering = [passes.pop(0) for passes in gradients]
-                at_inputs = self._in_pieces(visit, entering) if number == 0 and visit in self._pieces else None
+                self._flow(between, number, entering.pop(0))
+                at_outputs = [self._at_exit(end, number) for _, end in visit.exits]
+                if all(gradient is None for gradient in at_outputs):
+                    found.append(None)
+                    continue
+                if not is_reached:
+                    is_reached = True
+                    for module in visit.modules:  # once for all passes
+                        stack.enter_context(gathered(module))
+                at_inputs = self._in_pieces(visit, at_outputs) if number == 0 and visit in self._pieces else None
                 if at_inputs is None:
-                    at_inputs = self._one_pass_through(visit, number, entering)
+                    at_inputs = self._one_pass_through(visit, number, at_outputs)
                 found.append(at_inputs)
         return found
 
@@ -319,22 +334,22 @@ class RoundedWalk:
             part = Part([root], part.tails, part.leaves, ())
             return self._gradients_of(part, None, number, retain_graph=bool(visit.outer))
 
-    def _flow(self, between: Between | None, entering: Sequence[Sequence[Tensor | None]]) -> None:
-        """The gradients at the exits above a part of the forward's graph. entering: for each pass, at its heads."""
+    def _flow(self, between: Between | None, number: int, entering: list[Tensor | None] | None) -> None:
+        """The gradients at the exits above a part of the forward's graph, in one pass. entering: at its heads."""
         if between is None:
             return
-        for number, gradients in enumerate(entering):
-            heads, given = present(between.heads, gradients)
-            if not heads:
-                continue
-            retain_graph = number + 1 < len(entering) or between in self._read_again
+        is_last = number + 1 == len(self._draws)
+        heads, given = ([], None) if entering is None else present(between.heads, entering)
+        if heads:
+            retain_graph = not is_last or between in self._read_again
             retain_graph = retain_graph or any_made_before(between.nodes, self._forward.began)
             with self._rounded(number):
                 part = Part(heads, [end.edge for end in between.tails], between.leaves, ())
                 found = self._gradients_of(part, given, number, retain_graph)
             for end, gradient in zip(between.tails, found, strict=False):
                 self._add_to(end, number, gradient)
-        self._found.leave(self._leaves_of(between))
+        if is_last:
+            self._found.leave(self._leaves_of(between))
 
     def _gradients_of(
         self, part: Part, entering: Sequence[Tensor] | None, number: int, retain_graph: bool = True
@@ -350,6 +365,14 @@ class RoundedWalk:
         for (_, edge), gradient in zip(leaves, found[count:], strict=True):
             self._found.add(self._forward.key_of(edge), number, gradient)
         return found[:count]
+
+    def _at_exit(self, end: Exit, number: int) -> Tensor | None:
+        """The gradient there in one pass, which is let go of."""
+        passes = self._gradients.get(end)
+        if passes is None:
+            return None
+        gradient, passes[number] = passes[number], None
+        return gradient
 
     def _add_to(self, end: Exit, number: int, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -393,5 +416,9 @@ def _shared_parts(forward: BlockForward) -> set[Between]:
 
 
 def _decode(handle: Replaceable, payload: Content) -> None:
-    if handle.replacement is None:
+    if handle.replacement is not None:
+        return
+    if isinstance(payload, codec.Packed) and payload.scheme is codec.Scheme.SAMPLED:
+        handle.replacement = payload  # the only reader of a log-softmax decodes some rows at a time
+    else:
         handle.replacement = decoded(payload)
