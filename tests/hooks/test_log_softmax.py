@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gact_dist
-from gact_dist import Config
+from gact_dist import Config, codec
+from gact_dist.hooks import SavedTensorHooks, handles
+from gact_dist.policies import Plan
+from gact_dist.sensitivity import compared
 
 WORDS, WIDTH, BATCH, LENGTH = 4096, 32, 4, 16
 
@@ -449,6 +452,27 @@ def test_a_step_that_compares_has_one_gradient_of_all_words_at_a_time():
     # the log-softmax, the gradient of the logits of one pass, the logits of the head, which runs again, and some rows
     assert 3 * one < max(peaks) < 3.5 * one
     assert min(peaks) < 2.5 * one  # logits and log-softmax
+
+
+def test_a_comparison_by_rows_is_that_of_the_whole(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = InBlocks(), torch.randint(WORDS, (2, 1, ROWS)).unbind()
+    hooks = SavedTensorHooks(model, Config(policy="uniform", bits=4), 0)
+
+    def found():
+        return compared(hooks, model, lambda: model(*batch), Plan(default=4), draw=1)
+
+    read = []
+    unpack_part = codec.unpack_part
+    monkeypatch.setattr(codec, "unpack_part", lambda *args: read.append(args) or unpack_part(*args))
+    by_rows = found()
+    assert len(read) > 4
+    del read[:]
+    monkeypatch.setattr(handles, "LEAST_NUMEL", 1 << 60)
+    whole = found()
+    assert not read
+    assert (by_rows.error, by_rows.square) == (whole.error, whole.square)
+    assert by_rows.error > 0
 
 
 # -- around it --------------------------------------------------------------------------------------------------------
