@@ -3,7 +3,7 @@
 import difflib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -276,10 +276,7 @@ class Config:
         Raises:
             ValueError: a key is unknown; the message names the nearest known one.
         """
-        known = [entry.name for entry in fields(cls)]
-        for key in settings:
-            if key not in known:
-                raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
+        _check_known(settings, [entry.name for entry in fields(cls)])
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -362,6 +359,7 @@ def settings_of(
         raise TypeError(
             "level is a gact_dist.Config, expected a level's name; a Config goes in as attach(model, config=...)"
         )
+    _check_known(settings, ["level", "config", "process_group", *(entry.name for entry in fields(Config))])
     if config is None:
         level = default_level if level is None else level
         return Config.from_dict(settings) if level is None else Config.from_level(level, **settings)
@@ -387,6 +385,12 @@ def _check_keys(name: str, block: Mapping[str, Any], known: Sequence[str]) -> No
     for key in block:
         if key not in known:
             raise ValueError(f"unknown key {key!r} in {name}, expected one of {', '.join(known)}{_nearest(key, known)}")
+
+
+def _check_known(settings: Iterable[str], known: Sequence[str]) -> None:
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
 
 
 def _check_path(name: str, value: object) -> None:

@@ -149,6 +149,7 @@ def test_single_settings_are_given_to_attach():
     ("settings", "says"),
     [
         ({"adapt_intervall": 5}, "unknown setting 'adapt_intervall', expected .* did you mean 'adapt_interval'"),
+        ({"proces_group": None}, "unknown setting 'proces_group', expected .* did you mean 'process_group'"),
         ({"level": "L1", "policy": "gact"}, "level 'L1' stands for policy 'uniform' and policy is 'gact'"),
         ({"config": Config(), "bits": 3}, "config and bits=3 were given, expected one of them"),
     ],
