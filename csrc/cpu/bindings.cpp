@@ -174,6 +174,7 @@ UnpackJob unpack_job(const PlainForm& form, const u8* bytes, u8* elements, int64
 // Elements first .. last - 1, of which `elements` is the first.
 void run_unpack(const PlainForm& form, const u8* bytes, u8* elements, int64_t seed, bool stream, int64_t first,
                 int64_t last) {
+  if (first == last) return;  // of nothing there may be no address either
   const int element_bytes = bytes_of(static_cast<Element>(form.element));
   const UnpackJob job = unpack_job(form, bytes, elements - first * element_bytes, seed, stream);
   const Kernels* kernels = active_kernels();
