@@ -276,7 +276,7 @@ class Config:
         Raises:
             ValueError: a key is unknown; the message names the nearest known one.
         """
-        _check_known(settings, [entry.name for entry in fields(cls)])
+        _check_keys("", settings, [entry.name for entry in fields(cls)])
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def settings_of(
         raise TypeError(
             "level is a gact_dist.Config, expected a level's name; a Config goes in as attach(model, config=...)"
         )
-    _check_known(settings, ["level", "config", "process_group", *(entry.name for entry in fields(Config))])
+    _check_keys("", settings, ["level", "config", "process_group", *(entry.name for entry in fields(Config))])
     if config is None:
         level = default_level if level is None else level
         return Config.from_dict(settings) if level is None else Config.from_level(level, **settings)
@@ -381,16 +381,14 @@ def _check_mapping(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a block of keys and values")
 
 
-def _check_keys(name: str, block: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in block:
+def _check_keys(block: str, keys: Iterable[str], known: Sequence[str]) -> None:
+    """block: the name of the one that the keys stand in; empty for single settings."""
+    for key in keys:
         if key not in known:
-            raise ValueError(f"unknown key {key!r} in {name}, expected one of {', '.join(known)}{_nearest(key, known)}")
-
-
-def _check_known(settings: Iterable[str], known: Sequence[str]) -> None:
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"unknown setting {key!r}, expected one of {', '.join(known)}{_nearest(key, known)}")
+            expected = f"expected one of {', '.join(known)}{_nearest(key, known)}"
+            if block:
+                raise ValueError(f"unknown key {key!r} in {block}, {expected}")
+            raise ValueError(f"unknown setting {key!r}, {expected}")
 
 
 def _check_path(name: str, value: object) -> None:

@@ -165,6 +165,11 @@ def _pieces_of(content: Content, order: Order) -> Pieces | None:
     return Decoded(content, granule) if granule else None
 
 
+def _streamed(content: codec.Packed | Recipe, node: str) -> Streamed | None:
+    """See streamed()."""
+    return streamed(content, node, partial(decoded, content, gaps=False), partial(_pieces_of, content))
+
+
 _Handle: Any = native_base("Handle")
 _Unpacker: Any = native_base("Unpacker")
 
@@ -308,7 +313,7 @@ class Stored(_Handle):
         """For a node that reads as it goes on; None where the tensor has to be decoded first."""
         if isinstance(content, Recipe) and content.keeps_what_it_made:
             return None
-        found = streamed(content, node, partial(decoded, content, gaps=False), partial(_pieces_of, content))
+        found = _streamed(content, node)
         if found is not None and _latest:
             self._forget_latest(get_ident())
         return found
@@ -468,11 +473,11 @@ class Replaceable:
         packed = self.replacement
         if not isinstance(packed, codec.Packed):
             return self._restored()
-        whole, found = partial(decoded, packed, gaps=self.leaves_gaps), None
+        found = None
         if packed.scheme is codec.Scheme.SAMPLED and self.numel >= LEAST_NUMEL:
             node = streaming_node(1)
-            found = None if node is None else streamed(packed, node, whole, partial(_pieces_of, packed))
-        return whole() if found is None else found
+            found = None if node is None else _streamed(packed, node)
+        return decoded(packed, gaps=self.leaves_gaps) if found is None else found
 
     def restore_memory(self) -> Tensor:
         """The same with its own strides, by which views find their place in it."""
@@ -645,12 +650,12 @@ class View:
     def restore(self) -> Tensor:
         base = self.base
         like = base.witness if isinstance(base, Stored) else base.content if isinstance(base, Replaceable) else None
-        unread = None
-        if isinstance(like, Tensor):
-            unread = without_reading(self.size, self.stride, like, self._restore)
-        if unread is not None and isinstance(base, Stored):
+        unread = without_reading(self.size, self.stride, like, self._restore) if isinstance(like, Tensor) else None
+        if unread is None:
+            return self._restore()
+        if isinstance(base, Stored):
             base._note_use()
-        return self._restore() if unread is None else unread
+        return unread
 
     def _restore(self) -> Tensor:
         base = self.base

@@ -231,7 +231,8 @@ class RoundedWalk:
         self._between = [draw.payloads(forward.between) for draw in draws]
         forward.leave_to_graph()
         self._read_again = _shared_parts(forward)
-        self._gradients: dict[Exit, list[Tensor | None]] = {}
+        self._gradients: dict[tuple[Exit, int], Tensor] = {}
+        """by exit and pass"""
         self._uses = Counter(self._leaves_of(forward.last))
         for visit in forward.visits:
             self._uses.update(visit.leaves)
@@ -287,7 +288,7 @@ class RoundedWalk:
         with ExitStack() as stack:
             for number in range(len(self._draws)):
                 self._flow(between, number, entering.pop(0))
-                at_outputs = [self._at_exit(end, number) for _, end in visit.exits]
+                at_outputs = [self._gradients.pop((end, number), None) for _, end in visit.exits]
                 if all(gradient is None for gradient in at_outputs):
                     found.append(None)
                     continue
@@ -366,19 +367,10 @@ class RoundedWalk:
             self._found.add(self._forward.key_of(edge), number, gradient)
         return found[:count]
 
-    def _at_exit(self, end: Exit, number: int) -> Tensor | None:
-        """The gradient there in one pass, which is let go of."""
-        passes = self._gradients.get(end)
-        if passes is None:
-            return None
-        gradient, passes[number] = passes[number], None
-        return gradient
-
     def _add_to(self, end: Exit, number: int, gradient: Tensor | None) -> None:
         if gradient is not None:
-            sums = self._gradients.setdefault(end, [None] * len(self._draws))
-            before = sums[number]
-            sums[number] = gradient if before is None else before + gradient
+            before = self._gradients.get((end, number))
+            self._gradients[end, number] = gradient if before is None else before + gradient
 
     @contextmanager
     def _rounded(self, number: int) -> Iterator[None]:
