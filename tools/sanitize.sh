@@ -34,13 +34,13 @@ done
 # AddressSanitizer looks for the functions that throw when it starts. Python never frees all of its memory, so leaks are
 # not looked for: benchmarks/reliability/endurance.py does that.
 preload="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
+options=detect_leaks=0:halt_on_error=1
 outcome="$(mktemp)"
-findings="$(mktemp --directory)" # in files, as a finding ends the process while pytest holds what was printed
-trap 'cat "$findings"/* >&2 2>/dev/null || true; rm -rf "$outcome" "$findings"' EXIT
-options="halt_on_error=1:log_path=$findings/found"
-LD_PRELOAD="$preload" ASAN_OPTIONS="detect_leaks=0:$options" UBSAN_OPTIONS="print_stacktrace=1:$options" \
+trap 'rm -f "$outcome"' EXIT
+# --capture=sys: a finding ends the process, and with it what pytest holds of the file descriptors.
+LD_PRELOAD="$preload" ASAN_OPTIONS="$options" UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
     PYTHONPATH="$package" \
-    "$python" -m pytest -q -p no:cacheprovider -o pythonpath="$package ." tests/codec tests/hooks/test_settled.py \
+    "$python" -m pytest -q --capture=sys -p no:cacheprovider -o pythonpath="$package ." tests/codec tests/hooks/test_settled.py \
     --ignore-glob="*test_cuda_*" --ignore-glob="*test_nvrtc*" --ignore-glob="*test_driver*" --ignore-glob="*test_ptx*" "$@" | tee "$outcome"
 if $record; then
     "$python" -m benchmarks.reliability.results benchmarks/results/reliability.json sanitizers \
