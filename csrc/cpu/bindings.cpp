@@ -556,6 +556,15 @@ GACT_EXPORT int gact_dist_set_isa(int isa) {
   return 0;
 }
 
+// What normalised() of gact_dist/codec/norms.py calls, with memory that it has checked: see NormaliseJob.
+GACT_EXPORT void gact_dist_normalise(const void* x, int64_t rows, int64_t columns, int element, const float* mean,
+                                     const float* rstd, const void* weight, const void* bias, void* out) {
+  const gact::NormaliseJob job{x, static_cast<gact::Element>(element), columns, mean, rstd, weight, bias, out};
+  const int64_t grain = std::max<int64_t>(1, gact::kGrainElements / columns);
+  torch::stable::parallel_for(
+      0, rows, grain, [&](int64_t first, int64_t last) { gact::active_kernels()->normalise(job, first, last); });
+}
+
 // See plain.h. What they write to is new.
 GACT_EXPORT void gact_dist_pack(const gact::PlainForm* form, const void* from, void* to, long long seed) {
   gact::run_pack(*form, from, static_cast<gact::u8*>(to), seed, false);

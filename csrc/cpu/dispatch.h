@@ -78,19 +78,10 @@ void unpack_columns_any(const UnpackJob& job, i64 first, i64 last) {
 
 template <class Isa>
 constexpr Kernels make_kernels() {
-  return Kernels{pack_any<Isa>,
-                 unpack_any<Isa>,
-                 pack_columns_any<Isa>,
-                 unpack_columns_any<Isa>,
-                 pack_mask_units<Isa>,
-                 unpack_mask_units<Isa>,
-                 has_two_values_units<Isa>,
-                 apply_any<Isa>,
-                 mask_product_units<Isa>,
-                 sample_any<Isa>,
-                 sampled_words_any<Isa>,
-                 variance_any<Isa>,
-                 variance_columns_any<Isa>};
+  return Kernels{pack_any<Isa>,           unpack_any<Isa>,          pack_columns_any<Isa>,     unpack_columns_any<Isa>,
+                 pack_mask_units<Isa>,    unpack_mask_units<Isa>,   has_two_values_units<Isa>, apply_any<Isa>,
+                 mask_product_units<Isa>, normalise_any<Isa>,       sample_any<Isa>,           sampled_words_any<Isa>,
+                 variance_any<Isa>,       variance_columns_any<Isa>};
 }
 
 }  // namespace

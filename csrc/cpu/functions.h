@@ -105,5 +105,36 @@ void mask_product_units(const MaskProductJob& job, i64 first, i64 last) {
   mask_product_elements<Isa, Bfloat, u16>(job, begin, end);
 }
 
+template <class T, bool HAS_WEIGHT, bool HAS_BIAS>
+void normalise_rows(const NormaliseJob& job, i64 first, i64 last) {
+  const T *weight = static_cast<const T*>(job.weight), *bias = static_cast<const T*>(job.bias);
+  for (i64 row = first; row < last; ++row) {
+    const T* x = static_cast<const T*>(job.x) + row * job.columns;
+    T* out = static_cast<T*>(job.out) + row * job.columns;
+    const float centre = job.mean == nullptr ? 0.0f : job.mean[row], scale = job.rstd[row];
+#pragma GCC ivdep
+    for (i64 i = 0; i < job.columns; ++i) {
+      float value = (to_float(x[i]) - centre) * scale;
+      if constexpr (HAS_WEIGHT) value *= to_float(weight[i]);
+      if constexpr (HAS_BIAS) value += to_float(bias[i]);
+      from_float(value, out + i);
+    }
+  }
+}
+
+template <class T>
+void normalise_as(const NormaliseJob& job, i64 first, i64 last) {
+  if (job.weight != nullptr && job.bias != nullptr) return normalise_rows<T, true, true>(job, first, last);
+  if (job.weight != nullptr) return normalise_rows<T, true, false>(job, first, last);
+  if (job.bias != nullptr) return normalise_rows<T, false, true>(job, first, last);
+  normalise_rows<T, false, false>(job, first, last);
+}
+
+template <class Isa>
+void normalise_any(const NormaliseJob& job, i64 first, i64 last) {
+  if (job.element == Element::kFloat) return normalise_as<float>(job, first, last);
+  normalise_as<Bfloat>(job, first, last);
+}
+
 }  // namespace
 }  // namespace gact

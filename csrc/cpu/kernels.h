@@ -73,6 +73,18 @@ struct MaskProductJob {
   bool selects;  // whether what is elsewhere is zero, whatever the gradient is
 };
 
+// Rows of (x - mean) * rstd * weight + bias, in float32 and rounded once: as csrc/cuda/norms.cu has them.
+struct NormaliseJob {
+  const void* x;    // [rows, columns]
+  Element element;  // kFloat or kBfloat
+  i64 columns;
+  const float* mean;   // [rows], null for 0
+  const float* rstd;   // [rows]
+  const void* weight;  // [columns] of elements, null for 1
+  const void* bias;    // likewise, null for 0
+  void* out;           // may be x
+};
+
 struct VarianceJob {
   const void* x;
   Element element;
@@ -118,7 +130,7 @@ inline i64 panel_count(i64 numel, int group_size, i64 columns, int element_bytes
 }
 
 // Each function works on units first .. last - 1; the last unit may be short. pack_columns and unpack_columns count
-// panels instead, variance_columns blocks of group_size rows, sample and sampled_words rows.
+// panels instead, variance_columns blocks of group_size rows, normalise, sample and sampled_words rows.
 struct Kernels {
   void (*pack)(const PackJob& job, i64 first, i64 last);
   void (*unpack)(const UnpackJob& job, i64 first, i64 last);
@@ -129,6 +141,7 @@ struct Kernels {
   bool (*has_two_values)(const MaskJob& job, i64 first, i64 last);
   void (*function)(const FunctionJob& job);
   void (*mask_product)(const MaskProductJob& job, i64 first, i64 last);
+  void (*normalise)(const NormaliseJob& job, i64 first, i64 last);
   void (*sample)(const SampleJob& job, i64 first, i64 last);
   void (*sampled_words)(const SampledWordsJob& job, i64 first, i64 last);
   void (*variance)(const VarianceJob& job, i64 first, i64 last, double totals[8]);

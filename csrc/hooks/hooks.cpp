@@ -4,8 +4,10 @@
 // Between two operators of a job the processor's caches hold the job, not the interpreter, and a comparison in Python
 // takes microseconds. Here it takes few instructions and touches little memory. It sees tensors, nodes and frames as
 // Python does, by their attributes.
+#include "hooks/handles.h"
 #include "hooks/objects.h"
 #include "hooks/packer.h"
+#include "hooks/pattern.h"
 
 namespace gact {
 namespace {
@@ -46,31 +48,6 @@ void dealloc_save(PyObject* self) {
   while (next && !next.is_none() && Py_REFCNT(next.get()) == 1)
     next = Ref(std::exchange(reinterpret_cast<Save*>(next.get())->next, nullptr));
 }
-
-// Of Stored in handles.py.
-struct Handle {
-  static constexpr int kObjects = 6;
-  static constexpr bool kHasWeakReferences = true;
-  PyObject_HEAD PyObject *name, *payload, *witness, *offloaded, *on_restore, *made;
-  PyObject* weak_references;
-  long long version, readers, left;
-  char keeps_gaps;
-};
-static_assert(offsetof(Handle, weak_references) == sizeof(PyObject) + Handle::kObjects * sizeof(PyObject*));
-
-PyMemberDef handle_members[] = {
-    OBJECT(Handle, name),
-    OBJECT(Handle, payload),
-    OBJECT(Handle, witness),
-    OBJECT(Handle, offloaded),
-    OBJECT(Handle, on_restore),
-    PRIVATE_OBJECT(Handle, made),
-    NUMBER(Handle, version),
-    NUMBER(Handle, readers),
-    PRIVATE_NUMBER(Handle, left),
-    FLAG(Handle, keeps_gaps),
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(Handle, weak_references), READONLY, nullptr},
-    END};
 
 // Of StorageRecord in aliases.py.
 struct Record {
@@ -221,7 +198,7 @@ Answer is_evident(PyObject* evidence, PyObject* node, PyObject* from_activations
 // -- a job's saves --------------------------------------------------------------------------------------------------
 
 struct Saves {
-  static constexpr int kObjects = 38;
+  static constexpr int kObjects = 42;
   static constexpr bool kHasWeakReferences = false;
   PyObject_HEAD
       // the chain of the step before: its first, the latest that was met, and what is expected next
@@ -230,13 +207,13 @@ struct Saves {
   // of the step: what it is compared with and noted in
   PyObject *stack, *records, *owned, *given, *account, *recent, *keys, *remembered;
   // of the job
-  PyObject *bases, *functions, *roles, *from_activations;
-  PyObject *parameter_type, *handle_type, *record_type, *packer_type, *nothing;
+  PyObject *bases, *functions, *roles, *from_activations, *buffers, *vectors;
+  PyObject *parameter_type, *tensor_type, *handle_type, *kept_type, *record_type, *packer_type, *nothing;
   // functions of Python's: of torch, and for what is rarer
   PyObject *graph_task_id, *function_modes, *pin_type, *unpin, *saves_own_result;
   PyObject *keep_parameter, *is_parameter, *is_part_of_a_weight, *find_stored, *alias, *payload, *store, *note_part,
       *note_part_of_base, *after, *leave, *in_modes, *long_way;
-  char settles, parametrized;
+  char settles, parametrized, copies_vectors;
 };
 static_assert(offsetof(Saves, settles) == sizeof(PyObject) + Saves::kObjects * sizeof(PyObject*));
 
@@ -255,8 +232,12 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, functions),
                                OBJECT(Saves, roles),
                                OBJECT(Saves, from_activations),
+                               OBJECT(Saves, buffers),
+                               OBJECT(Saves, vectors),
                                OBJECT(Saves, parameter_type),
+                               OBJECT(Saves, tensor_type),
                                OBJECT(Saves, handle_type),
+                               OBJECT(Saves, kept_type),
                                OBJECT(Saves, record_type),
                                OBJECT(Saves, packer_type),
                                OBJECT(Saves, nothing),
@@ -280,6 +261,7 @@ PyMemberDef saves_members[] = {OBJECT(Saves, first),
                                OBJECT(Saves, long_way),
                                FLAG(Saves, settles),
                                FLAG(Saves, parametrized),
+                               FLAG(Saves, copies_vectors),
                                END};
 
 // Whether a tensor is saved as an earlier one was. node, base: its grad_fn and _base.
@@ -331,6 +313,48 @@ Answer is_parameter_or_view(const Saves* saves, PyObject* tensor, const Ref& bas
   if (base.is_none() || base.type() != kind) return Answer::kNo;
   const Ref node = get(base.get(), names.grad_fn);
   return node ? answer(node.is_none()) : Answer::kError;
+}
+
+// Whether a shape is that of a vector, perhaps with dimensions of size 1.
+Answer is_vector(const Ref& shape) {
+  if (!shape) return Answer::kError;
+  long longest = 1, numel = 1;
+  const Py_ssize_t dimensions = PyTuple_Size(shape.get());
+  for (Py_ssize_t i = 0; i < dimensions; ++i) {
+    const long size = PyLong_AsLong(PyTuple_GetItem(shape.get(), i));
+    if (size == -1 && PyErr_Occurred() != nullptr) return Answer::kError;
+    longest = size > longest || i == 0 ? size : longest;
+    numel *= size;
+  }
+  return answer(numel == longest);
+}
+
+// Whether a tensor's memory is that of a buffer.
+Answer is_buffer(const Saves* saves, PyObject* tensor) {
+  const Ref storage = call_method(tensor, names.untyped_storage),
+            key = storage ? get(storage.get(), names.cdata) : Ref();
+  return key ? static_cast<Answer>(PySet_Contains(saves->buffers, key.get())) : Answer::kError;
+}
+
+// What the graph is to hold of a parameter or a view of one, of no other class: as _kept_of_model() in engine.py.
+Ref keep_of_model(const Saves* saves, PyObject* tensor) {
+  const bool is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == saves->parameter_type;
+  Ref made(reinterpret_cast<PyObject*>(make<Kept>(saves->kept_type)));
+  if (!made) return Ref();
+  Kept* kept = reinterpret_cast<Kept*>(made.get());
+  kept->of_model = 1;
+  kept->tensor = is_parameter ? Ref::shared(tensor).release() : call_method(tensor, names.detach).release();
+  if (kept->tensor == nullptr || !to_integer(get(tensor, names.version), &kept->version)) return Ref();
+  if (!saves->copies_vectors) return made;
+  const Answer copies = is_vector(get(tensor, names.shape));
+  const Answer of_buffer = is_parameter ? Answer::kNo : is_buffer(saves, tensor);
+  if (copies == Answer::kError || of_buffer == Answer::kError) return Ref();
+  kept->is_buffer = of_buffer == Answer::kYes;
+  if (copies == Answer::kNo) return made;
+  const Ref own = call_method(tensor, names.detach);
+  kept->vector = own ? call_method(own.get(), names.clone).release() : nullptr;
+  if (kept->vector == nullptr || PyList_Append(saves->vectors, made.get()) < 0) return Ref();
+  return made;
 }
 
 // Whether what backward reads may be the model's own, or the batch's, after all. key: of its storage.
@@ -590,7 +614,12 @@ Ref pack_at(Saves* saves, PyObject* tensor, PyObject* frame) {
   const Ref base = get(tensor, names.base);
   if (!base) return Ref();
   const Answer is_parameter = is_parameter_or_view(saves, tensor, base);
-  if (is_parameter != Answer::kNo) return is_parameter == Answer::kError ? Ref() : call(saves->keep_parameter, tensor);
+  if (is_parameter == Answer::kError) return Ref();
+  if (is_parameter == Answer::kYes) {
+    const auto kind = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    const bool is_plain = kind == saves->parameter_type || kind == saves->tensor_type;
+    return is_plain ? keep_of_model(saves, tensor) : call(saves->keep_parameter, tensor);
+  }
   if (!is_set(saves->expected)) return Ref::shared(Py_None);
   const Ref expected = Ref::shared(saves->expected), node = get(tensor, names.grad_fn);
   if (!node) {  // of a view that torch refuses to make a node for: the long way knows
@@ -693,13 +722,10 @@ Ref unpack_stored(const Unpacker* unpacker, Handle* handle) {
 }
 
 // A tensor that is kept as it is, None if it was modified: as Kept.restore().
-Ref unpack_kept(PyObject* kept) {
-  Ref tensor = get(kept, names.tensor);
-  if (!tensor) return Ref();
-  long long version, known;
-  if (!to_integer(get(tensor.get(), names.version), &version)) return Ref();
-  if (!to_integer(get(kept, names.known_version), &known)) return Ref();
-  return version == known ? std::move(tensor) : Ref::shared(Py_None);
+Ref unpack_kept(const Kept* kept) {
+  long long version;
+  if (!to_integer(get(kept->tensor, names.version), &version)) return Ref();
+  return Ref::shared(version == kept->version ? kept->tensor : Py_None);
 }
 
 PyObject* unpacker_unpack(PyObject* self, PyObject* handle) {
@@ -711,7 +737,7 @@ PyObject* unpacker_unpack(PyObject* self, PyObject* handle) {
   if (makes_graph == Answer::kNo && type == unpacker->handle_type)
     tensor = unpack_stored(unpacker, reinterpret_cast<Handle*>(handle));
   else if (makes_graph == Answer::kNo && type == unpacker->kept_type)
-    tensor = unpack_kept(handle);
+    tensor = unpack_kept(reinterpret_cast<Kept*>(handle));
   if (tensor && tensor.is_none()) tensor = call(unpacker->restore, handle);
   return tensor.release();
 }
@@ -725,6 +751,8 @@ PyMethodDef unpacker_methods[] = {
 bool add_types(PyObject* module) {
   return add_type<Save>(module, "gact_dist._hooks.Save", save_members, no_methods, dealloc_save) &&
          add_type<Handle>(module, "gact_dist._hooks.Handle", handle_members, no_methods) &&
+         add_type<Kept>(module, "gact_dist._hooks.Kept", kept_members, no_methods) &&
+         add_type<GraphPattern>(module, "gact_dist._hooks.GraphPattern", pattern_members, pattern_methods) &&
          add_type<Pin>(module, "gact_dist._hooks.Pin", pin_members, no_methods, dealloc_pin) &&
          add_type<Record>(module, "gact_dist._hooks.Record", record_members, no_methods) &&
          add_type<Saves>(module, "gact_dist._hooks.Saves", saves_members, saves_methods) &&

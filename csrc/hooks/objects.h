@@ -50,8 +50,8 @@ Answer answer(bool condition) { return condition ? Answer::kYes : Answer::kNo; }
 struct Names {
   PyObject *base, *cdata, *call, *count, *detach, *exact_bytes, *f_back, *f_lasti, *f_locals, *grad_fn, *metadata,
       *nbytes, *next_functions, *numel, *output_nr, *self, *untyped_storage, *rows, *names, *latest_call, *version,
-      *append, *data, *dtype, *shape, *storage_offset, *tensor, *known_version, *data_ptr, *enter_context, *name,
-      *packer, *payload, *ready, *seed, *step_key, *weak_ref, *as_strided, *contiguous;
+      *append, *data, *dtype, *shape, *storage_offset, *data_ptr, *enter_context, *name, *packer, *payload, *ready,
+      *seed, *step_key, *weak_ref, *as_strided, *contiguous, *clone, *scheme, *work, *of_view;
 };
 Names names;
 
@@ -83,8 +83,6 @@ bool make_names() {
       {&names.dtype, "dtype"},
       {&names.shape, "shape"},
       {&names.storage_offset, "storage_offset"},
-      {&names.tensor, "tensor"},
-      {&names.known_version, "version"},
       {&names.data_ptr, "data_ptr"},
       {&names.enter_context, "enter_context"},
       {&names.name, "name"},
@@ -96,6 +94,10 @@ bool make_names() {
       {&names.weak_ref, "_weak_ref"},
       {&names.as_strided, "as_strided"},
       {&names.contiguous, "contiguous"},
+      {&names.clone, "clone"},
+      {&names.scheme, "scheme"},
+      {&names.work, "work"},
+      {&names.of_view, "base"},
   };
   for (const auto& [place, text] : all) {
     *place = PyUnicode_InternFromString(text);
@@ -117,6 +119,10 @@ bool to_integer(const Ref& number, long long* value) {
   if (!number) return false;
   *value = PyLong_AsLongLong(number.get());
   return *value != -1 || PyErr_Occurred() == nullptr;
+}
+
+Answer equal(PyObject* one, PyObject* other) {
+  return static_cast<Answer>(PyObject_RichCompareBool(one, other, Py_EQ));
 }
 
 Answer truth(const Ref& found) { return found ? static_cast<Answer>(PyObject_IsTrue(found.get())) : Answer::kError; }

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -363,6 +364,27 @@ def plain_calls(
     return PlainCalls(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
 
 
+def normalise(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, in_place: bool
+) -> Tensor | None:
+    """See norms.normalised(), of a plain x on a CPU."""
+    rows = rstd.numel()
+    if _native is None or x.dtype not in _NORMALISED or not x.is_contiguous() or x.numel() == 0 or x.numel() % rows:
+        return None
+    columns = x.numel() // rows
+    for each, numel, dtype in (
+        (mean, rows, torch.float32), (rstd, rows, torch.float32), (weight, columns, x.dtype), (bias, columns, x.dtype)
+    ):  # fmt: skip
+        if each is not None and not (
+            each.is_cpu and each.dtype == dtype and each.numel() == numel and each.is_contiguous()
+        ):
+            return None
+    out = x if in_place else torch.empty_like(x)
+    places = [None if each is None else each.data_ptr() for each in (mean, rstd, weight, bias, out)]
+    _normalise(x.data_ptr(), rows, columns, _NORMALISED[x.dtype], *places)
+    return out
+
+
 @functools.cache
 def has_native(device: torch.device) -> bool:
     """Whether the kernels of csrc/cpu serve tensors of a device."""
@@ -415,5 +437,11 @@ def set_isa(name: str) -> None:
 
 _wanted_isa = os.environ.get("GACT_DIST_ISA")
 _native, native_error = _load_native(_wanted_isa)
+_NORMALISED = {torch.float32: 0, torch.bfloat16: 2}
+"""by what its kernel works on, the number of the Element in csrc/cpu/kernels.h"""
+if _native is not None:
+    _normalise: Any = _native.gact_dist_normalise
+    _normalise.restype, _pointer, _count = None, ctypes.c_void_p, ctypes.c_int64
+    _normalise.argtypes = (_pointer, _count, _count, ctypes.c_int, *(5 * (_pointer,)))
 if _native is not None and _wanted_isa is not None:
     set_isa(_wanted_isa)

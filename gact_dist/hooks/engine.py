@@ -330,11 +330,13 @@ class SavedTensorHooks:
     def _open_settled(self) -> None:
         """In this forward, which learns nothing, what is saved settles and what has settled goes the short way."""
         scope, job = self._namer.scope, self._job
-        self._settled.parametrized = scope.parametrized
+        self._settled.parametrized, self._settled.copies_vectors = scope.parametrized, self.encoder.may_derive
         self._settled.open(
             stack=scope.stack,
             records=self._storages.by_key,
             owned=self._parameters.owned,
+            buffers=self._parameters.of_buffers,
+            vectors=self._vectors,
             given=self.given.memories,
             account=job.account,
             recent=job.recent,

@@ -702,14 +702,18 @@ def stored_of(handle: Any) -> Any:
     return base_of(handle.local if isinstance(handle, Distributed) else handle)
 
 
-class Kept:
+_Kept: Any = native_base("Kept")
+
+
+class Kept(_Kept):
     """A parameter, a tensor computed from parameters, or a kind of tensor that no codec knows.
 
     The hooks turn off autograd's own check of versions, so it is made here. Sharding swaps a parameter's data, which
     leaves its version as it is; and a parameter that an optimizer updates within the backward has been used by then.
     """
 
-    __slots__ = ("is_buffer", "of_model", "tensor", "vector", "version")
+    __slots__ = () if IS_BUILT else ("is_buffer", "of_model", "tensor", "vector", "version")
+    tensor: Tensor
 
     def __init__(self, tensor: Tensor, of_model: bool = False, copies: bool = False, is_buffer: bool = False) -> None:
         """of_model: whether it is a parameter or a buffer, or made from parameters alone. copies: whether to copy it if

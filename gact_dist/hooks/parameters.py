@@ -198,7 +198,8 @@ class ParameterRecognition:
         """storage_id() of what is the model's"""
         self._weak: list[Any] = []
         self.remember(model.buffers())
-        self._of_buffers = set(self.owned)
+        self.of_buffers = set(self.owned)
+        """the same of its buffers"""
         self.remember(model.parameters())
 
     def remember(self, tensors: Iterable[Tensor]) -> None:
@@ -219,7 +220,7 @@ class ParameterRecognition:
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a buffer."""
-        return type(tensor) is Tensor and storage_id(tensor) in self._of_buffers
+        return type(tensor) is Tensor and storage_id(tensor) in self.of_buffers
 
     @contextmanager
     def with_buffers(self, model: nn.Module) -> Iterator[None]:

@@ -3,47 +3,32 @@
 [Note: recipes again] To find a recipe takes some eighty functions, each of which reads a bit of the graph. What they
 find follows from what they read, and from what is known of a save that has settled. So where a save is settled, what
 was read is noted: which nodes, the edges between them, their constants, and what the graph held in place of what they
-saved. Where another step's graph has the same, its recipe is the same function of other handles.
+saved. Where another step's graph has the same, its recipe is the same function of other handles. The comparison is in
+csrc/hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import codec
-from .._torch_internals import RESHAPES, constants_of, saved_handle
+from .._short_ways import native_base
+from .._torch_internals import RESHAPES, constants_of, raw_slot, saved_handle
 from .attention_scores import added_to
 from .expressions import Copy, Expression
 from .fused_attention import output_again
 from .handles import Kept, Recipe, Stored, View, base_of
-from .saved_edges import ADDED, VARIABLE, Reads, saved_at, vector_of_parameter
+from .saved_edges import ADDED, VARIABLE, Reads, mark_at, vector_of_parameter
 
 _MOST_NODES = 64
 
 
-class _Edge(NamedTuple):
-    """What is behind an edge of a node that was looked at."""
-
-    node: int
-    """number of one that was looked at, or _OTHER or _NONE"""
-    output: int = 0
-
-
 _OTHER, _NONE = -1, -2  # behind an edge: a node that was not looked at; no graph
-
-
-class _Read(NamedTuple):
-    """What the graph holds of one tensor."""
-
-    node: int
-    slot: Any
-    """name of a saved tensor, or number of an output"""
-    looks: tuple[Any, ...]
-    first: int
-    """number of the first with the same base"""
 
 
 class _Operand(NamedTuple):
@@ -100,80 +85,65 @@ def recipe_again(tensor: Tensor, recipe: Recipe, reads: Reads) -> RecipeAgain | 
         return None
 
 
-class RecipeAgain:
-    """Makes the recipe of a tensor of an earlier step anew."""
+_GraphPattern: Any = native_base("GraphPattern")
+
+
+class RecipeAgain(_GraphPattern):
+    """Makes the recipe of a tensor of an earlier step anew.
+
+    What a graph must have for it, as GraphPattern.match() in csrc/hooks compares it: kinds, the types of its nodes;
+    edges, int32s of _edges_of(), node by node; constants, (number of a node, attribute, value); reads, of each handle
+    (number of its node, attribute or mark under which the node has it, its _looks_of(), number of the first handle with
+    the same base).
+    """
 
     def __init__(self, tensor: Tensor, recipe: Recipe, reads: Reads) -> None:
         """See recipe_again()."""
         read = [node for node, _, _ in reads.handles] + [node for _, node, _ in reads.made]
         nodes = _nodes_between(tensor.grad_fn, read)
         numbers = {id(node): number for number, node in enumerate(nodes)}
-        self._kinds = [_kind_of(node) for node in nodes]
-        self._edges = [tuple([_edge_of(edge, numbers) for edge in node.next_functions]) for node in nodes]
-        self._constants = [
-            (number, name, getattr(node, name))
-            for number, node in enumerate(nodes)
-            if node.name() not in RESHAPES
-            for name in constants_of(node)
-        ]
-        self._reads: list[_Read] = []
-        handles: list[Any] = []
-        bases: list[Any] = []
+        self.kinds = tuple(map(_kind_of, nodes))
+        self.edges = array("i", chain.from_iterable(_edges_of(node, numbers) for node in nodes)).tobytes()
+        self.constants = tuple(
+            [
+                (number, name, getattr(node, name))
+                for number, node in enumerate(nodes)
+                if node.name() not in RESHAPES
+                for name in constants_of(node)
+            ]
+        )
         once = {(id(node), slot): (node, slot, handle) for node, slot, handle in reads.handles}
-        for node, slot, handle in once.values():
-            handles.append(handle)
-            bases.append(base_of(handle))
-            first = next(i for i, known in enumerate(bases) if known is bases[-1])
-            self._reads.append(_Read(numbers[id(node)], slot, _looks_of(handle), first))
+        handles = [handle for _, _, handle in once.values()]
+        bases = [base_of(handle) for handle in handles]
+        self.reads = tuple(
+            [
+                (
+                    numbers[id(node)],
+                    mark_at(slot) if isinstance(slot, int) else raw_slot(slot),
+                    _looks_of(handle),
+                    next(first for first, base in enumerate(bases) if base is base_of(handle)),
+                )
+                for node, slot, handle in once.values()
+            ]
+        )
+        self.handle_type, self.view_type, self.kept_type = Stored, View, Kept
+        self.packed_type, self.recipe_type, self.looks_of = codec.Packed, Recipe, _looks_of
         self._like = recipe.of(None)
         self._operand = _operand_of(recipe.expression, handles, reads, numbers, {})
         self._note_mask = reads.note_mask if any(slot == ADDED for _, _, slot in reads.made) else None
 
     def __call__(self, tensor: Tensor) -> Recipe | None:
         """The recipe of a tensor that is like the earlier one; None where the graph is not as it was."""
-        nodes = self._same_nodes(tensor.grad_fn)
-        if nodes is None:
-            return None
-        for number, name, value in self._constants:
-            if getattr(nodes[number], name) != value:
-                return None
-        handles: list[Any] = []
-        bases: list[Any] = []
         try:
-            for number, slot, looks, first in self._reads:
-                node = nodes[number]
-                handle = saved_at((node, slot)) if type(slot) is int else saved_handle(node, slot)
-                handles.append(handle)
-                bases.append(handle.base if type(handle) is View else handle)
-                if bases[first] is not bases[-1] or _looks_of(handle) != looks:
-                    return None
+            found = self.match(tensor.grad_fn)
+            if found is None:
+                return None
+            nodes, handles = found
             if self._note_mask is not None:
                 self._note_mask(tensor)
             return self._like.of(self._operand.made(nodes, handles, {}))
         except _Unlike:
             return None
-
-    def _same_nodes(self, root: Any) -> list[Any] | None:
-        """Those of another graph, if it has the same edges between the same kinds of nodes."""
-        nodes = [root]  # which grow: each but the first is behind one before it
-        for node, kind, edges in zip(nodes, self._kinds, self._edges, strict=False):
-            if type(node) is not kind:
-                return None
-            below = node.next_functions
-            if len(below) != len(edges):
-                return None
-            for (found, output), edge in zip(below, edges, strict=True):
-                if edge.node < 0:
-                    if (found is None) is not (edge.node == _NONE):
-                        return None
-                    continue
-                if output != edge.output:
-                    return None
-                if edge.node == len(nodes):
-                    nodes.append(found)
-                elif nodes[edge.node] is not found:
-                    return None
-        return nodes
 
 
 def _nodes_between(root: Any, ends: Sequence[Any]) -> list[Any]:
@@ -201,11 +171,15 @@ def _kind_of(node: Any) -> Any:
     return type(node)
 
 
-def _edge_of(edge: tuple[Any, int], numbers: dict[int, int]) -> _Edge:
-    node, output = edge
-    if node is None:
-        return _Edge(_NONE)
-    return _Edge(numbers[id(node)], output) if id(node) in numbers else _Edge(_OTHER)
+def _edges_of(node: Any, numbers: dict[int, int]) -> Iterator[int]:
+    """How many edges a node has, and of each the number of the node behind it, and of that one's output.
+
+    numbers: of the nodes that are looked at, by their identities.
+    """
+    yield len(node.next_functions)
+    for below, output in node.next_functions:
+        yield _NONE if below is None else numbers.get(id(below), _OTHER)
+        yield output
 
 
 def _looks_of(handle: Any) -> tuple[Any, ...]:

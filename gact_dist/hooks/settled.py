@@ -37,7 +37,7 @@ from .._torch_internals import (
 from .aliases import NOTHING, StorageRecord, alias_at, find_stored, note_part, span_of_all
 from .call_stack import frames_to_user
 from .fused_attention import OPERATORS as FUSED_ATTENTION
-from .handles import Stored, View, base_of, empty_like
+from .handles import Kept, Stored, View, base_of, empty_like
 from .naming import Entry, passes_on
 from .one_bit import shows_reads
 from .parameters import FROM_ACTIVATIONS, evidence_of_activations
@@ -97,7 +97,8 @@ class SettledSaves(_Saves):
         self._known: dict[Any, Settled] = {}
         self._surroundings: list[str] = []
         self.graph_task_id, self.function_modes = graph_task_id, function_modes
-        self.parameter_type, self.from_activations = nn.Parameter, FROM_ACTIVATIONS
+        self.parameter_type, self.tensor_type, self.kept_type = nn.Parameter, Tensor, Kept
+        self.from_activations = FROM_ACTIVATIONS
         self.find_stored, self.saves_own_result, self.note_part = find_stored, saves_own_result, note_part
         self.record_type, self.handle_type, self.nothing, self.alias = StorageRecord, Stored, NOTHING, _alias_of
         self.packer_type = codec.Packer
