@@ -57,10 +57,10 @@ Answer add_nodes(const GraphPattern* pattern, PyObject* nodes) {
         continue;
       }
       if (PyLong_AsLong(PyTuple_GetItem(edge, 1)) != output) return Answer::kNo;
-      if (number == PyList_Size(nodes)) {
-        if (PyList_Append(nodes, found) < 0) return Answer::kError;
-      } else if (PyList_GetItem(nodes, number) != found) {
-        return Answer::kNo;
+      if (number < PyList_Size(nodes)) {
+        if (PyList_GetItem(nodes, number) != found) return Answer::kNo;
+      } else if (PyList_Append(nodes, found) < 0) {  // they are numbered in this order
+        return Answer::kError;
       }
     }
   }
@@ -118,6 +118,7 @@ Answer has(PyObject* object, PyObject* name, PyObject* looks, Py_ssize_t item) {
   return found ? equal(found.get(), PyTuple_GetItem(looks, item)) : Answer::kError;
 }
 
+// Whether a parameter, or what is made of some, is as _looks_of() in recipes_again.py has told of one.
 Answer has_looks_of_kept(const Kept* kept, PyObject* looks) {
   if (PyTuple_Size(looks) != 6) return Answer::kNo;
   const bool flags[] = {kept->of_model != 0, kept->is_buffer != 0, !is_set(kept->vector)};
@@ -129,7 +130,7 @@ Answer has_looks_of_kept(const Kept* kept, PyObject* looks) {
   return found == Answer::kYes ? has(kept->tensor, names.dtype, looks, 2) : found;
 }
 
-// Whether a handle is as _looks_of() has told of one.
+// The same of any handle.
 Answer has_looks(const GraphPattern* pattern, PyObject* handle, PyObject* looks) {
   PyObject* kind = reinterpret_cast<PyObject*>(Py_TYPE(handle));
   if (kind == pattern->kept_type) return has_looks_of_kept(reinterpret_cast<const Kept*>(handle), looks);
