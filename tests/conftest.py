@@ -69,6 +69,18 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     pool.close_pools()
 
 
+@pytest.fixture(params=["by its frame", "by what it saves"])
+def met(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a call of a custom function is met: only the second where Function.apply has no frame (torch 2.14)."""
+    from gact_dist.hooks import call_stack, function_calls, functions_again
+
+    if request.param == "by what it saves":
+        for module in (call_stack, function_calls, functions_again):
+            monkeypatch.setattr(module, "APPLY_HAS_FRAME", False)
+        monkeypatch.setattr(call_stack, "call_of_frame", lambda frame: None)
+        monkeypatch.setattr(function_calls, "_APPLY_CODE", None)
+
+
 def _skipped(config: pytest.Config) -> int:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     return 0 if reporter is None else len(reporter.stats.get("skipped", []))

@@ -6,12 +6,14 @@
 calls ctx.save_for_backward() inside forward() or setup_context(), whose frames show what the function was given. That
 is remembered by the instruction that called apply, which is also the one that saves. forward() may have assigned
 another tensor to the name of an argument. One that does not require a gradient although the argument did is left out,
-and the argument counts as an input that is not known: more is kept exactly then, never less.
+and the argument counts as an input that is not known: more is kept exactly then, never less. A view, as wrappers of
+kernels make them, shows the memory of the argument and not its shape. Where `apply` of the class is replaced
+([Note: functions again]) that is what knows the arguments.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import zip_longest
@@ -29,6 +31,7 @@ from .._torch_internals import (
     PLAIN_OR_PARAMETER,
     function_of_context,
     in_backward,
+    node_of,
     storage_id,
     untraced,
 )
@@ -208,9 +211,13 @@ def _given(context: Any, frame: FrameType) -> list[Any] | None:
     applied = forward.f_back
     if applied is not None and applied.f_code is _APPLY_CODE:
         arguments = list(applied.f_locals.get("args", ()))
+    elif (known := _arguments_of(function)) is not None:
+        arguments = known
     else:
-        arguments, unknown = _trusted(context, _arguments(forward, method))
-        arguments = [] if unknown else arguments
+        arguments = _arguments(forward, method)
+        pairs = zip(context.needs_input_grad, arguments, strict=False)
+        if any(needs_gradient and not _is_argument(value) for needs_gradient, value in pairs):
+            return None
     if len(arguments) != len(context.needs_input_grad) or not all(map(is_plain, arguments)):
         return None
     return arguments
@@ -282,7 +289,8 @@ def _remember(context: Any, tensors: tuple[Any, ...], frame: FrameType) -> tuple
     if forward is not None:
         caller = forward.f_back
         around = set() if caller is None else {(id(caller), caller.f_lasti)}
-        given, unknown = _trusted(context, _arguments(forward, method))
+        known = _arguments_of(function)
+        given, unknown = _trusted(context, _arguments(forward, method)) if known is None else (known, 0)
     saves = [storage_id(tensor) for tensor in tensors if type(tensor) in PLAIN_OR_PARAMETER]
     _remembered.calls.append(_Remembered(around, saves, FunctionCall(object(), function, given, unknown)))
     return tensors
@@ -321,15 +329,39 @@ def _trusted(context: Any, arguments: list[Any]) -> tuple[list[Any], int]:
     """(what a call was given, how many of its tensors are not known). See [Note: calls without a frame]."""
     trusted, unknown = [], 0
     for needs_gradient, value in zip_longest(context.needs_input_grad, arguments, fillvalue=None):
-        if needs_gradient and not _has_gradient(value):
-            unknown += 1
-        else:
+        if not needs_gradient or _is_argument(value):
             trusted.append(value)
+        elif isinstance(value, Tensor) and value.requires_grad:
+            trusted.append(value._base)
+        else:
+            unknown += 1
     return trusted, unknown
 
 
-def _has_gradient(value: Any) -> bool:
-    """Whether a value is a tensor that requires a gradient, or a view of one that was made without a graph."""
-    if not isinstance(value, Tensor):
+def _is_argument(value: Any) -> bool:
+    """Whether a value may be what a call was given, and required a gradient: it does, and is no view that forward() has
+    made, where nothing has a graph."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
         return False
-    return value.requires_grad or (value._is_view() and value._base is not None and value._base.requires_grad)
+    return value._base is None or not value._base.requires_grad or node_of(value) is not None
+
+
+_applied = threading.local()
+"""calls: (function, arguments) of those that are known, innermost last"""
+
+
+@contextmanager
+def arguments_known(function: type, arguments: Sequence[Any]) -> Iterator[None]:
+    """Within the context a function is called with these arguments."""
+    calls = _applied.__dict__.setdefault("calls", [])
+    calls.append((function, arguments))
+    try:
+        yield
+    finally:
+        calls.pop()
+
+
+def _arguments_of(function: type) -> list[Any] | None:
+    """Of the call of a function that is running; None if they are not known."""
+    calls = _applied.__dict__.get("calls")
+    return [*calls[-1][1]] if calls and calls[-1][0] is function else None

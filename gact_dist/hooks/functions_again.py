@@ -28,10 +28,17 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import _fields
 from .._patches import replaced
-from .._torch_internals import DispatchMode, in_backward, innermost_hooks, runs_transform, without_modes
+from .._torch_internals import (
+    APPLY_HAS_FRAME,
+    DispatchMode,
+    in_backward,
+    innermost_hooks,
+    runs_transform,
+    without_modes,
+)
 from ..distributed import say
 from .checkpoint import running_checkpoints
-from .function_calls import is_plain
+from .function_calls import arguments_known, is_plain
 from .naming import Namer
 from .roles import leaves_of
 
@@ -218,7 +225,7 @@ def _leave_unowned() -> None:
 
 def _applying(function: Any, owners: WeakSet[FunctionsAgain]) -> Any:
     def apply(cls: Any, *arguments: Any, **keywords: Any) -> Any:
-        plain = super(function, cls).apply
+        plain = _plain(function, cls)
         if cls is function and not keywords:
             for owner in owners:
                 if owner.takes(arguments):
@@ -226,6 +233,19 @@ def _applying(function: Any, owners: WeakSet[FunctionsAgain]) -> Any:
         return plain(*arguments, **keywords)
 
     return apply
+
+
+def _plain(function: Any, cls: Any) -> Callable[..., Any]:
+    """The apply that a class has without ours. Where it has no frame, ours tells what it is given."""
+    plain: Callable[..., Any] = super(function, cls).apply
+    if APPLY_HAS_FRAME or cls is not function:
+        return plain
+
+    def told(*arguments: Any, **keywords: Any) -> Any:
+        with arguments_known(function, arguments):
+            return plain(*arguments, **keywords)
+
+    return told
 
 
 class _Watching(DispatchMode):
@@ -242,7 +262,7 @@ def _gives_the_same(function: Any, arguments: Sequence[Any]) -> bool:
     """Whether a call under a checkpoint gives what the call itself gives. arguments: none if it is not to be made."""
     if not arguments or any(isinstance(each, Tensor) and not _is_there(each) for each in arguments):
         return False
-    plain = super(function, function).apply
+    plain = _plain(function, function)
     try:
         results, gradients, writes = _called(plain, arguments)
         again, gradients_again, _ = _called(partial(checkpoint, plain, use_reentrant=False), arguments)

@@ -88,6 +88,7 @@ def by_hand(a: Tensor, b: Tensor) -> Tensor:
     return checkpoint(lambda *given: F.silu(given[0]) * given[1], a, b, use_reentrant=False)
 
 
+@pytest.mark.usefixtures("met")
 @pytest.mark.parametrize("function", [Gate, Overwriting, Kernel])
 def test_it_runs_again_on_its_inputs_in_few_bits_as_operators_do_under_a_checkpoint(function):
     """Measured by differences of the function, which are not exact derivatives."""

@@ -29,7 +29,6 @@ from unusual_jobs import (
 
 import gact_dist
 from gact_dist import Config
-from gact_dist.hooks import call_stack, function_calls
 
 STEPS = 5
 # Bits are chosen before the first step, under follow() before the third, and with lazy modules a step later.
@@ -270,15 +269,6 @@ def test_a_scripted_model_cannot_be_followed():
 
 
 # -- what custom functions and quantised weights keep ------------------------------------------------------------------
-
-
-@pytest.fixture(params=["by its frame", "by what it saves"])
-def met(request, monkeypatch):
-    """How a call of a custom function is met: only the second where Function.apply has no frame."""
-    if request.param == "by what it saves":
-        for module in (call_stack, function_calls):
-            monkeypatch.setattr(module, "APPLY_HAS_FRAME", False)
-        monkeypatch.setattr(call_stack, "call_of_frame", lambda frame: None)
 
 
 def codecs(job, level):
