@@ -200,17 +200,9 @@ def unpack_out(
 
 def can_normalise(x: Tensor, mean: Tensor | None, rstd: Tensor, vectors: Sequence[Tensor]) -> bool:
     """Whether normalise() serves these tensors. vectors: weight and bias, as far as there are any."""
-    rows = rstd.numel()
-    if x.dtype not in ELEMENTS or not x.is_contiguous() or x.numel() == 0 or x.numel() % rows != 0:
+    if x.dtype not in ELEMENTS or not payload_format.are_of_rows(x, mean, rstd, vectors):
         return False
-    row_bytes, statistics = x.nbytes // rows, (rstd,) if mean is None else (rstd, mean)
-    if any(each.device != x.device for each in (*statistics, *vectors)):
-        return False
-    if row_bytes % _VECTOR_BYTES != 0 or x.nbytes >= 2**32 * _VECTOR_BYTES:
-        return False
-    if any(each.dtype != torch.float32 or each.numel() != rows or not each.is_contiguous() for each in statistics):
-        return False
-    if any(each.dtype != x.dtype or each.nbytes != row_bytes or not each.is_contiguous() for each in vectors):
+    if x.nbytes // rstd.numel() % _VECTOR_BYTES != 0 or x.nbytes >= 2**32 * _VECTOR_BYTES:
         return False
     return all(each.data_ptr() % _VECTOR_BYTES == 0 for each in (x, *vectors))
 

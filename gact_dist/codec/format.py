@@ -1,5 +1,6 @@
 """The sections of a packed buffer, and what an operator refuses. docs/codec.md describes the format in words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,3 +163,17 @@ def check_weight(weight: Tensor, x: Tensor) -> None:
         raise ValueError(
             f"weight has {weight.numel()} elements of {weight.dtype}, expected {x.numel()} of torch.float32"
         )
+
+
+def are_of_rows(x: Tensor, mean: Tensor | None, rstd: Tensor, vectors: Sequence[Tensor]) -> bool:
+    """Whether statistics are float32 of each row of x, and vectors of each column in its type; all without gaps, and on
+    one device."""
+    rows = rstd.numel()
+    if not x.is_contiguous() or x.numel() == 0 or x.numel() % rows != 0:
+        return False
+    of_each = [(each, rows, torch.float32) for each in (mean, rstd) if each is not None]
+    of_each += [(each, x.numel() // rows, x.dtype) for each in vectors]
+    return all(
+        each.device == x.device and each.numel() == numel and each.dtype == dtype and each.is_contiguous()
+        for each, numel, dtype in of_each
+    )

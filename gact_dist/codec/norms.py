@@ -27,12 +27,11 @@ def normalised(
     vectors = [vector for vector in (weight, bias) if vector is not None]
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, rstd, *vectors)):
         return None
-    if x.is_cpu:
-        return ops.normalise(x, mean, rstd, weight, bias, in_place)
-    if not x.is_cuda or not cuda.can_normalise(x, mean, rstd, vectors):
+    kernels = ops if x.is_cpu else cuda
+    if not (x.is_cpu or x.is_cuda) or not kernels.can_normalise(x, mean, rstd, vectors):
         return None
     out = x if in_place else torch.empty_like(x)
     with suppress(KernelsUnavailableError):  # the operators of the codec warn
-        cuda.normalise(x, mean, rstd, weight, bias, out)
+        kernels.normalise(x, mean, rstd, weight, bias, out)
         return out
     return None

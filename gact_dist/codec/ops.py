@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -364,25 +364,18 @@ def plain_calls(
     return PlainCalls(*(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls))
 
 
+def can_normalise(x: Tensor, mean: Tensor | None, rstd: Tensor, vectors: Sequence[Tensor]) -> bool:
+    """As in cuda.py, on a CPU."""
+    return _native is not None and x.dtype in _NORMALISED and payload_format.are_of_rows(x, mean, rstd, vectors)
+
+
 def normalise(
-    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, in_place: bool
-) -> Tensor | None:
-    """See norms.normalised(), of a plain x on a CPU."""
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor
+) -> None:
+    """See norms.normalised(), for tensors that can_normalise() has seen. out: like x, and maybe x itself."""
     rows = rstd.numel()
-    if _native is None or x.dtype not in _NORMALISED or not x.is_contiguous() or x.numel() == 0 or x.numel() % rows:
-        return None
-    columns = x.numel() // rows
-    for each, numel, dtype in (
-        (mean, rows, torch.float32), (rstd, rows, torch.float32), (weight, columns, x.dtype), (bias, columns, x.dtype)
-    ):  # fmt: skip
-        if each is not None and not (
-            each.is_cpu and each.dtype == dtype and each.numel() == numel and each.is_contiguous()
-        ):
-            return None
-    out = x if in_place else torch.empty_like(x)
-    places = [None if each is None else each.data_ptr() for each in (mean, rstd, weight, bias, out)]
-    _normalise(x.data_ptr(), rows, columns, _NORMALISED[x.dtype], *places)
-    return out
+    places = (None if each is None else each.data_ptr() for each in (mean, rstd, weight, bias, out))
+    _normalise(x.data_ptr(), rows, x.numel() // rows, _NORMALISED[x.dtype], *places)
 
 
 @functools.cache

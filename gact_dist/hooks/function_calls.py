@@ -252,8 +252,10 @@ class _Remembered(NamedTuple):
 
 
 class _Calls(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[_Remembered] = []  # innermost last
+    def __init__(self) -> None:  # both: innermost last
+        self.calls: list[_Remembered] = []
+        self.known: list[tuple[type, Sequence[Any]]] = []
+        """(function, arguments) of those that run, where that is known"""
 
 
 _remembered = _Calls()
@@ -346,22 +348,17 @@ def _is_argument(value: Any) -> bool:
     return value._base is None or not value._base.requires_grad or node_of(value) is not None
 
 
-_applied = threading.local()
-"""calls: (function, arguments) of those that are known, innermost last"""
-
-
 @contextmanager
 def arguments_known(function: type, arguments: Sequence[Any]) -> Iterator[None]:
     """Within the context a function is called with these arguments."""
-    calls = _applied.__dict__.setdefault("calls", [])
-    calls.append((function, arguments))
+    _remembered.known.append((function, arguments))
     try:
         yield
     finally:
-        calls.pop()
+        _remembered.known.pop()
 
 
 def _arguments_of(function: type) -> list[Any] | None:
     """Of the call of a function that is running; None if they are not known."""
-    calls = _applied.__dict__.get("calls")
-    return [*calls[-1][1]] if calls and calls[-1][0] is function else None
+    known = _remembered.known
+    return [*known[-1][1]] if known and known[-1][0] is function else None

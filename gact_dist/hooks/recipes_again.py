@@ -26,8 +26,6 @@ from .handles import Kept, Recipe, Stored, View, base_of
 from .saved_edges import ADDED, VARIABLE, Reads, mark_at, vector_of_parameter
 
 _MOST_NODES = 64
-
-
 _OTHER, _NONE = -1, -2  # behind an edge: a node that was not looked at; no graph
 
 
@@ -121,9 +119,9 @@ class RecipeAgain(_GraphPattern):
                     numbers[id(node)],
                     mark_at(slot) if isinstance(slot, int) else raw_slot(slot),
                     _looks_of(handle),
-                    next(first for first, base in enumerate(bases) if base is base_of(handle)),
+                    next(first for first, known in enumerate(bases) if known is base),
                 )
-                for node, slot, handle in once.values()
+                for (node, slot, handle), base in zip(once.values(), bases, strict=True)
             ]
         )
         self.handle_type, self.view_type, self.kept_type = Stored, View, Kept
